@@ -1,0 +1,50 @@
+"""Arithmetic with control over the instruction that is emitted, and over its place."""
+
+import cutlass.cute as cute
+import cutlass
+from cutlass import Float32, Int32, const_expr
+
+PACKED_CONVERSION = {cutlass.Float16: "cvt.rn.f16x2.f32", cutlass.BFloat16: "cvt.rn.bf16x2.f32"}
+
+
+def exp2(x: Float32) -> Float32:
+    """2^x by one MUFU.EX2, kept where it is written.
+
+    ``cute.math.exp2`` has no side effects, so LLVM sinks it to its first use; in the attention loop that is past
+    the wait for the GEMM under which it is meant to run.
+    """
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def pin(x: Float32) -> Float32:
+    """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
+    return cute.arch.inline_ptx("mov.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two values rounded to a 16-bit type in one register, ``low`` in its lower half.
+
+    Packed words are what a loop should carry; left to itself LLVM carries the float32 values around the loop,
+    twice the registers, and converts them on the other side.
+    """
+    return cute.arch.inline_ptx(
+        f"{PACKED_CONVERSION[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
+
+
+@cute.jit
+def maximum_of(values: cute.Tensor, start: Float32) -> Float32:
+    """Largest of some registers and ``start``, as a tree of FMNMX that skips NaN (their exponentials stay NaN)."""
+    level = [start] + [values[i] for i in range(cute.size(values))]
+    while const_expr(len(level) > 1):
+        pairs = [cute.arch.fmax(a, b) for a, b in zip(level[0::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+@cute.jit
+def max_over_lanes(x: Float32, lanes: cutlass.Constexpr[int]) -> Float32:
+    """Largest ``x`` of a group of ``lanes`` neighbouring lanes, in every one of them."""
+    for i in cutlass.range_constexpr(lanes.bit_length() - 1):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=lanes >> (i + 1)))
+    return x

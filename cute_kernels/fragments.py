@@ -1,0 +1,36 @@
+"""Views of a WGMMA accumulator fragment, all without moving a register.
+
+One thread of a warpgroup holds, of a 64 x N float32 accumulator, two rows (lane // 4 and 8 below it) and in each
+row the column pairs 8 j + 2 (lane % 4) + {0, 1}. CuTe gives that fragment the shape ((2, 2, N / 8), 1, 1): column in
+the pair, row, j.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.fast_math import pack
+
+ROW_STRIDE = 8
+"""Distance between the two rows that one thread holds."""
+
+COLUMNS_PER_GROUP = 8
+"""Columns after which the pattern of pairs repeats (j above)."""
+
+
+def as_rows(acc: cute.Tensor) -> cute.Tensor:
+    """The fragment as (row, (pair, j)): shape (2, (2, N / 8))."""
+    pair, row, groups = acc.layout.shape[0]
+    return cute.make_tensor(acc.iterator, cute.make_layout((row, (pair, groups)), stride=(pair, (1, pair * row))))
+
+
+@cute.jit
+def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Constexpr[int]):
+    """Round row ``r`` of an accumulator into the register A operand of the next 16-bit WGMMA (k = 16).
+
+    The two fragments hold the same elements in the same order, so a pair of columns becomes one 32-bit word.
+    """
+    words = cute.recast_tensor(operand, Int32)
+    rows = as_rows(acc)
+    for j in cutlass.range_constexpr(rows.shape[1][1]):
+        words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)

@@ -1,0 +1,17 @@
+"""Integer helpers that serve traced values and Python ints alike, so that host tests run the kernels' own formulas."""
+
+from typing import Any
+
+import cutlass
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    return (a + b - 1) // b

@@ -1,0 +1,81 @@
+"""Online softmax of the two rows that a thread holds of a score tile (FlashAttention-2, algorithm 1)."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, pin
+from cute_kernels.fragments import as_rows
+from cute_kernels.invariant import LoopInvariant
+
+ROWS_PER_THREAD = 2
+LANES_PER_ROW = 4
+LN_2 = math.log(2.0)
+
+
+class OnlineSoftmax(LoopInvariant):
+    """Running maximum and sum of a row in the units of the raw scores, exponentials in base 2.
+
+    ``row_max`` is the maximum of S before scaling; ``row_sum`` is this thread's share of the sum, added up over
+    the four lanes of the row only once, in ``finalize``. ``row_scale`` is the factor by which everything summed
+    before the current block must shrink. ``scale_log2`` is softmax_scale * log2(e).
+    """
+
+    def __init__(self, scale_log2: Float32):
+        self.scale_log2 = scale_log2
+        self.row_max, self.row_sum, self.row_scale, self.origin = (
+            cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4)
+        )
+
+    @cute.jit
+    def update_max(
+        self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool], may_be_masked: cutlass.Constexpr[bool]
+    ):
+        """Take a block's scores into the running maximum; sets ``row_scale`` and shrinks ``row_sum``.
+
+        ``may_be_masked`` says that a row can be all -inf so far; its maximum then counts as 0, so that
+        exp2(-inf - 0) is 0 and not NaN.
+        """
+        scores = as_rows(acc_S)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            start = -Float32.inf if const_expr(is_first) else self.row_max[r]
+            row_max = max_over_lanes(maximum_of(scores[r, None], start), LANES_PER_ROW)
+            origin = row_max
+            if const_expr(may_be_masked):
+                origin = Float32(0.0) if row_max == -Float32.inf else row_max
+            self.origin[r] = origin * self.scale_log2
+            if const_expr(is_first):
+                self.row_sum[r] = Float32(0.0)
+            else:
+                self.row_scale[r] = exp2(self.row_max[r] * self.scale_log2 - self.origin[r])
+                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+            self.row_max[r] = row_max
+
+    @cute.jit
+    def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """Turn the scores of row ``r`` into exp2 of their distance to the maximum, in place, and sum them."""
+        row = as_rows(acc_S)[r, None]
+        row.store(row.load() * self.scale_log2 - self.origin[r])
+        for i in cutlass.range_constexpr(cute.size(row)):
+            row[i] = exp2(row[i])
+        self.row_sum[r] = pin(row.load().reduce(cute.ReductionOp.ADD, self.row_sum[r], 0))
+
+    @cute.jit
+    def finalize(self):
+        """``row_scale`` becomes 1 / row sum (0 for a row without keys), ``row_sum`` the natural-log LSE."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+            is_empty = total == Float32(0.0)
+            self.row_scale[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
+            lse = (self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
+            self.row_sum[r] = -Float32.inf if is_empty else lse
+
+
+@cute.jit
+def rescale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
+    """Multiply each of the thread's rows of an accumulator by its factor."""
+    rows = as_rows(acc)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        rows[r, None].store(rows[r, None].load() * row_scale[r])

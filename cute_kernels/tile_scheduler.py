@@ -1,0 +1,111 @@
+"""Order in which a persistent grid works through the output tiles, and how its CTAs share them out.
+
+Tiles are numbered so that neighbours share K and V in L2. Without a causal mask all tiles cost the same and run
+m_block fastest. With one, tiles of the most keys come first (longest processing time first), in sections of so many
+heads that their K and V stay in L2 together. A CTA starts with the tile of its own number and then claims the next
+free one from a counter in global memory, so that a slow CTA simply gets fewer tiles.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineState
+
+from cute_kernels.integers import minimum
+from cute_kernels.invariant import LoopInvariant
+
+MAILBOX_STAGES = 2
+NEXT_TILE, FINISHED_CTAS = 0, 1
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not."""
+
+    num_m_blocks: Any
+    num_heads: Any
+    num_batches: Any
+    heads_per_section: Any
+    longest_first: bool
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.num_m_blocks * self.num_heads * self.num_batches
+
+    def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
+        """(m_block, head, batch) of a tile number below ``num_tiles``."""
+        if not self.longest_first:
+            head_batch = tile // self.num_m_blocks
+            m_block = tile % self.num_m_blocks
+        else:
+            section_tiles = self.heads_per_section * self.num_m_blocks
+            first_head = tile // section_tiles * self.heads_per_section
+            heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
+            m_block = self.num_m_blocks - 1 - tile % section_tiles // heads
+            head_batch = first_head + tile % section_tiles % heads
+        return m_block, head_batch % self.num_heads, head_batch // self.num_heads
+
+
+class TileScheduler(LoopInvariant):
+    """Hands tiles from the counter to the producer warp, and from it to the consumer warps.
+
+    ``counter`` is int32 (next tile, finished CTAs) in global memory, zero before and again after a launch;
+    ``mailbox`` holds MAILBOX_STAGES tile numbers in shared memory, guarded by ``pipe``: full after one arrival of
+    the producer, empty after one of each consumer warp.
+    """
+
+    def __init__(self, counter: cute.Tensor, mailbox: cute.Tensor, pipe: PipelineAsync, lane: Int32):
+        self.counter, self.mailbox, self.pipe, self.lane = counter, mailbox, pipe, lane
+
+    @staticmethod
+    def make_pipe(barriers: cute.Pointer, consumer_warps: int) -> PipelineAsync:
+        return PipelineAsync.create(
+            num_stages=MAILBOX_STAGES,
+            producer_group=CooperativeGroup(Agent.Thread, 1),
+            consumer_group=CooperativeGroup(Agent.Thread, consumer_warps),
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
+
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0]
+
+    @cute.jit
+    def claim(self, state: PipelineState) -> Int32:
+        """Producer warp: claim the next tile and tell the consumers.
+
+        Claimed only when the loads of the tile before are all issued: a tile taken earlier would wait behind a
+        long one while other CTAs run dry. The trip to L2 is hidden by the blocks that are still in the pipeline.
+        """
+        tile = Int32(0)
+        if self.lane == 0:
+            tile = cute.arch.grid_dim()[0] + cute.arch.atomic_add(
+                self._word(NEXT_TILE), Int32(1), sem="relaxed", scope="gpu"
+            )
+            self.pipe.producer_acquire(state)
+            self.mailbox[state.index] = tile
+            self.pipe.producer_commit(state)
+        return cute.arch.make_warp_uniform(tile)
+
+    @cute.jit
+    def receive(self, state: PipelineState) -> Int32:
+        """Consumer warps: the tile that the producer published after the one just finished."""
+        self.pipe.consumer_wait(state)
+        tile = cute.arch.make_warp_uniform(self.mailbox[state.index])
+        if self.lane == 0:
+            self.pipe.consumer_release(state)
+        return tile
+
+    @cute.jit
+    def finish(self):
+        """Producer warp, once it has run out of tiles: the last CTA to come here zeroes the counter again."""
+        if self.lane == 0:
+            before = cute.arch.atomic_add(self._word(FINISHED_CTAS), Int32(1), sem="acq_rel", scope="gpu")
+            if before == cute.arch.grid_dim()[0] - 1:
+                self.counter[NEXT_TILE] = Int32(0)
+                self.counter[FINISHED_CTAS] = Int32(0)
+
+    def _word(self, index: int) -> cute.Pointer:
+        return self.counter.iterator + index

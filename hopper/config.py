@@ -1,0 +1,192 @@
+"""Kernel configurations as data: what a kernel is built from, how one is chosen, and what makes one valid.
+
+Nothing here imports the DSL or touches a GPU. A config is a frozen dataclass; variants are made with
+``dataclasses.replace``; an explicit config is validated and never silently changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+SMEM_BYTES = 232_448
+"""Shared memory a CTA may use on sm_90 (227 KiB)."""
+
+REGISTERS_PER_SM = 65_536
+WARPGROUP_THREADS = 128
+WARPGROUP_ROWS = 64
+"""Rows of the output tile that one consumer warpgroup owns: the M of one WGMMA."""
+
+BARRIER_BYTES = 1_024
+"""Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
+
+DTYPES = ("float16", "bfloat16")
+NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+"""(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
+one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Registers a thread holds after ``setmaxnreg``, by role."""
+
+    consumer: int
+    producer: int
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Everything that is fixed when a forward kernel is compiled.
+
+    ``pipelined`` issues S = Q K_{j+1}^T before O += P_j V_j, so that a warpgroup's softmax runs under its
+    own second GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers,
+    so that one's softmax runs under another's GEMMs (section 3.1).
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    tile_m: int
+    tile_n: int
+    stages: int
+    registers: Registers
+    pipelined: bool = True
+    ping_pong: bool = True
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups; each owns 64 rows of the tile."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS * (self.consumers + 1)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile_m * self.head_dim * 2
+
+    @property
+    def o_bytes(self) -> int:
+        return self.tile_m * self.head_dim_v * 2
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * 2
+
+    @property
+    def o_shares_q(self) -> bool:
+        """Whether O is staged in Q's shared memory, because a buffer of its own would not fit."""
+        return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > SMEM_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        shared = max(self.q_bytes, self.o_bytes)
+        staging = shared if self.o_shares_q else self.q_bytes + self.o_bytes
+        return staging + self.kv_bytes + BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        short = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        parts = ["hopper_fwd", short, dims, "causal" if self.causal else "full"]
+        parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
+        parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
+        parts += [] if self.pipelined else ["nopipe"]
+        parts += [] if self.ping_pong else ["nopingpong"]
+        return "_".join(parts)
+
+
+def validate_forward_config(config: ForwardConfig) -> None:
+    """Raise ValueError naming the first field that no Hopper kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(c, name)
+        if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {value}, allowed: multiples of 32 from 32 to {MAX_HEAD_DIM}")
+    if c.tile_m not in (128, 192):
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: 128 or 192 (two or three consumer warpgroups)")
+    if c.tile_n % 16 or not 16 <= c.tile_n <= 256:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 256")
+    if c.stages < 2:
+        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
+    if c.registers.consumer % 8 or c.registers.producer % 8 or total > REGISTERS_PER_SM:
+        raise ValueError(f"registers {c.registers} need {total}, allowed: multiples of 8, {REGISTERS_PER_SM} in all")
+    if c.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+TWO_CONSUMERS = Registers(consumer=240, producer=24)
+THREE_CONSUMERS = Registers(consumer=160, producer=32)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tuned part of a config for one (head_dim, head_dim_v, causal)."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    ping_pong: bool = True
+
+
+TILINGS: dict[tuple[int, int, bool], Tiling] = {
+    (64, 64, False): Tiling(192, 128, 2),
+    (64, 64, True): Tiling(192, 128, 2),
+    (96, 96, False): Tiling(128, 192, 2),
+    (96, 96, True): Tiling(128, 128, 2),
+    (128, 128, False): Tiling(128, 176, 2),
+    (128, 128, True): Tiling(128, 128, 2),
+    (192, 128, False): Tiling(128, 128, 2),
+    (192, 128, True): Tiling(128, 128, 2),
+    (192, 192, False): Tiling(128, 112, 2),
+    (192, 192, True): Tiling(128, 112, 2),
+    (256, 256, False): Tiling(128, 80, 2, ping_pong=False),
+    (256, 256, True): Tiling(128, 80, 2, ping_pong=False),
+}
+
+
+def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
+    fits = [pair for pair in NATIVE_HEAD_DIMS if pair[0] >= head_dim and pair[1] >= head_dim_v]
+    if not fits:
+        raise ValueError(f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}")
+    return min(fits, key=sum)
+
+
+@lru_cache(maxsize=None)
+def select_forward_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_q: int, seqlen_k: int
+) -> ForwardConfig:
+    """The config that serves a problem. Reads sizes only, never a tensor; cached."""
+    d, dv = cover_head_dims(head_dim, head_dim_v)
+    tiling = TILINGS[d, dv, causal]
+    config = ForwardConfig(
+        dtype=dtype,
+        head_dim=d,
+        head_dim_v=dv,
+        causal=causal,
+        tile_m=tiling.tile_m,
+        tile_n=tiling.tile_n,
+        stages=tiling.stages,
+        registers=TWO_CONSUMERS if tiling.tile_m == 128 else THREE_CONSUMERS,
+        ping_pong=tiling.ping_pong,
+    )
+    validate_forward_config(config)
+    return config
+
+
+def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
+    """Every config that ``select_forward_config`` can return, each once."""
+    return tuple(
+        select_forward_config(dtype, d, dv, causal, 4096, 4096)
+        for dtype in DTYPES
+        for d, dv, causal in TILINGS
+    )

@@ -1,0 +1,50 @@
+"""Compile a forward kernel for any sizes and strides, with or without a GPU."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from hopper.config import ForwardConfig
+from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
+
+TMA_ALIGNMENT_BYTES = 16
+TMA_ALIGNMENT_ELEMENTS = 8
+
+
+def _dense(dtype: type[cutlass.Numeric], batch, seqlen, heads, head_dim):
+    """A (batch, seqlen, heads, head_dim) tensor of free strides, as far as TMA can address them."""
+    strides = tuple(cute.sym_int(64, divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(3))
+    return make_fake_tensor(
+        dtype, (batch, seqlen, heads, head_dim), (*strides, 1), assumed_align=TMA_ALIGNMENT_BYTES
+    )
+
+
+def compile_forward(config: ForwardConfig, options: str = ""):
+    """Compile the kernel of ``config`` for sm_90a.
+
+    Returns a TVM FFI function ``fn(q, k, v, out, lse, tile_counter, softmax_scale, num_ctas)`` that launches on
+    torch's current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the config's
+    dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses; lse float32
+    (b, h, sq), contiguous; tile_counter int32 (2,), zeros; softmax_scale a positive float; num_ctas the size of
+    the persistent grid, usually the number of SMs. No size may be 0; h must be a multiple of hk.
+
+    Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
+    d, dv = (cute.sym_int(divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(2))
+    lse_strides = (cute.sym_int(64), cute.sym_int(64), 1)
+    return cute.compile(
+        ForwardKernel(config),
+        _dense(dtype, b, sq, h, d),
+        _dense(dtype, b, sk, hk, d),
+        _dense(dtype, b, sk, hk, dv),
+        _dense(dtype, b, sq, h, dv),
+        make_fake_tensor(Float32, (b, h, sq), lse_strides, assumed_align=4),
+        make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
+        Float32(0.0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )

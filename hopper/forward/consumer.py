@@ -1,0 +1,181 @@
+"""A consumer warpgroup of the forward kernel: 64 query rows against all their key blocks."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fragments import store_row_as_operand_a
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.mask import TileMask
+from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax, rescale_rows
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.forward.barriers import PingPong
+from hopper.wgmma import issue_gemm
+
+
+class Consumer(LoopInvariant):
+    """The two GEMMs of a tile and the softmax between them, for the rows of one warpgroup.
+
+    Q, K and V are WGMMA operands in shared memory, K and V with a last mode over stages. P goes from the softmax
+    to the second GEMM in registers; O stays in registers (``acc_O``) until the epilogue.
+    """
+
+    def __init__(self, config: ForwardConfig, mmas: tuple, operands: tuple, pipes: tuple, scale_log2, wg: Int32):
+        self.config = config
+        self.mma_qk, self.mma_pv = mmas
+        self.tSrQ, self.tSrK, self.tOrV = operands
+        self.pipe_q, self.pipe_k, self.pipe_v = pipes
+        self.softmax = OnlineSoftmax(scale_log2)
+        self.ping_pong = PingPong(config, wg)
+        self.wg = wg
+        self.acc_O = cute.make_rmem_tensor(
+            self.mma_pv.partition_shape_C((WARPGROUP_ROWS, config.head_dim_v)), Float32
+        )
+        self.tOrP = cute.make_rmem_tensor(
+            self.mma_pv.partition_shape_A((WARPGROUP_ROWS, config.tile_n)), self.mma_pv.op.a_dtype
+        )
+
+    @cute.jit
+    def attend(
+        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState, q_phase: Int32
+    ) -> PipelineState:
+        """Leave one tile's O, not yet normalised, in ``acc_O`` and its row statistics in ``softmax``.
+
+        Visits the key blocks from ``n_end - 1`` down to 0; those below ``n_unmasked`` need no mask. Releases Q
+        unless O is to be staged in its place. Returns the state of K's and V's pipelines after the tile.
+        """
+        q_state = PipelineState(self.config.consumers, Int32(0), self.wg, q_phase)
+        self.pipe_q.consumer_wait(q_state)
+        self.acc_O.fill(0.0)
+        if const_expr(self.config.pipelined):
+            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state)
+        else:
+            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state)
+        if const_expr(not self.config.o_shares_q):
+            self.pipe_q.consumer_release(q_state)
+        return kv_state
+
+    @cute.jit
+    def _attend_pipelined(
+        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState
+    ) -> PipelineState:
+        """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
+        next runs under P V of this (FlashAttention-3, algorithm 2)."""
+        self._first_scores(mask, n_end - 1, kv_state)
+        n_block = n_end - 2
+        if const_expr(self.config.causal):
+            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
+                kv_state = self._overlapped_block(mask, n_block, kv_state, True)
+                n_block -= 1
+        for _ in cutlass.range(n_block + 1, unroll=1):
+            kv_state = self._overlapped_block(mask, n_block, kv_state, False)
+            n_block -= 1
+        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
+        warpgroup.wait_group(0)
+        self.pipe_v.consumer_release(kv_state)
+        kv_state.advance()
+        return kv_state
+
+    @cute.jit
+    def _first_scores(self, mask: TileMask, n_block: Int32, kv_state: PipelineState):
+        """S and P of the first block, which is always masked: it holds the end of the sequence."""
+        acc_S = self._make_acc_S()
+        self.pipe_k.consumer_wait(kv_state)
+        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        warpgroup.wait_group(0)
+        self.pipe_k.consumer_release(kv_state)
+        mask.apply(acc_S, n_block)
+        self.softmax.update_max(acc_S, is_first=True, may_be_masked=self.config.causal)
+        self.pipe_v.consumer_wait(kv_state)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self._exponentiate(acc_S, r)
+
+    @cute.jit
+    def _overlapped_block(
+        self, mask: TileMask, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
+    ) -> PipelineState:
+        """Scores of block ``n_block`` together with O += P V of the block before it, at ``v_state``.
+
+        The wait for P V stands between the exponentials of the thread's two rows: those of the first hide the GEMM,
+        those of the second leave issue slots (MUFU is slow) to the conversion of P and the rescaling of O. V of
+        this block is awaited there too, not where it is used: the spin on its barrier ends a basic block, and
+        without one ptxas moves the wait for P V up in front of the softmax.
+        """
+        k_state = v_state.clone()
+        k_state.advance()
+        acc_S = self._make_acc_S()
+        self.pipe_k.consumer_wait(k_state)
+        self.ping_pong.take_turn()
+        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
+        self.ping_pong.pass_turn()
+        warpgroup.wait_group(1)
+        self.pipe_k.consumer_release(k_state)
+        if const_expr(is_masked):
+            mask.apply(acc_S, n_block)
+        self.softmax.update_max(acc_S, is_first=False, may_be_masked=is_masked)
+        self.softmax.exponentiate(acc_S, 0)
+        self.pipe_v.consumer_wait(k_state)
+        warpgroup.wait_group(0)
+        self.pipe_v.consumer_release(v_state)
+        store_row_as_operand_a(self.tOrP, acc_S, 0)
+        self._exponentiate(acc_S, 1)
+        rescale_rows(self.acc_O, self.softmax.row_scale)
+        return k_state
+
+    @cute.jit
+    def _attend_in_order(
+        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState
+    ) -> PipelineState:
+        """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
+        kv_state = self._sequential_block(mask, n_end - 1, kv_state, True, True)
+        n_block = n_end - 2
+        if const_expr(self.config.causal):
+            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
+                kv_state = self._sequential_block(mask, n_block, kv_state, True, False)
+                n_block -= 1
+        for _ in cutlass.range(n_block + 1, unroll=1):
+            kv_state = self._sequential_block(mask, n_block, kv_state, False, False)
+            n_block -= 1
+        return kv_state
+
+    @cute.jit
+    def _sequential_block(
+        self,
+        mask: TileMask,
+        n_block: Int32,
+        kv_state: PipelineState,
+        is_masked: cutlass.Constexpr[bool],
+        is_first: cutlass.Constexpr[bool],
+    ) -> PipelineState:
+        acc_S = self._make_acc_S()
+        self.pipe_k.consumer_wait(kv_state)
+        self.ping_pong.take_turn()
+        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        warpgroup.wait_group(0)
+        self.ping_pong.pass_turn()
+        self.pipe_k.consumer_release(kv_state)
+        if const_expr(is_masked):
+            mask.apply(acc_S, n_block)
+        self.softmax.update_max(acc_S, is_first=is_first, may_be_masked=is_masked and self.config.causal)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self._exponentiate(acc_S, r)
+        if const_expr(not is_first):
+            rescale_rows(self.acc_O, self.softmax.row_scale)
+        self.pipe_v.consumer_wait(kv_state)
+        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
+        warpgroup.wait_group(0)
+        self.pipe_v.consumer_release(kv_state)
+        kv_state.advance()
+        return kv_state
+
+    def _make_acc_S(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.mma_qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32)
+
+    @cute.jit
+    def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
+        self.softmax.exponentiate(acc_S, r)
+        store_row_as_operand_a(self.tOrP, acc_S, r)

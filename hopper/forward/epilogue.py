@@ -1,0 +1,90 @@
+"""End of a tile: O from registers through shared memory to global memory, LSE straight to global memory."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fragments import ROW_STRIDE
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, rescale_rows
+from hopper.config import WARPGROUP_ROWS
+from hopper.forward.barriers import sync_warpgroup
+from hopper.forward.consumer import Consumer
+
+
+@dataclass(frozen=True)
+class Epilogue(LoopInvariant):
+    """Writes the 64 rows of one warpgroup; TMA clips what lies past the end of the sequence or of head_dim_v.
+
+    Each warpgroup has its own slice of ``sO`` and its own TMA store, so that no warpgroup waits for another.
+    """
+
+    atom_O: cute.CopyAtom
+    mO: cute.Tensor
+    sO: cute.Tensor
+    mLSE: cute.Tensor
+    lane: Int32
+    warp_in_group: Int32
+
+    @cute.jit
+    def store(self, consumer: Consumer, coordinates: tuple, row: Int32, q_phase: Int32):
+        """Normalise and store O and LSE; release Q where O was staged in its place.
+
+        ``row`` is the query index of the thread's first row.
+        """
+        m_block, head, batch = coordinates
+        config, wg = consumer.config, consumer.wg
+        consumer.softmax.finalize()
+        rescale_rows(consumer.acc_O, consumer.softmax.row_scale)
+        self._store_lse(consumer.softmax.row_sum, self.mLSE[None, head, batch], row)
+
+        is_store_warp = self.warp_in_group == 0
+        if is_store_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(wg)
+        sO = self.sO[None, None, wg]
+        self._registers_to_shared(consumer, sO)
+        cute.arch.fence_view_async_shared()
+        sync_warpgroup(wg)
+        if is_store_warp:
+            gO = cute.local_tile(
+                self.mO[None, None, head, batch],
+                (WARPGROUP_ROWS, config.head_dim_v),
+                (m_block * config.consumers + wg, 0),
+            )
+            tOsO, tOgO = cpasync.tma_partition(
+                self.atom_O, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+            )
+            cute.copy(self.atom_O, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(config.o_shares_q):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(config.o_shares_q):
+            consumer.pipe_q.consumer_release(PipelineState(config.consumers, Int32(0), wg, q_phase))
+
+    @cute.jit
+    def drain(self):
+        """Wait until the last store has read its shared memory; the CTA may end only then."""
+        if self.warp_in_group == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
+        dtype = self.sO.element_type
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+        thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
+        copy = cute.make_tiled_copy_C(atom, consumer.mma_pv).get_slice(thread)
+        rO = cute.make_rmem_tensor_like(consumer.acc_O, dtype)
+        rO.store(consumer.acc_O.load().to(dtype))
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
+
+    @cute.jit
+    def _store_lse(self, lse: cute.Tensor, mLSE: cute.Tensor, row: Int32):
+        if self.lane % LANES_PER_ROW == 0:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if row + r * ROW_STRIDE < mLSE.shape[0]:
+                    mLSE[row + r * ROW_STRIDE] = lse[r]

@@ -1,0 +1,318 @@
+"""The Hopper forward kernel for 16-bit inputs."""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.block_range import BlockRange
+from cute_kernels.fragments import ROW_STRIDE
+from cute_kernels.mask import TileMask
+from cute_kernels.softmax import LANES_PER_ROW
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
+from hopper.forward.consumer import Consumer
+from hopper.forward.epilogue import Epilogue
+from hopper.forward.producer import Producer, TmaOperand
+
+DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
+L2_BYTES_FOR_KV = 32 * 2**20
+"""K and V of the heads that a causal grid works on together are kept below this (the L2 of an H100 is 50 MB)."""
+
+
+class SmemLayouts(NamedTuple):
+    """Staged, swizzled layouts of the four operands in shared memory; V is seen transposed."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    vt: cute.ComposedLayout
+    o: cute.ComposedLayout
+
+
+def _swizzled(rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None) -> cute.ComposedLayout:
+    """Row-major (rows, cols, stages) in the widest swizzle that divides a row."""
+    row_bytes = cols * dtype.width // 8
+    kind = next(
+        kind
+        for width, kind in (
+            (128, SmemLayoutAtomKind.K_SW128),
+            (64, SmemLayoutAtomKind.K_SW64),
+            (32, SmemLayoutAtomKind.K_SW32),
+        )
+        if row_bytes % width == 0
+    )
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    tile = cute.tile_to_shape(atom, (rows, cols), (0, 1))
+    stride = rows * cols if stage_stride is None else stage_stride
+    staged = cute.append(tile.outer, cute.make_layout(stages, stride=stride))
+    return cute.make_composed_layout(tile.inner, 0, staged)
+
+
+class ForwardKernel:
+    """softmax(softmax_scale Q K^T) V and its log-sum-exp, on sm_90a.
+
+    | role | warps | registers | does |
+    |---|---|---|---|
+    | producer | 1 of warpgroup 0 | ``registers.producer`` | TMA loads of Q, K, V |
+    | consumer 0.. | warpgroups 1.. | ``registers.consumer`` | both GEMMs, softmax, epilogue of 64 rows each |
+
+    | pipeline | stages | full: armed by | empty: arrivals |
+    |---|---|---|---|
+    | pipe_q | one for each consumer | producer, 64 x head_dim | 4 warps of that consumer |
+    | pipe_k | ``stages`` | producer, tile_n x head_dim | 4 warps of each consumer |
+    | pipe_v | ``stages`` | producer, tile_n x head_dim_v | 4 warps of each consumer |
+    | scheduler | 2 | producer, one tile number | 4 warps of each consumer |
+
+    Named barriers (``barriers.NamedBarrier``): EPILOGUE + wg, 128 threads, around staging O in shared memory;
+    PING_PONG + wg, 256 threads, the turn of consumer wg on the tensor cores.
+
+    The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` in the order of ``TileOrder``.
+    """
+
+    def __init__(self, config: ForwardConfig):
+        validate_forward_config(config)
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q)."""
+        c = self.config
+        seqlen_first = [1, 3, 2, 0]
+        mQ, mK, mO = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO))
+        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+        mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
+
+        layouts = self._smem_layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
+        atom_K, tma_K = cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim))
+        atom_V, tma_V = cpasync.make_tiled_tma_atom(load, mVt, layouts.vt, (c.head_dim_v, c.tile_n))
+        atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
+
+        order = self._tile_order(mQ, mK)
+        self.kernel(
+            (atom_Q, atom_K, atom_V, atom_O),
+            (tma_Q, tma_K, tma_V, tma_O),
+            mLSE,
+            tile_counter,
+            softmax_scale * Float32(math.log2(math.e)),
+            mK.shape[0],
+            mQ.shape[2] // mK.shape[2],
+            order.heads_per_section,
+        ).launch(
+            grid=(cutlass.min(num_ctas, order.num_tiles), 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        tensors: tuple,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        scale_log2: Float32,
+        seqlen_k: Int32,
+        heads_per_kv_head: Int32,
+        heads_per_section: Int32,
+    ):
+        c = self.config
+        layouts = self._smem_layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
+        sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
+        sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
+        sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
+        o_memory = storage.sQ if const_expr(c.o_shares_q) else storage.sO
+        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        lane = cute.arch.lane_idx()
+        scheduler = TileScheduler(
+            tile_counter,
+            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
+            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), WARPS_PER_WARPGROUP * c.consumers),
+            lane,
+        )
+        pipes = self._make_pipelines(storage)
+
+        num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
+        seqlen_q = mLSE.shape[0]
+        order = TileOrder(
+            cute.ceil_div(seqlen_q, c.tile_m), num_heads, num_batches, heads_per_section, longest_first=c.causal
+        )
+        blocks = BlockRange(c.tile_m, c.tile_n, c.causal)
+
+        if warp_idx < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(c.registers.producer)
+            if warp_idx == 0:
+                producer = Producer(
+                    c,
+                    TmaOperand(atoms[0], tensors[0], sQ),
+                    TmaOperand(atoms[1], tensors[1], sK),
+                    TmaOperand(atoms[2], tensors[2], sVt),
+                    pipes,
+                )
+                kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+                mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
+                q_phase = Int32(1)
+                tile = scheduler.first()
+                while tile < order.num_tiles:
+                    m_block, head, batch = order.coordinates(tile)
+                    n_end = blocks.end(m_block, seqlen_q, seqlen_k)
+                    head_kv = head // heads_per_kv_head
+                    kv_state = producer.load_tile((m_block, head, batch), head_kv, n_end, kv_state, q_phase)
+                    q_phase ^= 1
+                    tile = scheduler.claim(mail_state)
+                    mail_state.advance()
+                scheduler.finish()
+        else:
+            cute.arch.setmaxregister_increase(c.registers.consumer)
+            wg = warp_idx // WARPS_PER_WARPGROUP - 1
+            warp_in_group = warp_idx % WARPS_PER_WARPGROUP
+            mma_qk, mma_pv = self._tiled_mmas()
+            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+            operands = (
+                mma_qk.make_fragment_A(thr_qk.partition_A(sQ[None, None, wg])),
+                mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
+                mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
+            )
+            consumer = Consumer(c, (mma_qk, mma_pv), operands, pipes, scale_log2, wg)
+            epilogue = Epilogue(atoms[3], tensors[3], sO, mLSE, lane, warp_in_group)
+            row_in_tile = wg * WARPGROUP_ROWS + warp_in_group * 2 * ROW_STRIDE + lane // LANES_PER_ROW
+            col_in_block = lane % LANES_PER_ROW * 2
+            kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+            mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
+            q_phase = Int32(0)
+            consumer.ping_pong.prime()
+            tile = scheduler.first()
+            while tile < order.num_tiles:
+                m_block, head, batch = order.coordinates(tile)
+                row = m_block * c.tile_m + row_in_tile
+                mask = TileMask(c.causal, c.tile_n, seqlen_q, seqlen_k, row, col_in_block)
+                n_end = blocks.end(m_block, seqlen_q, seqlen_k)
+                n_unmasked = blocks.unmasked_end(m_block, seqlen_q, seqlen_k)
+                kv_state = consumer.attend(mask, n_end, n_unmasked, kv_state, q_phase)
+                epilogue.store(consumer, (m_block, head, batch), row, q_phase)
+                q_phase ^= 1
+                tile = scheduler.receive(mail_state)
+                mail_state.advance()
+            epilogue.drain()
+
+    def _smem_layouts(self) -> SmemLayouts:
+        """Shared memory of each operand; the last mode of each is its pipeline stage."""
+        c = self.config
+        v = _swizzled(c.tile_n, c.head_dim_v, c.stages, self.dtype)
+        o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
+        return SmemLayouts(
+            q=_swizzled(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
+            k=_swizzled(c.tile_n, c.head_dim, c.stages, self.dtype),
+            vt=cute.make_composed_layout(v.inner, 0, cute.select(v.outer, mode=[1, 0, 2])),
+            o=_swizzled(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.dtype, stage_stride=o_stride),
+        )
+
+    def _shared_storage(self, layouts: SmemLayouts) -> type:
+        c = self.config
+        o_elements = 0 if c.o_shares_q else cute.cosize(layouts.o.outer)
+
+        @cute.struct
+        class SharedStorage:
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
+            mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
+            sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
+
+        return SharedStorage
+
+    def _make_pipelines(self, storage) -> tuple:
+        """(pipe_q, pipe_k, pipe_v); the class docstring has their table."""
+        c = self.config
+        warps_of_one = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP)
+        warps_of_all = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
+        element_bytes = self.dtype.width // 8
+
+        def create(barriers, stages, consumers, elements):
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=consumers,
+                tx_count=elements * element_bytes,
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        pipes = (
+            create(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
+            create(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
+            create(storage.barriers_v, c.stages, warps_of_all, c.tile_n * c.head_dim_v),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return pipes
+
+    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
+        c = self.config
+        one_warpgroup = (1, 1, 1)
+        qk = hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            one_warpgroup,
+            (WARPGROUP_ROWS, c.tile_n),
+        )
+        pv = hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            one_warpgroup,
+            (WARPGROUP_ROWS, c.head_dim_v),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        return qk, pv
+
+    def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
+        c = self.config
+        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
+        kv_bytes_per_head = mK.shape[0] * (c.head_dim + c.head_dim_v) * (self.dtype.width // 8)
+        kv_heads = cutlass.max(Int32(L2_BYTES_FOR_KV // kv_bytes_per_head), 1)
+        return TileOrder(
+            cute.ceil_div(mQ.shape[0], c.tile_m),
+            num_heads,
+            mQ.shape[3],
+            kv_heads * (num_heads // num_heads_kv),
+            longest_first=c.causal,
+        )

@@ -1,0 +1,27 @@
+"""Warpgroup matrix multiplies (WGMMA) on fragments."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+
+@cute.jit
+def issue_gemm(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tA: cute.Tensor,
+    tB: cute.Tensor,
+    accumulate: cutlass.Constexpr[bool],
+):
+    """Start acc (+)= A B^T as one group of asynchronous WGMMAs and return at once.
+
+    The atom is made here and not taken from ``tiled_mma``, because its ACCUMULATE field is state: set inside a
+    dynamic loop on an atom from outside, it would have to be carried around that loop.
+    """
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(tA.shape[2])):
+        cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
