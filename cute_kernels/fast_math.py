@@ -1,7 +1,7 @@
 """Arithmetic with control over the instruction that is emitted, and over its place."""
 
-import cutlass.cute as cute
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 PACKED_CONVERSION = {cutlass.Float16: "cvt.rn.f16x2.f32", cutlass.BFloat16: "cvt.rn.bf16x2.f32"}
@@ -13,7 +13,9 @@ def exp2(x: Float32) -> Float32:
     ``cute.math.exp2`` has no side effects, so LLVM sinks it to its first use; in the attention loop that is past
     the wait for the GEMM under which it is meant to run.
     """
-    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
 
 
 def pin(x: Float32) -> Float32:
@@ -28,7 +30,9 @@ def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     twice the registers, and converts them on the other side.
     """
     return cute.arch.inline_ptx(
-        f"{PACKED_CONVERSION[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+        f"{PACKED_CONVERSION[dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[high, low],
     )
 
 

@@ -21,7 +21,9 @@ COLUMNS_PER_GROUP = 8
 def as_rows(acc: cute.Tensor) -> cute.Tensor:
     """The fragment as (row, (pair, j)): shape (2, (2, N / 8))."""
     pair, row, groups = acc.layout.shape[0]
-    return cute.make_tensor(acc.iterator, cute.make_layout((row, (pair, groups)), stride=(pair, (1, pair * row))))
+    return cute.make_tensor(
+        acc.iterator, cute.make_layout((row, (pair, groups)), stride=(pair, (1, pair * row)))
+    )
 
 
 @cute.jit

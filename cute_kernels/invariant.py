@@ -1,8 +1,6 @@
 """Objects that a dynamic loop may use without carrying them around the loop."""
 
 
-
-
 class LoopInvariant:
     """Mixin for objects whose traced values are all made before the loops that call their methods.
 

@@ -55,12 +55,16 @@ class OnlineSoftmax(LoopInvariant):
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
-        """Turn the scores of row ``r`` into exp2 of their distance to the maximum, in place, and sum them."""
+        """Turn the scores of row ``r`` into exp2 of their distance to the maximum, in place, and sum them.
+
+        The block is summed on its own before it joins the running sum, which over millions of keys grows too
+        large to take single exponentials without rounding them off.
+        """
         row = as_rows(acc_S)[r, None]
         row.store(row.load() * self.scale_log2 - self.origin[r])
         for i in cutlass.range_constexpr(cute.size(row)):
             row[i] = exp2(row[i])
-        self.row_sum[r] = pin(row.load().reduce(cute.ReductionOp.ADD, self.row_sum[r], 0))
+        self.row_sum[r] = self.row_sum[r] + pin(row.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
 
     @cute.jit
     def finalize(self):

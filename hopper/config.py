@@ -92,7 +92,9 @@ class ForwardConfig:
     def name(self) -> str:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
         short = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        )
         parts = ["hopper_fwd", short, dims, "causal" if self.causal else "full"]
         parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
@@ -118,7 +120,9 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     if c.registers.consumer % 8 or c.registers.producer % 8 or total > REGISTERS_PER_SM:
-        raise ValueError(f"registers {c.registers} need {total}, allowed: multiples of 8, {REGISTERS_PER_SM} in all")
+        raise ValueError(
+            f"registers {c.registers} need {total}, allowed: multiples of 8, {REGISTERS_PER_SM} in all"
+        )
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
@@ -127,56 +131,73 @@ TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
 
 
+ANY_LENGTH = 2**62
+
+
 @dataclass(frozen=True)
 class Tiling:
-    """The tuned part of a config for one (head_dim, head_dim_v, causal)."""
+    """The tuned part of a config, for keys up to ``max_seqlen_k``."""
 
     tile_m: int
     tile_n: int
     stages: int
     ping_pong: bool = True
+    max_seqlen_k: int = ANY_LENGTH
 
 
-TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    (64, 64, False): Tiling(192, 128, 2),
-    (64, 64, True): Tiling(192, 128, 2),
-    (96, 96, False): Tiling(128, 192, 2),
-    (96, 96, True): Tiling(128, 128, 2),
-    (128, 128, False): Tiling(128, 176, 2),
-    (128, 128, True): Tiling(128, 128, 2),
-    (192, 128, False): Tiling(128, 128, 2),
-    (192, 128, True): Tiling(128, 128, 2),
-    (192, 192, False): Tiling(128, 112, 2),
-    (192, 192, True): Tiling(128, 112, 2),
-    (256, 256, False): Tiling(128, 80, 2, ping_pong=False),
-    (256, 256, True): Tiling(128, 80, 2, ping_pong=False),
+TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
+    (64, 64, False): (Tiling(192, 128, 3),),
+    (64, 64, True): (Tiling(128, 128, 4, max_seqlen_k=1536), Tiling(192, 128, 3)),
+    (96, 96, False): (Tiling(128, 192, 2),),
+    (96, 96, True): (Tiling(128, 128, 2),),
+    (128, 128, False): (Tiling(128, 128, 2, max_seqlen_k=768), Tiling(128, 176, 2)),
+    (128, 128, True): (Tiling(128, 128, 2),),
+    (192, 128, False): (Tiling(128, 128, 2),),
+    (192, 128, True): (Tiling(128, 128, 2),),
+    (192, 192, False): (Tiling(128, 112, 2),),
+    (192, 192, True): (Tiling(128, 112, 2),),
+    (256, 256, False): (Tiling(128, 80, 2, ping_pong=False),),
+    (256, 256, True): (
+        Tiling(128, 64, 2, ping_pong=False, max_seqlen_k=1536),
+        Tiling(128, 80, 2, ping_pong=False),
+    ),
 }
+"""By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
+sequences want small tiles (fewer masked or padded scores) and deep pipelines (the next tile's loads run ahead);
+long ones want the widest tile that fits, which reads shared memory least."""
 
 
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
     fits = [pair for pair in NATIVE_HEAD_DIMS if pair[0] >= head_dim and pair[1] >= head_dim_v]
     if not fits:
-        raise ValueError(f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}")
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
+        )
     return min(fits, key=sum)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=4096)
 def select_forward_config(
     dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_q: int, seqlen_k: int
 ) -> ForwardConfig:
     """The config that serves a problem. Reads sizes only, never a tensor; cached."""
     d, dv = cover_head_dims(head_dim, head_dim_v)
-    tiling = TILINGS[d, dv, causal]
+    tiling = next(tiling for tiling in TILINGS[d, dv, causal] if seqlen_k <= tiling.max_seqlen_k)
+    return _make_config(dtype, (d, dv, causal), tiling)
+
+
+def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> ForwardConfig:
+    head_dim, head_dim_v, causal = key
     config = ForwardConfig(
         dtype=dtype,
-        head_dim=d,
-        head_dim_v=dv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
         causal=causal,
         tile_m=tiling.tile_m,
         tile_n=tiling.tile_n,
         stages=tiling.stages,
-        registers=TWO_CONSUMERS if tiling.tile_m == 128 else THREE_CONSUMERS,
+        registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
         ping_pong=tiling.ping_pong,
     )
     validate_forward_config(config)
@@ -186,7 +207,8 @@ def select_forward_config(
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
     """Every config that ``select_forward_config`` can return, each once."""
     return tuple(
-        select_forward_config(dtype, d, dv, causal, 4096, 4096)
+        _make_config(dtype, key, tiling)
         for dtype in DTYPES
-        for d, dv, causal in TILINGS
+        for key, tilings in TILINGS.items()
+        for tiling in tilings
     )

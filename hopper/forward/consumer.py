@@ -22,7 +22,9 @@ class Consumer(LoopInvariant):
     to the second GEMM in registers; O stays in registers (``acc_O``) until the epilogue.
     """
 
-    def __init__(self, config: ForwardConfig, mmas: tuple, operands: tuple, pipes: tuple, scale_log2, wg: Int32):
+    def __init__(
+        self, config: ForwardConfig, mmas: tuple, operands: tuple, pipes: tuple, scale_log2, wg: Int32
+    ):
         self.config = config
         self.mma_qk, self.mma_pv = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
@@ -172,7 +174,9 @@ class Consumer(LoopInvariant):
         return kv_state
 
     def _make_acc_S(self) -> cute.Tensor:
-        return cute.make_rmem_tensor(self.mma_qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32)
+        return cute.make_rmem_tensor(
+            self.mma_qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
+        )
 
     @cute.jit
     def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):

@@ -37,7 +37,9 @@ class SmemLayouts(NamedTuple):
     o: cute.ComposedLayout
 
 
-def _swizzled(rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None) -> cute.ComposedLayout:
+def _swizzled(
+    rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None
+) -> cute.ComposedLayout:
     """Row-major (rows, cols, stages) in the widest swizzle that divides a row."""
     row_bytes = cols * dtype.width // 8
     kind = next(
@@ -59,20 +61,31 @@ def _swizzled(rows: int, cols: int, stages: int, dtype, stage_stride: int | None
 class ForwardKernel:
     """softmax(softmax_scale Q K^T) V and its log-sum-exp, on sm_90a.
 
-    | role | warps | registers | does |
-    |---|---|---|---|
-    | producer | 1 of warpgroup 0 | ``registers.producer`` | TMA loads of Q, K, V |
-    | consumer 0.. | warpgroups 1.. | ``registers.consumer`` | both GEMMs, softmax, epilogue of 64 rows each |
+    Names in backticks are fields of ``ForwardConfig``; a test traces the kernel and holds these tables to it.
 
-    | pipeline | stages | full: armed by | empty: arrivals |
+    | role | warps | registers a thread | does |
     |---|---|---|---|
-    | pipe_q | one for each consumer | producer, 64 x head_dim | 4 warps of that consumer |
-    | pipe_k | ``stages`` | producer, tile_n x head_dim | 4 warps of each consumer |
-    | pipe_v | ``stages`` | producer, tile_n x head_dim_v | 4 warps of each consumer |
-    | scheduler | 2 | producer, one tile number | 4 warps of each consumer |
+    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA loads of Q, K, V; claims tiles |
+    | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | both GEMMs, softmax, epilogue of 64 rows |
 
-    Named barriers (``barriers.NamedBarrier``): EPILOGUE + wg, 128 threads, around staging O in shared memory;
-    PING_PONG + wg, 256 threads, the turn of consumer wg on the tensor cores.
+    | pipeline | stages | bytes of a full stage | arrivals that empty it |
+    |---|---|---|---|
+    | pipe_q | `consumers` | `64 * head_dim * 2` | `4` |
+    | pipe_k | `stages` | `tile_n * head_dim * 2` | `4 * consumers` |
+    | pipe_v | `stages` | `tile_n * head_dim_v * 2` | `4 * consumers` |
+    | mailbox | `2` | `4` | `4 * consumers` |
+
+    | named barrier | first id | threads | orders |
+    |---|---|---|---|
+    | EPILOGUE + wg | `1` | `128` | the staging of O in shared memory by warpgroup wg |
+    | PING_PONG + wg | `4` | `256` | the turn of warpgroup wg on the tensor cores |
+
+    One tile in time, two consumers in ping-pong (S is Q K^T of a block, O is P V of the block before it, in the
+    order in which the tensor cores get them; ~ is softmax)::
+
+        producer    Q0 K Q1 V  K V  K V  ...
+        consumer 0  S ~~~~~~ [S O]~~~~~~~~~~~[S O]~~~~~~~~~~~ ... O, store
+        consumer 1     S ~~~~~~   [S O]~~~~~~~~~~~[S O]~~~~~~ ...    O, store
 
     The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` in the order of ``TileOrder``.
     """
@@ -98,7 +111,9 @@ class ForwardKernel:
         """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q)."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
-        mQ, mK, mO = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO))
+        mQ, mK, mO = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO)
+        )
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
         mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
 
@@ -163,7 +178,11 @@ class ForwardKernel:
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
         seqlen_q = mLSE.shape[0]
         order = TileOrder(
-            cute.ceil_div(seqlen_q, c.tile_m), num_heads, num_batches, heads_per_section, longest_first=c.causal
+            cute.ceil_div(seqlen_q, c.tile_m),
+            num_heads,
+            num_batches,
+            heads_per_section,
+            longest_first=c.causal,
         )
         blocks = BlockRange(c.tile_m, c.tile_n, c.causal)
 

@@ -20,11 +20,17 @@ class TmaOperand(LoopInvariant):
     gmem: cute.Tensor
     smem: cute.Tensor
 
-    def partition(self, tiler: tuple, coord: tuple, head: Int32, batch: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    def partition(
+        self, tiler: tuple, coord: tuple, head: Int32, batch: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
         """(shared stages, global tiles) of one head, each with the copied tile as mode 0."""
         tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
         return cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tiles, 0, 2)
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.smem, 0, 2),
+            cute.group_modes(tiles, 0, 2),
         )
 
 
@@ -70,7 +76,9 @@ class Producer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def _load_q(self, tQsQ: cute.Tensor, tQgQ: cute.Tensor, m_block: Int32, wg: cutlass.Constexpr[int], phase: Int32):
+    def _load_q(
+        self, tQsQ: cute.Tensor, tQgQ: cute.Tensor, m_block: Int32, wg: cutlass.Constexpr[int], phase: Int32
+    ):
         state = pipeline.PipelineState(self.config.consumers, Int32(0), Int32(wg), phase)
         self._load(self.pipe_q, self.q.atom, tQsQ, tQgQ, m_block * self.config.consumers + wg, state)
 
@@ -85,4 +93,6 @@ class Producer(LoopInvariant):
         state: pipeline.PipelineState,
     ):
         pipe.producer_acquire(state)
-        cute.copy(atom, gmem[None, block], smem[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+        cute.copy(
+            atom, gmem[None, block], smem[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state)
+        )

@@ -1,0 +1,150 @@
+"""Forward throughput of every installed peer, on the paper's shapes or any others.
+
+    python benchmarks/forward.py                                   the 36 cells and the ablation's shape
+    python benchmarks/forward.py --shapes bf16-b2-s4096-h16-hk4-d128-causal --peers ours,fa3
+    python benchmarks/forward.py --compare before.json after.json  two reports side by side; runs nothing
+
+Peers take turns in interleaved rounds; each is checked against float64 before it is timed. The report is
+written after every cell, so a run that is cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from hopper_attention.experiments.bench import CellLostError, run_forward
+from hopper_attention.experiments.bench_machine import repository_root
+from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, PEERS, Setting, parse_peers
+from hopper_attention.experiments.bench_render import (
+    compare_table,
+    forward_table,
+    problems_of,
+    target_table,
+)
+from hopper_attention.experiments.bench_results import (
+    ForwardReport,
+    Problem,
+    compare_reports,
+    dump_forward,
+    load_forward,
+    parse_shapes,
+    write_text,
+)
+from hopper_attention.experiments.bench_targets import forward_targets
+from hopper_attention.experiments.bench_timing import Effort
+
+TABLE_WIDTH = 150
+GPU_LOST = 3
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    effort = Effort()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"out of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--shapes", default="paper,ablation", help="paper, ablation, or names; comma-separated"
+    )
+    parser.add_argument(
+        "--only", default="", help="keep shapes whose name holds one of these parts, such as d128-c"
+    )
+    parser.add_argument("--fa3-library", default="", help="path of sglang-kernel's flash_ops.abi3.so")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--budget", type=float, default=effort.budget_s, help="seconds, first calls not counted"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=effort.max_rounds, help="at most; the budget may allow fewer"
+    )
+    parser.add_argument(
+        "--measure-ms", type=float, default=effort.measure_s * 1e3, help="of launches a measurement"
+    )
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
+    parser.add_argument("--out", "--json", type=Path, help="default: benchmarks/results/forward_<gpu>.json")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
+    return parser.parse_args(arguments)
+
+
+def select_problems(shapes: str, only: str) -> list[Problem]:
+    """The shapes whose name holds one of the comma-separated parts ``only``; all of them if it is empty.
+
+    Raises:
+        ValueError: a shape cannot be read, or none is left.
+    """
+    parts = [part for part in only.split(",") if part]
+    problems = [p for p in parse_shapes(shapes) if not parts or any(part in p.name for part in parts)]
+    if not problems:
+        raise ValueError(f"only is {only!r}, allowed: parts of the names that shapes {shapes!r} gives")
+    return problems
+
+
+def default_path(report: ForwardReport) -> Path:
+    """Where a report is committed: named after the GPU, so that each machine has one."""
+    slug = re.sub(r"[^a-z0-9]+", "_", report.machine["gpu"].lower()).strip("_")
+    return repository_root() / "benchmarks" / "results" / f"forward_{slug}.json"
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    problems = select_problems(options.shapes, options.only)
+    effort = Effort(
+        measure_s=options.measure_ms / 1e3,
+        min_rounds=min(3, options.rounds),
+        max_rounds=options.rounds,
+        budget_s=options.budget,
+    )
+    saved: list[ForwardReport] = []
+
+    def save(report: ForwardReport) -> None:
+        saved[:] = [report]
+        write_text(options.out or default_path(report), dump_forward(report))
+
+    lost = ""
+    try:
+        run_forward(
+            problems,
+            parse_peers(options.peers),
+            Setting(options.device, options.fa3_library),
+            effort,
+            commit=options.commit,
+            progress=lambda line: console.print(line, highlight=False, style="dim"),
+            save=save,
+        )
+    except CellLostError as error:
+        lost = f"stopped at {error.cell.problem.name}: {error}"
+    report = saved[0]
+    console.print(forward_table(report))
+    for line in problems_of(report):
+        console.print(line, style="yellow", markup=False)
+    targets = forward_targets(report)
+    if targets:
+        console.print(target_table(targets))
+    console.print(f"written to {options.out or default_path(report)}", markup=False)
+    if lost:
+        console.print(lost, style="bold red", markup=False)
+        sys.stdout.flush()
+        # A hung kernel would also hang the interpreter's own exit, which waits for the device.
+        os._exit(GPU_LOST)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    # A file or pipe has no width of its own; the table needs one that keeps a cell on a line.
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
+    if options.compare:
+        before, after = (load_forward(path.read_text(encoding="utf-8")) for path in options.compare)
+        console.print(compare_table(compare_reports(before, after)))
+        return 0
+    return run(options, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

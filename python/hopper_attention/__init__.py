@@ -1,0 +1,24 @@
+"""FlashAttention-3 for NVIDIA Hopper GPUs in the CuTe Python DSL, used from PyTorch.
+
+``flash_attn_func`` and its packed forms compute attention; ``explain`` says what a call would run and
+why, and ``describe_machine`` what this machine can run. Importing this package does not import the DSL.
+"""
+
+from hopper_attention.rooms import check_rooms
+
+check_rooms()
+
+from hopper_attention.api import (  # noqa: E402  (a foreign `hopper` must be found out before ours is imported)
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
+
+__all__ = [
+    "describe_machine",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+]

@@ -1,0 +1,37 @@
+"""Gradients of the custom operators. Importing this module registers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper_attention import ops
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.softmax_scale, ctx.causal, _, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    # An unused LSE has no gradient; None saves adding zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = ops.backward(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal)
+    return *gradients, None, None, None, None
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(
+        "the gradient of attention was differentiated again (double backward), which neither the 'hopper' "
+        "backend nor 'reference' does; use hopper_attention.reference.attention_naive, which torch "
+        "differentiates any number of times"
+    )
+
+
+ops.forward.register_autograd(_forward_gradients, setup_context=_save_for_backward)
+ops.backward.register_autograd(_refuse_second_derivative)

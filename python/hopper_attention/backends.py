@@ -1,0 +1,94 @@
+"""Which backend serves a problem, and why: one rule, read by the launcher, ``explain`` and ``info``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hopper_attention import _kernels
+from hopper_attention.checks import FP8_DTYPE, check_fp8_backend
+
+HOPPER_CAPABILITY = (9, 0)
+"""wgmma exists on sm_90a alone: neither older nor newer GPUs run these kernels."""
+
+USE_SDPA = "torch.nn.functional.scaled_dot_product_attention is faster there"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and the reason for it.
+
+    ``advice`` says how to get a faster one; empty where this is the best that the device can do.
+    """
+
+    backend: str
+    reason: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a problem would run. ``capability`` is empty for anything but a GPU of NVIDIA.
+
+    ``assume_installed`` answers for a machine that is not here, and has whatever packages it takes.
+    """
+
+    name: str
+    capability: tuple[int, ...] = ()
+    assume_installed: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        return bool(self.capability)
+
+
+def target_of(device: torch.device) -> Target:
+    """The device as the rule sees it. ROCm's GPUs are cuda devices to torch, but none of NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip:
+        return Target(str(device))
+    return Target(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = None) -> Choice:
+    """The backend for tensors of ``dtype`` on ``target``.
+
+    Raises:
+        ValueError: the requested backend cannot run there.
+        NotImplementedError: the requested backend does not do ``dtype`` yet.
+    """
+    if requested == "reference":
+        return Choice("reference", "asked for with backend='reference'")
+    if dtype == FP8_DTYPE:
+        check_fp8_backend(requested)
+        advice = "the FP8 kernel does not exist yet; torch.bfloat16 runs on the Hopper kernel"
+        on_hopper = target.capability == HOPPER_CAPABILITY
+        return Choice("reference", "FP8 runs on the tiled emulation so far", advice if on_hopper else "")
+    blocked = why_not_hopper(target)
+    if not blocked:
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype {dtype_name}")
+    if requested == "hopper":
+        raise ValueError(f"backend is 'hopper', but {blocked}; allowed here: 'reference' or None")
+    return Choice("reference", blocked, how_to_go_faster(target))
+
+
+def why_not_hopper(target: Target) -> str:
+    """What keeps the Hopper kernels from running on ``target``; empty if nothing does."""
+    if not target.is_gpu:
+        return f"{target.name} is not an NVIDIA GPU"
+    if target.capability != HOPPER_CAPABILITY:
+        major, minor = target.capability
+        return f"{target.name} has compute capability {major}.{minor} and the Hopper kernels need 9.0 exactly"
+    if _kernels.missing_packages() and not target.assume_installed:
+        return f"the Hopper kernels need {' and '.join(_kernels.missing_packages())}, not installed here"
+    return ""
+
+
+def how_to_go_faster(target: Target) -> str:
+    """Advice for a GPU that runs the reference; empty for devices that have nothing faster."""
+    if not target.is_gpu:
+        return ""
+    if target.capability != HOPPER_CAPABILITY:
+        return USE_SDPA
+    return f"install them with: {_kernels.INSTALL_DSL}"

@@ -1,0 +1,209 @@
+"""Argument checks of the public functions. Every message says what an argument was and what is allowed.
+
+They read sizes, strides, dtypes and devices, never data, so they run before any launch, on meta tensors and
+under ``torch.compile`` alike.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FP8_DTYPE = torch.float8_e4m3fn
+BACKENDS = ("hopper", "reference")
+
+DIMENSIONS = {
+    "q": "(batch, seqlen_q, heads, head_dim)",
+    "k": "(batch, seqlen_k, kv_heads, head_dim)",
+    "v": "(batch, seqlen_k, kv_heads, head_dim_v)",
+}
+
+
+class TensorSpec(NamedTuple):
+    """What can be known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def check_are_tensors(**tensors: Any) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, allowed: a torch.Tensor")
+
+
+def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
+    """Raise ValueError or TypeError unless q, k and v make one dense attention problem."""
+    named = (("q", q), ("k", k), ("v", v))
+    for name, spec in named:
+        if len(spec.shape) != 4:
+            raise ValueError(
+                f"{name} has {len(spec.shape)} dimensions, shape {tuple(spec.shape)}, "
+                f"allowed: 4, {DIMENSIONS[name]}"
+            )
+    _check_dtypes(q.dtype, k.dtype, v.dtype)
+    for name, spec in named[1:]:
+        if spec.device != q.device:
+            raise ValueError(f"{name} is on {spec.device}, allowed: the device of q, {q.device}")
+    _check_shapes(q.shape, k.shape, v.shape)
+    for name, spec in named:
+        if spec.strides[3] != 1:
+            raise ValueError(
+                f"{name} has stride {spec.strides[3]} in its last dimension, allowed: 1; "
+                f"call {name}.contiguous() first (the other strides are free)"
+            )
+
+
+def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
+    if q == torch.float8_e5m2:
+        raise TypeError(
+            f"q has dtype {q}, allowed: {FP8_DTYPE}; e5m2 keeps 2 bits of mantissa, too few for attention"
+        )
+    if q not in HALF_DTYPES and q != FP8_DTYPE:
+        allowed = ", ".join(str(dtype) for dtype in (*HALF_DTYPES, FP8_DTYPE))
+        raise TypeError(f"q has dtype {q}, allowed: {allowed}")
+    for name, dtype in (("k", k), ("v", v)):
+        if dtype != q:
+            raise TypeError(f"{name} has dtype {dtype}, allowed: the dtype of q, {q}")
+
+
+def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    batch, _, heads, head_dim = q
+    _, seqlen_k, kv_heads, _ = k
+    for name, size in (("head_dim of q", head_dim), ("head_dim_v, the last size of v,", v[3])):
+        if size % HEAD_DIM_STEP or not HEAD_DIM_STEP <= size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} is {size}, "
+                f"allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+            )
+    if k[0] != batch or k[3] != head_dim:
+        raise ValueError(
+            f"k has shape {tuple(k)}, allowed with q of shape {tuple(q)}: "
+            f"({batch}, seqlen_k, kv_heads, {head_dim})"
+        )
+    if v[:3] != k[:3]:
+        raise ValueError(
+            f"v has shape {tuple(v)}, allowed with k of shape {tuple(k)}: "
+            f"({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
+
+
+def check_scale(softmax_scale: Any) -> float:
+    """``softmax_scale`` as a float; raise unless it is a positive finite number."""
+    is_number = isinstance(softmax_scale, (float, int, numbers.Real)) and not isinstance(softmax_scale, bool)
+    if not is_number:
+        raise TypeError(
+            f"softmax_scale is a {type(softmax_scale).__name__}, {softmax_scale!r}, "
+            "allowed: a number, or None for head_dim**-0.5"
+        )
+    # Not math.isfinite, which torch.compile cannot trace for a symbolic number.
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale}, allowed: a finite number greater than 0")
+    return float(softmax_scale)
+
+
+def check_backend(backend: Any) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, allowed: 'hopper', 'reference' or None to have one chosen")
+
+
+def check_sm_margin(sm_margin: Any) -> None:
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin is a {type(sm_margin).__name__}, {sm_margin!r}, allowed: an int")
+    if sm_margin < 0:
+        raise ValueError(
+            f"sm_margin is {sm_margin}, allowed: 0 or more streaming multiprocessors to leave free"
+        )
+
+
+def check_descales(
+    q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> None:
+    """FP8 tensors take a float32 (batch, kv_heads) factor each; 16-bit tensors take none."""
+    shape = (k.shape[0], k.shape[2])
+    for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if scale is None:
+            continue
+        check_are_tensors(**{name: scale})
+        if q.dtype != FP8_DTYPE:
+            raise ValueError(
+                f"{name} is given but q has dtype {q.dtype}, allowed: descales with {FP8_DTYPE} only"
+            )
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {scale.dtype}, allowed: torch.float32")
+        if tuple(scale.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(scale.shape)}, allowed: (batch, kv_heads), {shape}")
+        if scale.device != q.device:
+            raise ValueError(f"{name} is on {scale.device}, allowed: the device of q, {q.device}")
+
+
+def check_fp8_backend(backend: str | None) -> None:
+    if backend == "hopper":
+        raise NotImplementedError(
+            f"backend is 'hopper' and q has dtype {FP8_DTYPE}: the FP8 kernel does not exist yet; use "
+            "backend='reference', or torch.float16 or torch.bfloat16"
+        )
+
+
+def check_fp8_has_no_grad(*tensors: Tensor | None) -> None:
+    """``tensors`` are q, k, v and their descales."""
+    names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad, allowed with {FP8_DTYPE}: tensors that do not, as FP8 attention "
+                "has no backward; train with torch.float16 or torch.bfloat16, or call under torch.no_grad()"
+            )
+
+
+def check_features(
+    *,
+    qv: Any = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: Any = 0,
+    softcap: Any = 0.0,
+    num_splits: Any = 1,
+    pack_gqa: Any = None,
+) -> None:
+    """Raise NotImplementedError for each argument of FlashAttention-3 whose feature no backend has yet."""
+    if qv is not None:
+        raise _missing(
+            "qv", "given", "a second query that multiplies V", "qv=None, or concatenate it to q and k"
+        )
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size is {window_size!r}, allowed: a pair (left, right); (-1, -1) is no window"
+        )
+    if tuple(window_size) != (-1, -1):
+        use = "window_size=(-1, -1) with causal=True or False"
+        raise _missing("window_size", window_size, "sliding-window attention", use)
+    if attention_chunk != 0:
+        raise _missing("attention_chunk", attention_chunk, "chunked attention", "attention_chunk=0")
+    if softcap != 0.0:
+        raise _missing("softcap", softcap, "tanh soft-capping of the scores", "softcap=0.0")
+    if num_splits not in (0, 1):
+        raise _missing("num_splits", num_splits, "splitting keys over thread blocks", "num_splits=1")
+    if pack_gqa:
+        raise _missing("pack_gqa", pack_gqa, "packing of query heads into one tile", "pack_gqa=None")
+
+
+def _missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} is {value}: {feature} is not implemented yet, neither by the 'hopper' backend nor by "
+        f"'reference'; use {instead}"
+    )

@@ -1,0 +1,264 @@
+"""Compiled kernels: in memory, then as objects on disk, then compiled.
+
+A folder of the cache belongs to one fingerprint: the kernels' source, the DSL, TVM FFI, Python and the
+architecture. Whatever changes one of them gets another folder, so an entry is never out of date. An entry
+is an object file followed by its SHA-256, written under another name and moved into place, so that no
+process ever loads half of one. One process compiles an entry, under a lock; the others wait for it and
+load the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import platformdirs
+
+import cute_kernels
+import hopper
+from hopper.config import ForwardConfig
+from hopper_attention import _kernels
+from hopper_attention._kernels import Kernel
+from hopper_attention.notices import warn_once
+
+CACHE_DIR_VARIABLE = "HOPPER_ATTENTION_CACHE_DIR"
+SUFFIX = ".o"
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CorruptEntryError(Exception):
+    """A file of the cache is not what was once written there."""
+
+
+def cache_dir() -> Path:
+    """The folder of all cached kernels: ``$HOPPER_ATTENTION_CACHE_DIR``, or the platform's cache folder."""
+    chosen = os.environ.get(CACHE_DIR_VARIABLE)
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("hopper-attention"))
+
+
+@lru_cache(maxsize=1)
+def fingerprint() -> str:
+    """Name of the folder for kernels built from this source by this toolchain."""
+    digest = hashlib.sha256()
+    for part in _kernels.toolchain():
+        digest.update(f"{part}\n".encode())
+    for package in (hopper, cute_kernels):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            source = path.read_bytes()
+            digest.update(f"{root.name}/{path.relative_to(root)} {len(source)}\n".encode())
+            digest.update(source)
+    return f"{_kernels.ARCH}-{digest.hexdigest()[:20]}"
+
+
+class CompileCache:
+    """Kernels by config. Safe for many threads and many processes.
+
+    Args:
+        folder: where the entries of one fingerprint lie. Made when first needed.
+        build: config -> object file.
+        load: (object file, name) -> function. Raises if the object cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        build: Callable[[ForwardConfig], bytes] = _kernels.build_forward,
+        load: Callable[[bytes, str], Kernel] = _kernels.load,
+    ) -> None:
+        self.folder = folder
+        self._build = build
+        self._load = load
+        self._loaded: dict[str, Kernel] = {}
+        self._lock = threading.RLock()
+
+    def path(self, config: ForwardConfig) -> Path:
+        """Where the entry of ``config`` is or would be."""
+        return self.folder / f"{config.name}{SUFFIX}"
+
+    def contains(self, config: ForwardConfig) -> bool:
+        """Whether the disk holds an intact entry of ``config``."""
+        try:
+            read_entry(self.path(config))
+        except (OSError, CorruptEntryError):
+            return False
+        return True
+
+    def get(self, config: ForwardConfig) -> Kernel:
+        """The kernel of ``config``: from memory, from disk, or compiled now, which takes seconds."""
+        # The compiler takes one thread at a time, so one lock serves every config.
+        with self._lock:
+            kernel = self._loaded.get(config.name)
+            if kernel is None:
+                kernel = self._from_disk(config) or self._compile(config)
+                self._loaded[config.name] = kernel
+            return kernel
+
+    def ensure(self, config: ForwardConfig) -> bool:
+        """Make sure that the disk holds ``config``, without loading it. True if it had to be compiled.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        with self._entry_lock(config):
+            if self.contains(config):
+                return False
+            write_entry(self.path(config), self._build(config))
+            return True
+
+    def _compile(self, config: ForwardConfig) -> Kernel:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._entry_lock(config))
+            except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+                self._warn_unwritable(error)
+                return self._load(self._build(config), config.name)
+            # Another process may have compiled it while this one waited for the lock.
+            kernel = self._from_disk(config)
+            if kernel is not None:
+                return kernel
+            data = self._build(config)
+            try:
+                write_entry(self.path(config), data)
+            except OSError as error:
+                self._warn_unwritable(error)
+            return self._load(data, config.name)
+
+    def _from_disk(self, config: ForwardConfig) -> Kernel | None:
+        path = self.path(config)
+        try:
+            return self._load(read_entry(path), config.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:
+            # Whatever is wrong with a file of the cache, the answer is the same: move it aside, build anew.
+            aside = path.with_name(f"{path.name}.unusable-{time.time_ns()}")
+            with contextlib.suppress(OSError):
+                os.replace(path, aside)
+            warnings.warn(
+                f"the cached kernel {path} cannot be used ({error}); compiling it again", stacklevel=2
+            )
+            return None
+
+    @contextlib.contextmanager
+    def _entry_lock(self, config: ForwardConfig) -> Iterator[None]:
+        # Only compiling needs it, and importing it is a tenth of what a warm first call may take.
+        from filelock import FileLock
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.path(config)}.lock"):
+            yield
+
+    def _warn_unwritable(self, error: Exception) -> None:
+        warn_once(
+            f"the kernel cache {self.folder} cannot be written ({error}); kernels are kept in memory and "
+            f"every process compiles its own. Set {CACHE_DIR_VARIABLE} to a folder that can be written"
+        )
+
+
+def read_entry(path: Path) -> bytes:
+    """The object in a file of the cache.
+
+    Raises:
+        CorruptEntryError: its digest does not fit it.
+        OSError: it cannot be read.
+    """
+    content = path.read_bytes()
+    data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        raise CorruptEntryError(f"its {len(content)} bytes do not match their checksum")
+    return data
+
+
+def write_entry(path: Path, data: bytes) -> None:
+    """Put an object and its digest under ``path``, at once or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data + hashlib.sha256(data).digest())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=8)
+def _cache_under(folder: Path) -> CompileCache:
+    return CompileCache(folder / fingerprint())
+
+
+def get_forward(config: ForwardConfig) -> Kernel:
+    """The forward kernel of ``config``, ready to be called; see ``hopper.forward.compile_forward``."""
+    return _cache_under(cache_dir()).get(config)
+
+
+def cached_kernels() -> tuple[Path, ...]:
+    """The cached kernels that this source and toolchain can use."""
+    return tuple(sorted((cache_dir() / fingerprint()).glob(f"*{SUFFIX}")))
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What became of one config in ``compile_all``. ``error`` is empty unless it failed."""
+
+    config: ForwardConfig
+    path: Path
+    seconds: float
+    was_cached: bool = False
+    error: str = ""
+
+
+def compile_all(
+    configs: Sequence[ForwardConfig],
+    jobs: int,
+    on_progress: Callable[[Compilation], None] = lambda compilation: None,
+    *,
+    build: Callable[[ForwardConfig], bytes] = _kernels.build_forward,
+) -> tuple[Compilation, ...]:
+    """Fill the cache on disk in parallel processes, with or without a GPU.
+
+    Args:
+        configs: what to compile, for instance ``hopper.config.shipped_forward_configs()``.
+        jobs: processes to use; each takes about 1.5 GB of memory.
+        on_progress: called in this process with each result as it comes.
+        build: config -> object file; must be importable by name.
+
+    Returns:
+        One result a config, in the order of ``configs``. A config that fails does not stop the others.
+
+    Raises:
+        ValueError: ``jobs`` is below 1.
+        OSError: the cache folder cannot be written.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}, allowed: 1 or more")
+    folder = cache_dir() / fingerprint()
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Compilation] = {}
+    # Fresh interpreters: a forked child would inherit torch's threads and CUDA's state in a broken form.
+    with ProcessPoolExecutor(max(1, min(jobs, len(configs))), mp_context=get_context("spawn")) as pool:
+        pending = [pool.submit(_compile_one, folder, config, build) for config in configs]
+        for future in as_completed(pending):
+            result = future.result()
+            results[result.config.name] = result
+            on_progress(result)
+    return tuple(results[config.name] for config in configs)
+
+
+def _compile_one(folder: Path, config: ForwardConfig, build: Callable[[ForwardConfig], bytes]) -> Compilation:
+    cache = CompileCache(folder, build=build)
+    start = time.perf_counter()
+    try:
+        compiled = cache.ensure(config)
+    except Exception as error:
+        seconds = time.perf_counter() - start
+        return Compilation(config, cache.path(config), seconds, error=f"{type(error).__name__}: {error}")
+    return Compilation(config, cache.path(config), time.perf_counter() - start, was_cached=not compiled)

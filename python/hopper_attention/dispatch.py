@@ -1,0 +1,188 @@
+"""What a call would run and why: ``explain`` for one problem, ``describe_machine`` for all of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper.config import ForwardConfig, select_forward_config
+from hopper_attention import checks
+from hopper_attention.backends import Target, choose_backend, target_of
+from hopper_attention.checks import TensorSpec
+from hopper_attention.layout import copy_reason
+from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
+
+__all__ = [
+    "BackendStatus",
+    "Gpu",
+    "Machine",
+    "Missing",
+    "Plan",
+    "ReferenceConfig",
+    "describe_machine",
+    "explain",
+    "select_config",
+]
+
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """How the tiled reference walks: tiles of ``tile_m`` queries by ``tile_n`` keys; FP8 is emulated."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    fp8: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call runs. Printing it gives one line a fact.
+
+    Attributes:
+        backend: "hopper" or "reference".
+        config: what the kernel was compiled from, or how the reference walks.
+        reason: why this backend.
+        copies: one sentence for each input that is copied first.
+        notes: what else is worth knowing.
+    """
+
+    backend: str
+    config: ForwardConfig | ReferenceConfig
+    reason: str
+    copies: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("backend", self.backend), ("reason", self.reason), ("config", self.config.name)]
+        rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
+        if isinstance(self.config, ForwardConfig):
+            rows += _kernel_rows(self.config)
+        rows += [("copies", text) for text in self.copies or ("none",)]
+        rows += [("note", text) for text in self.notes]
+        return "\n".join(f"{label:<11}{text}" for label, text in rows)
+
+
+def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
+    overlaps = [
+        "softmax under its own GEMMs" if c.pipelined else "",
+        "warpgroups in ping-pong" if c.ping_pong else "",
+        "persistent grid",
+        "longest causal tiles first" if c.causal else "",
+    ]
+    return [
+        (
+            "head dims",
+            f"{c.head_dim} and {c.head_dim_v} in the kernel; shorter rows are filled with zeros by TMA",
+        ),
+        ("stages", f"{c.stages} of K and of V, {c.smem_bytes} bytes of shared memory"),
+        ("warpgroups", f"{c.consumers} consumers and 1 producer, {c.threads} threads"),
+        ("registers", f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"),
+        ("schedule", ", ".join(text for text in overlaps if text)),
+    ]
+
+
+def select_config(
+    backend: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
+) -> ForwardConfig | ReferenceConfig:
+    """The frozen config with which ``backend`` serves a checked problem."""
+    if backend == "reference":
+        return ReferenceConfig(fp8=q.dtype == checks.FP8_DTYPE)
+    return select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, q.shape[1], k.shape[1])
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+    device_capability: tuple[int, int] | None = None,
+) -> Plan:
+    """What ``flash_attn_func`` with these arguments would run, and why. Computes and compiles nothing.
+
+    Args:
+        q, k, v and all others up to ``backend``: as for :func:`hopper_attention.flash_attn_func`. Meta
+            tensors will do, as nothing is read.
+        device_capability: answer for a GPU of this compute capability, with everything installed, instead
+            of for the device of q; (9, 0) is a Hopper GPU.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as the call itself would.
+    """
+    checks.check_are_tensors(q=q, k=k, v=v)
+    checks.check_features(
+        qv=qv,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    specs = {"q": TensorSpec.of(q), "k": TensorSpec.of(k), "v": TensorSpec.of(v)}
+    checks.check_qkv(**specs)
+    checks.check_descales(q, k, q_descale, k_descale, v_descale)
+    if softmax_scale is not None:
+        checks.check_scale(softmax_scale)
+    target = target_of(q.device) if device_capability is None else _imagined(device_capability)
+    choice = choose_backend(target, q.dtype, backend)
+    config = select_config(choice.backend, **specs, causal=bool(causal))
+    copies: tuple[str, ...] = ()
+    if choice.backend == "hopper":
+        addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+        reasons = ((name, copy_reason(specs[name], addresses[name])) for name in specs)
+        copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
+    notes = _notes(choice.advice, choice.backend, {"q": q, "k": k, "v": v})
+    return Plan(choice.backend, config, choice.reason, copies, notes)
+
+
+def _imagined(capability: Any) -> Target:
+    valid = (
+        isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(n, int) for n in capability)
+    )
+    if not valid:
+        raise ValueError(f"device_capability is {capability!r}, allowed: (major, minor), for instance (9, 0)")
+    return Target("the given GPU", capability, assume_installed=True)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the tensor lies; 0, which is aligned to anything, for meta and fake tensors."""
+    has_memory = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+    return tensor.data_ptr() if has_memory else 0
+
+
+def _notes(advice: str, backend: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    notes = [advice] if advice else []
+    sizes = {
+        "batch": tensors["q"].shape[0],
+        "seqlen_q": tensors["q"].shape[1],
+        "seqlen_k": tensors["k"].shape[1],
+    }
+    notes += [f"{name} is 0: no kernel runs" for name, size in sizes.items() if size == 0]
+    if backend == "hopper" and any(tensor.requires_grad for tensor in tensors.values()):
+        notes.append("the backward pass runs on the tiled reference, which is slow")
+    return tuple(notes)

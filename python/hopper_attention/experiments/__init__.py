@@ -1,0 +1,1 @@
+"""The code behind the command line: what it measures, as plain functions that return plain data."""

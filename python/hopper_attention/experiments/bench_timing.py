@@ -1,0 +1,226 @@
+"""How a launch is timed: device events on a GPU, the wall clock elsewhere, and counts chosen to a budget.
+
+Peers take turns in rounds, so that clock and temperature drift meet them all alike. One measurement is a
+short batch of launches back to back. One launch goes before it untimed, so that the GPU is busy while the
+host queues the timed ones. Where a peer's host code is slower than its kernel, the queue would still run dry;
+then a spin kernel holds the GPU until the whole batch is queued. What is timed is therefore the device alone;
+host time has a benchmark of its own (benchmarks/latency.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Launch = Callable[[], Tensor]
+"""Runs one kernel on inputs prepared before; returns out (batch, seqlen_q, heads, head_dim_v)."""
+
+SPIN_HZ = 2.0e9
+"""Clock that spin cycles are counted at; above the H200's 1.98 GHz, so that a spin is never too short."""
+
+MAX_SPIN_S = 0.03
+CALIBRATION_LAUNCHES = 4
+CALIBRATION_SPIN_S = 0.003
+HOST_BOUND = 0.7
+"""Share of a launch's device time that the host may take before a spin kernel is put in front."""
+
+
+class GpuLostError(RuntimeError):
+    """The GPU did not finish in time or its context is broken: this process can measure nothing more."""
+
+
+@contextmanager
+def broken_context_is_lost() -> Iterator[None]:
+    """Turn a CUDA error, after which no call succeeds any more, into GpuLostError."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        first_line = str(error).splitlines()[0]
+        raise GpuLostError(f"the CUDA context is lost: {first_line}") from error
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Cost of one launch: seconds on the device, and seconds of host time to queue it."""
+
+    device_s: float
+    host_s: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One measurement: seconds a launch, and the wall-clock span (``time.perf_counter``) it lay in."""
+
+    seconds: float
+    start: float
+    stop: float
+
+
+class Stopwatch(Protocol):
+    """Times batches of launches."""
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done. Raises GpuLostError if it never is."""
+
+    def measure(self, launches: Sequence[Launch], repeats: int, spin_s: float) -> Interval:
+        """Time ``repeats`` launches back to back, taking ``launches`` in turn."""
+
+    def calibrate(self, launches: Sequence[Launch]) -> Calibration:
+        """Cost of one launch, from a few of them; the peer must be warm."""
+
+
+@dataclass(frozen=True)
+class CudaStopwatch:
+    """CUDA events on the current stream. A batch that takes longer than ``deadline_s`` counts as hung."""
+
+    deadline_s: float = 30.0
+
+    def _wait(self, event: Any) -> None:
+        deadline = time.perf_counter() + self.deadline_s
+        while not event.query():
+            if time.perf_counter() > deadline:
+                raise GpuLostError(f"the GPU did not finish within {self.deadline_s:g} s: a kernel hangs")
+            time.sleep(5e-5)
+
+    def synchronize(self) -> None:
+        with broken_context_is_lost():
+            event = torch.cuda.Event()
+            event.record()
+            self._wait(event)
+
+    def measure(self, launches: Sequence[Launch], repeats: int, spin_s: float) -> Interval:
+        with broken_context_is_lost():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = time.perf_counter()
+            launches[-1]()
+            if spin_s > 0:
+                torch.cuda._sleep(int(min(spin_s, MAX_SPIN_S) * SPIN_HZ))
+            begin.record()
+            for index in range(repeats):
+                launches[index % len(launches)]()
+            end.record()
+            self._wait(end)
+            return Interval(begin.elapsed_time(end) * 1e-3 / repeats, start, time.perf_counter())
+
+    def calibrate(self, launches: Sequence[Launch]) -> Calibration:
+        repeats = CALIBRATION_LAUNCHES
+        for launch in launches:
+            launch()
+        self.synchronize()
+        torch.cuda._sleep(int(CALIBRATION_SPIN_S * SPIN_HZ))
+        start = time.perf_counter()
+        for index in range(repeats):
+            launches[index % len(launches)]()
+        host_s = (time.perf_counter() - start) / repeats
+        self.synchronize()
+        return Calibration(self.measure(launches, repeats, 2 * host_s * repeats).seconds, host_s)
+
+
+@dataclass(frozen=True)
+class WallStopwatch:
+    """The wall clock, for devices whose work is done when the call returns. Host and device time are one."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def measure(self, launches: Sequence[Launch], repeats: int, spin_s: float) -> Interval:
+        start = time.perf_counter()
+        for index in range(repeats):
+            launches[index % len(launches)]()
+        stop = time.perf_counter()
+        return Interval((stop - start) / repeats, start, stop)
+
+    def calibrate(self, launches: Sequence[Launch]) -> Calibration:
+        return Calibration(self.measure(launches, 1, 0.0).seconds, 0.0)
+
+
+def stopwatch_for(device: str) -> Stopwatch:
+    """The stopwatch for a torch device."""
+    return CudaStopwatch() if torch.device(device).type == "cuda" else WallStopwatch()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """At least ``measure_s`` seconds of launches a measurement, and rounds within ``budget_s`` for a run."""
+
+    measure_s: float = 0.005
+    min_rounds: int = 3
+    max_rounds: int = 11
+    budget_s: float = 150.0
+
+    def __post_init__(self) -> None:
+        if self.measure_s <= 0 or self.budget_s <= 0:
+            raise ValueError(f"measure_s is {self.measure_s}, budget_s is {self.budget_s}, allowed: above 0")
+        if not 1 <= self.min_rounds <= self.max_rounds:
+            raise ValueError(
+                f"min_rounds is {self.min_rounds}, max_rounds is {self.max_rounds}, "
+                "allowed: 1 or more, and max_rounds no smaller"
+            )
+
+
+class Budget:
+    """Seconds of wall-clock time for a run, less what is spent inside :meth:`pause`."""
+
+    def __init__(self, total_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._end = now() + total_s
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time in here does not count."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._end += self._now() - start
+
+    def share(self, parts: int) -> float:
+        """Seconds left for each of ``parts`` equal parts; negative when overdrawn."""
+        return (self._end - self._now()) / parts
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one peer does in each round: ``repeats`` launches behind a spin of ``spin_s`` seconds."""
+
+    launches: Sequence[Launch]
+    repeats: int
+    spin_s: float
+    cost_s: float
+
+
+def plan_turn(launches: Sequence[Launch], cost: Calibration, effort: Effort) -> Turn:
+    """Repeats that fill ``effort.measure_s``, at least two; a spin only where the host is the slower side."""
+    repeats = max(2, math.ceil(effort.measure_s / max(cost.device_s, 1e-7)))
+    host_bound = cost.host_s > HOST_BOUND * cost.device_s
+    if host_bound:
+        repeats = max(2, min(repeats, int(MAX_SPIN_S / (1.5 * cost.host_s))))
+    spin_s = 1.5 * cost.host_s * repeats if host_bound else 0.0
+    return Turn(launches, repeats, spin_s, (repeats + 1) * cost.device_s + spin_s)
+
+
+def plan_rounds(turns: Sequence[Turn], allowed_s: float, effort: Effort) -> int:
+    """Rounds that ``allowed_s`` seconds leave time for, within the effort's limits."""
+    round_s = sum(turn.cost_s for turn in turns)
+    fits = int(allowed_s / round_s) if round_s > 0 else effort.max_rounds
+    return max(effort.min_rounds, min(effort.max_rounds, fits))
+
+
+def play_rounds(
+    turns: dict[str, Turn], rounds: int, play: Callable[[str, Turn], Interval]
+) -> dict[str, list[Interval]]:
+    """Measure every peer once a round; who begins moves on by one each round."""
+    names = list(turns)
+    taken: dict[str, list[Interval]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(play(name, turns[name]))
+    return taken

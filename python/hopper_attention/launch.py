@@ -1,0 +1,213 @@
+"""Runs one checked problem on its backend.
+
+``find_launch`` turns sizes, strides, dtypes and devices into a launcher and remembers it, so that a
+repeated call costs one dictionary look-up in place of the checks, the choice of backend and the choice of
+config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hopper.config import ForwardConfig
+from hopper_attention import checks, compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import choose_backend, target_of
+from hopper_attention.checks import TensorSpec
+from hopper_attention.dispatch import ReferenceConfig, select_config
+from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repair_for
+from hopper_attention.notices import warn_once
+from hopper_attention.reference.tiled import tiled_forward
+
+REMEMBERED_PROBLEMS = 4096
+"""Launchers kept, least recently used first out. Decoding meets a new seqlen_k at every token."""
+
+Launch = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(q, k, v, softmax_scale) -> (out, lse)."""
+
+
+@dataclass(frozen=True)
+class ResultSpec:
+    """What out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) will be."""
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
+        return out, torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+
+
+@dataclass(frozen=True)
+class NoKeysLaunch:
+    """For problems without a score: seqlen_k is 0, or the output is empty. Nothing is launched."""
+
+    result: ResultSpec
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = self.result.empty()
+        return out.zero_(), lse.fill_(-math.inf)
+
+
+@dataclass(frozen=True)
+class ReferenceLaunch:
+    """The tiled reference, on the device of the inputs."""
+
+    config: ReferenceConfig
+    causal: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
+        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=softmax_scale, **tiles)
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """A compiled kernel on torch's current stream of ``device_index``.
+
+    ``repairs`` is empty, or what q, k and v each need before TMA can address them.
+    """
+
+    kernel: Kernel
+    result: ResultSpec
+    device_index: int
+    num_ctas: int
+    repairs: tuple[Repair, ...]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self._launch(q, k, v, softmax_scale)
+        return self._launch(q, k, v, softmax_scale)
+
+    def _launch(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if self.repairs:
+            q, k, v = (repair.apply(x) for repair, x in zip(self.repairs, (q, k, v), strict=True))
+        # An address is not part of what a launcher is remembered by. One test serves all three.
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
+            q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
+        out, lse = self.result.empty()
+        counter = tile_counter(self.device_index)
+        self.kernel(q, k, v, out, lse, counter, softmax_scale, self.num_ctas)
+        return out, lse
+
+
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter(device_index: int) -> Tensor:
+    """Two int32 zeros with which the CTAs of one launch share out the tiles; the kernel leaves them zero.
+
+    Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
+    memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
+    on any stream, alongside anything, so a launch in it gets a counter of its own, zeroed by the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+    # torch.cuda.current_stream() builds an object around this number, which takes ten times as long.
+    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    counter = _tile_counters.get(key)
+    if counter is None:
+        with torch.inference_mode(False):
+            counter = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+        _tile_counters[key] = counter
+    return counter
+
+
+@lru_cache(maxsize=REMEMBERED_PROBLEMS)
+def find_launch(
+    q_shape: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    q_dtype: torch.dtype,
+    q_device: torch.device,
+    k_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    k_dtype: torch.dtype,
+    k_device: torch.device,
+    v_shape: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    v_dtype: torch.dtype,
+    v_device: torch.device,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+) -> Launch:
+    """The launcher of a 16-bit problem; checks it, and compiles or loads its kernel, the first time.
+
+    Raises:
+        ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
+        NotImplementedError: ``backend`` does not do it yet.
+    """
+    q = TensorSpec(q_shape, q_strides, q_dtype, q_device)
+    k = TensorSpec(k_shape, k_strides, k_dtype, k_device)
+    v = TensorSpec(v_shape, v_strides, v_dtype, v_device)
+    checks.check_qkv(q, k, v)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    choice = choose_backend(target_of(q.device), q.dtype, backend)
+    if choice.advice:
+        warn_once(f"attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}")
+    batch, seqlen_q, heads, _ = q.shape
+    result = ResultSpec((batch, seqlen_q, heads, v.shape[3]), (batch, heads, seqlen_q), q.dtype, q.device)
+    if 0 in (batch, seqlen_q, heads, k.shape[1]):
+        return NoKeysLaunch(result)
+    config = select_config(choice.backend, q, k, v, causal)
+    if isinstance(config, ReferenceConfig):
+        return ReferenceLaunch(config, causal)
+    return _hopper_launch(config, result, (q, k, v), sm_margin)
+
+
+def _hopper_launch(
+    config: ForwardConfig, result: ResultSpec, specs: tuple[TensorSpec, ...], sm_margin: int
+) -> HopperLaunch:
+    index = torch.cuda.current_device() if result.device.index is None else result.device.index
+    multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+    if sm_margin >= multiprocessors:
+        raise ValueError(f"sm_margin is {sm_margin}, allowed on this GPU: 0 to {multiprocessors - 1}")
+    repairs = tuple(repair_for(spec) for spec in specs)
+    return HopperLaunch(
+        kernel=compile_cache.get_forward(config),
+        result=result,
+        device_index=index,
+        num_ctas=multiprocessors - sm_margin,
+        repairs=repairs if any(repair.is_needed for repair in repairs) else (),
+    )
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors."""
+    launch = find_launch(
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
+        causal,
+        backend,
+        sm_margin,
+    )
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    return launch(q, k, v, scale)

@@ -1,0 +1,150 @@
+"""What this machine has, which backends it can run, and what is missing and how to get it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from hopper_attention import _kernels, compile_cache
+from hopper_attention.backends import Target, choose_backend, why_not_hopper
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. ``memory_bytes`` is all of its memory; ``backend`` runs 16-bit attention there by default."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    memory_bytes: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend can run here; ``reason`` says where, or why not."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that would let more of the library run here, and how to get it."""
+
+    what: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Result of ``describe_machine``. A version is "not installed" where there is none.
+
+    ``driver`` is the newest CUDA version that the NVIDIA driver runs.
+    """
+
+    python: str
+    torch: str
+    torch_cuda: str
+    hopper_attention: str
+    dsl: str
+    tvm_ffi: str
+    driver: str
+    gpus: tuple[Gpu, ...]
+    backends: tuple[BackendStatus, ...]
+    missing: tuple[Missing, ...]
+    cache_dir: str
+    cached_kernels: int
+
+    def __str__(self) -> str:
+        rows = [
+            ("python", self.python),
+            ("torch", f"{self.torch}, CUDA {self.torch_cuda}"),
+            ("hopper-attention", self.hopper_attention),
+            ("CuTe DSL", self.dsl),
+            ("TVM FFI", self.tvm_ffi),
+            ("driver", self.driver),
+        ]
+        rows += [(f"gpu {gpu.index}", _gpu_line(gpu)) for gpu in self.gpus]
+        rows += [
+            (f"backend {b.name}", f"{'yes' if b.available else 'no'}: {b.reason}") for b in self.backends
+        ]
+        rows += [("missing", f"{item.what}; {item.how}") for item in self.missing]
+        rows += [("kernel cache", f"{self.cache_dir} ({self.cached_kernels} compiled kernels usable now)")]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    major, minor = gpu.capability
+    return (
+        f"{gpu.name}, compute capability {major}.{minor}, {gpu.multiprocessors} SMs, "
+        f"{gpu.memory_bytes / 2**30:.0f} GiB, runs the {gpu.backend} backend"
+    )
+
+
+def describe_machine() -> Machine:
+    """What this machine has, which backend would run on each GPU, and what is missing. Compiles nothing."""
+    driver = _kernels.driver_cuda_version()
+    gpus = tuple(_describe_gpu(index) for index in range(torch.cuda.device_count()))
+    return Machine(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda or _kernels.NOT_INSTALLED,
+        hopper_attention=_kernels.package_version("hopper-attention"),
+        dsl=_kernels.package_version(_kernels.DSL_PACKAGE),
+        tvm_ffi=_kernels.package_version(_kernels.FFI_PACKAGE),
+        driver=f"CUDA {driver[0]}.{driver[1]}" if driver else _kernels.NOT_INSTALLED,
+        gpus=gpus,
+        backends=_describe_backends(gpus),
+        missing=_missing(gpus, bool(driver)),
+        cache_dir=str(compile_cache.cache_dir()),
+        cached_kernels=len(compile_cache.cached_kernels()),
+    )
+
+
+def _describe_gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    target = Target(properties.name, () if torch.version.hip else capability)
+    return Gpu(
+        index=index,
+        name=properties.name,
+        capability=capability,
+        multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        backend=choose_backend(target, torch.bfloat16).backend,
+    )
+
+
+def _describe_backends(gpus: tuple[Gpu, ...]) -> tuple[BackendStatus, ...]:
+    served = [str(gpu.index) for gpu in gpus if gpu.backend == "hopper"]
+    if served:
+        hopper = BackendStatus("hopper", True, f"16-bit attention on GPU {', '.join(served)}")
+    elif gpus:
+        reasons = [why_not_hopper(Target(gpu.name, gpu.capability)) for gpu in gpus]
+        hopper = BackendStatus("hopper", False, "; ".join(dict.fromkeys(reasons)))
+    else:
+        hopper = BackendStatus("hopper", False, "torch finds no GPU")
+    return hopper, BackendStatus("reference", True, "any torch device, the CPU by default; FP8 is emulated")
+
+
+def _missing(gpus: tuple[Gpu, ...], has_driver: bool) -> tuple[Missing, ...]:
+    missing = []
+    if not gpus and not has_driver:
+        missing.append(
+            Missing("an NVIDIA driver and GPU", "a Hopper GPU (H100, H200, GH200) runs the kernels")
+        )
+    elif not gpus and not torch.version.cuda:
+        missing.append(Missing("CUDA in torch", "install a CUDA build of torch in place of this CPU build"))
+    elif not gpus:
+        missing.append(Missing("a GPU that torch can use", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
+    elif all(gpu.capability != (9, 0) for gpu in gpus):
+        missing.append(Missing("a GPU of compute capability 9.0", "H100, H200 and GH200 have it"))
+    if _kernels.missing_packages():
+        missing.append(Missing(" and ".join(_kernels.missing_packages()), _kernels.INSTALL_DSL))
+    return tuple(missing)

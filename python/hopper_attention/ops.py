@@ -1,0 +1,117 @@
+"""The custom operators that ``torch.compile`` and autograd see, with their shapes on fake tensors.
+
+``hopper_attention::forward``, ``::forward_fp8`` and ``::backward`` are functional: they return new contiguous
+tensors and change none. Their gradients are registered in ``hopper_attention.autograd``.
+"""
+# No `from __future__ import annotations`: custom_op reads the annotations of its function.
+
+import torch
+from torch import Tensor
+
+from hopper_attention.launch import run_forward
+from hopper_attention.notices import warn_once
+from hopper_attention.quantization import from_descales
+from hopper_attention.reference.fp8 import attention_tiled_fp8
+from hopper_attention.reference.tiled_backward import tiled_backward
+
+FP8_OUT_DTYPE = torch.bfloat16
+"""What FP8 inputs give, as in FlashAttention-3."""
+
+
+@torch.library.custom_op("hopper_attention::forward", mutates_args=())
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, backend: str | None, sm_margin: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq)."""
+    return run_forward(q, k, v, softmax_scale, causal, backend, sm_margin)
+
+
+@forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, backend: str | None, sm_margin: int
+) -> tuple[Tensor, Tensor]:
+    return _fake_results(q, v, q.dtype)
+
+
+@torch.library.custom_op("hopper_attention::forward_fp8", mutates_args=())
+def forward_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32."""
+    if q.is_cuda:
+        warn_once(
+            "FP8 attention runs as a tiled emulation in PyTorch: correct, and slow. The FP8 kernel does not "
+            "exist yet; torch.float16 and torch.bfloat16 run on the Hopper kernel"
+        )
+    parts = from_descales(q, k, v, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
+    return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale)
+
+
+@forward_fp8.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    return _fake_results(q, v, FP8_OUT_DTYPE)
+
+
+@torch.library.custom_op("hopper_attention::backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero."""
+    if 0 in (*out.shape, k.shape[1]):
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    if q.is_cuda:
+        warn_once(
+            "the backward pass of attention runs on the tiled reference in PyTorch: correct, and slow. The "
+            "Hopper backward kernel does not exist yet; torch's scaled_dot_product_attention has a fast one"
+        )
+    return tiled_backward(dout, dlse, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
+
+
+@backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: Tensor) -> Tensor:
+    """A new contiguous tensor; ``empty_like`` would keep the strides of x."""
+    return x.new_empty(x.shape)
+
+
+def _fake_results(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
+    return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)

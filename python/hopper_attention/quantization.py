@@ -1,0 +1,269 @@
+"""FP8 (e4m3) inputs for attention: scales by block, and the rotation that spreads outliers.
+
+Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are
+the definition that every quantizer of the project follows, fused kernels included:
+
+- scale = amax / 448 over the finite values of a block, and at least 2^-126, which an all-zero block gets:
+  in V a block with a larger one would take the range of P from the blocks that hold something.
+- data = value / scale, rounded to the nearest e4m3, ties to even; value is about data * scale.
+- NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
+  other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
+  Hadamard block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from hopper_attention.shapes import attention_shape
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+MIN_SCALE = 2.0**-126
+"""The smallest normal float32: the scale of an all-zero block."""
+
+GRANULARITIES = ("tensor", "head", "block")
+SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Fp8Quantization:
+    """How Q, K and V become e4m3.
+
+    Attributes:
+        rotate: multiply Q and K by a random-sign Hadamard matrix along head_dim (:func:`rotate_head_dim`).
+        granularity: what shares a scale. "tensor": everything; "head": a batch entry's key/value head, or the
+            group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
+            a key/value head.
+        block_q: rows of Q in a block, and queries of the FP8 kernel's tile.
+        block_k: rows of K and V in a block, and keys of the FP8 kernel's tile.
+        seed: of the rotation's signs.
+    """
+
+    rotate: bool = True
+    granularity: str = "block"
+    block_q: int = 128
+    block_k: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is {self.granularity!r}, allowed: {', '.join(GRANULARITIES)}")
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed: 1 or more")
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """An e4m3 tensor and the scales that its blocks of rows were divided by.
+
+    Attributes:
+        data: float8_e4m3fn (batch, seqlen, heads, head_dim).
+        scale: float32 (batch, heads, ceil(seqlen / block)); multiplies the data.
+        block: rows that share a scale.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    block: int
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != E4M3:
+            raise TypeError(f"data has dtype {self.data.dtype}, allowed: {E4M3}")
+        if self.scale.dtype != torch.float32:
+            raise TypeError(f"scale has dtype {self.scale.dtype}, allowed: torch.float32")
+        if self.block < 1:
+            raise ValueError(f"block is {self.block}, allowed: 1 or more")
+        if self.data.dim() != 4:
+            raise ValueError(
+                f"data has shape {tuple(self.data.shape)}, allowed: (batch, seqlen, heads, head_dim)"
+            )
+        batch, seqlen, heads, _ = self.data.shape
+        expected = (batch, heads, math.ceil(seqlen / self.block))
+        if self.scale.shape != expected:
+            raise ValueError(f"scale has shape {tuple(self.scale.shape)}, allowed for this data: {expected}")
+
+    def dequantize(self) -> torch.Tensor:
+        """data * scale, float32 (batch, seqlen, heads, head_dim). A rotated tensor stays rotated."""
+        return self.data.float() * row_scale(self.scale, self.block, self.data.shape[1])
+
+
+@dataclass(frozen=True)
+class QuantizedQKV:
+    """Q, K and V of one attention problem in e4m3, how they were made, and the dtype of its output."""
+
+    q: QuantizedTensor
+    k: QuantizedTensor
+    v: QuantizedTensor
+    quantization: Fp8Quantization
+    dtype: torch.dtype
+
+
+def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:
+    """Scales (batch, heads, blocks) -> (batch, seqlen, heads, 1): the scale of every row."""
+    rows = torch.arange(seqlen, device=scale.device) // block
+    return scale[:, :, rows].transpose(1, 2).unsqueeze(-1)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x in e4m3: nearest, ties to even; finite values saturate at +-448, the others become NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(~torch.isfinite(x), math.nan).to(E4M3)
+
+
+def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator) - 1.0).to(device)
+
+
+def hadamard_blocks(head_dim: int) -> list[int]:
+    """The powers of two that head_dim is the sum of, largest first: 96 -> [64, 32]."""
+    return [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1]
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x H / sqrt(n) along the last dimension, whose size n is a power of two, by log2(n) butterflies."""
+    size = x.shape[-1]
+    half = 1
+    while half < size:
+        low, high = x.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
+        x = torch.stack((low + high, low - high), -2).flatten(-3)
+        half *= 2
+    return x * (1.0 / math.sqrt(size))
+
+
+def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """x diag(signs) H, float32, along the last dimension of x (..., head_dim).
+
+    H is the normalised Hadamard matrix; where head_dim is not a power of two it is block-diagonal, one
+    Hadamard matrix for each power of two in head_dim, the largest first (96 = 64 + 32). The product is
+    orthogonal, so that Q K^T does not change when Q and K are both rotated. All heads share the signs.
+    """
+    signed = x.float() * rotation_signs(x.shape[-1], seed, x.device)
+    return torch.cat([_hadamard(part) for part in signed.split(hadamard_blocks(x.shape[-1]), -1)], -1)
+
+
+def _finite_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest finite magnitude of each row: (b, s, h, d) -> (b, h, s)."""
+    return x.abs().masked_fill(~torch.isfinite(x), 0.0).amax(-1).transpose(1, 2)
+
+
+def _shared_amax(rows: torch.Tensor, granularity: str, block: int, kv_heads: int) -> torch.Tensor:
+    """Row maxima (b, h, s), s > 0 -> maxima over what shares a scale, (b, h, ceil(s / block))."""
+    batch, heads, seqlen = rows.shape
+    if granularity == "tensor":
+        return rows.amax().expand(batch, heads, 1)
+    if granularity == "head":
+        group = rows.unflatten(1, (kv_heads, -1)).amax((2, 3))
+        return group.repeat_interleave(heads // kv_heads, 1).unsqueeze(-1)
+    return pad(rows, (0, -seqlen % block)).unflatten(2, (-1, block)).amax(-1)
+
+
+def _quantize(x: torch.Tensor, granularity: str, block: int, kv_heads: int) -> QuantizedTensor:
+    """Quantize float32 x (b, s, h, d)."""
+    batch, seqlen, heads, _ = x.shape
+    if granularity != "block":
+        block = max(seqlen, 1)
+    if x.numel() == 0:
+        blocks = math.ceil(seqlen / block)
+        return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block)
+    amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
+    scale = (amax / E4M3_MAX).clamp_min(MIN_SCALE).contiguous()
+    return QuantizedTensor(to_e4m3(x / row_scale(scale, block, seqlen)), scale, block)
+
+
+@torch.no_grad()
+def quantize_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    quantization: Fp8Quantization = Fp8Quantization(),
+) -> QuantizedQKV:
+    """Quantize the inputs of attention to e4m3 by the rules at the top of this module.
+
+    Q and K are rotated first if asked for; V never is. All is computed in float32.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, on any device.
+        k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        quantization: rotation, what shares a scale, and the block sizes.
+
+    Returns:
+        The three quantized tensors; ``dtype`` is the dtype of q. Not differentiable.
+
+    Raises:
+        ValueError: shapes or devices of q, k and v do not fit together.
+        TypeError: q, k and v differ in dtype, or it is not one of the three above.
+    """
+    shape = attention_shape(q, k, v)
+    if q.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
+    c = quantization
+    q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
+    return QuantizedQKV(
+        q=_quantize(q32, c.granularity, c.block_q, shape.kv_heads),
+        k=_quantize(k32, c.granularity, c.block_k, shape.kv_heads),
+        v=_quantize(v.float(), c.granularity, c.block_k, shape.kv_heads),
+        quantization=c,
+        dtype=q.dtype,
+    )
+
+
+def from_descales(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> QuantizedQKV:
+    """FP8 tensors with descales, as FlashAttention-3 takes them, as quantized inputs of attention.
+
+    Args:
+        q: float8_e4m3fn (batch, seqlen_q, heads, head_dim).
+        k: float8_e4m3fn (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: float8_e4m3fn (batch, seqlen_k, kv_heads, head_dim_v).
+        q_descale, k_descale, v_descale: float32 (batch, kv_heads), any strides; the data times its descale is
+            the value, and that of q holds for the group of query heads. None means ones.
+        out_dtype: dtype of attention's output.
+
+    Raises:
+        ValueError: shapes or devices do not fit together.
+        TypeError: a tensor is not e4m3, or a descale is not float32.
+    """
+    shape = attention_shape(q, k, v)
+    if q.dtype != E4M3:
+        raise TypeError(f"q has dtype {q.dtype}, allowed: {E4M3}")
+
+    def per_head(name: str, descale: torch.Tensor | None, data: torch.Tensor) -> QuantizedTensor:
+        if descale is None:
+            descale = torch.ones(shape.batch, shape.kv_heads, device=data.device)
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {descale.dtype}, allowed: torch.float32")
+        if descale.shape != (shape.batch, shape.kv_heads):
+            raise ValueError(
+                f"{name} has shape {tuple(descale.shape)}, allowed: (batch, kv_heads) = "
+                f"({shape.batch}, {shape.kv_heads})"
+            )
+        if descale.device != data.device:
+            raise ValueError(f"{name} is on {descale.device}, allowed: the device of q, {data.device}")
+        seqlen, heads = data.shape[1], data.shape[2]
+        scale = descale.repeat_interleave(heads // shape.kv_heads, 1).unsqueeze(-1)
+        return QuantizedTensor(data, scale[:, :, : min(seqlen, 1)].contiguous(), max(seqlen, 1))
+
+    return QuantizedQKV(
+        q=per_head("q_descale", q_descale, q),
+        k=per_head("k_descale", k_descale, k),
+        v=per_head("v_descale", v_descale, v),
+        quantization=Fp8Quantization(rotate=False, granularity="head"),
+        dtype=out_dtype,
+    )

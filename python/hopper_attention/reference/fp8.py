@@ -1,0 +1,168 @@
+"""The FP8 forward pass as the Hopper kernel does it, tile by tile, and the paper's FP8 baseline."""
+
+from __future__ import annotations
+
+import torch
+
+from hopper_attention.quantization import (
+    Fp8Quantization,
+    QuantizedQKV,
+    QuantizedTensor,
+    quantize_qkv,
+    to_e4m3,
+)
+from hopper_attention.reference.tiles import (
+    LOG2_E,
+    Mask,
+    OnlineSoftmax,
+    Span,
+    default_scale,
+    fold_heads,
+    masked,
+    masked_matmul,
+    query_tile,
+    spans,
+    unfold_heads,
+)
+from hopper_attention.shapes import attention_shape
+
+P_EXPONENT = 8
+"""P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448: fewer of its small values become subnormal."""
+
+MIN_V_RATIO = 2.0**-100
+"""Least ratio of V scales: the row sum divides by it and must stay within float32."""
+
+
+def _check_blocks(parts: QuantizedQKV) -> None:
+    """Raise ValueError unless every tile of queries and of keys has one scale."""
+    c = parts.quantization
+    for name, tensor, tile_name, tile in (
+        ("q", parts.q, "block_q", c.block_q),
+        ("k", parts.k, "block_k", c.block_k),
+        ("v", parts.v, "block_k", c.block_k),
+    ):
+        if tensor.block % tile and tensor.block < tensor.data.shape[1]:
+            raise ValueError(
+                f"{name} has blocks of {tensor.block} rows, allowed: multiples of {tile}, "
+                f"quantization.{tile_name}"
+            )
+
+
+def _tile_scale(tensor: QuantizedTensor, span: Span) -> torch.Tensor:
+    """The scale of a tile, (b, h, 1, 1)."""
+    return tensor.scale[:, :, span.start // tensor.block, None, None]
+
+
+def _v_ratio(v: QuantizedTensor) -> QuantizedTensor:
+    """v with its scales divided by the largest of their head, which is left for the end of the row."""
+    ratio = (v.scale / v.scale.amax(-1, keepdim=True)).clamp_min(MIN_V_RATIO)
+    # Also for a lone scale of zero or below, whose quotient would not be 1.
+    is_largest = v.scale == v.scale.amax(-1, keepdim=True)
+    return QuantizedTensor(v.data, ratio.masked_fill(is_largest, 1.0), v.block)
+
+
+@torch.no_grad()
+def _forward(
+    parts: QuantizedQKV, causal: bool, softmax_scale: float | None, out_dtype: torch.dtype, p_exponent: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tile loop; P is multiplied by 2^p_exponent before it is rounded to e4m3."""
+    q, k, v, config = parts.q, parts.k, parts.v, parts.quantization
+    shape = attention_shape(q.data, k.data, v.data)
+    _check_blocks(parts)
+    q_rows = fold_heads(q.data, shape.kv_heads, torch.float32)
+    keys, values = (fold_heads(x.data, shape.kv_heads, torch.float32).squeeze(2) for x in (k, v))
+    scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    out = torch.zeros(*q_rows.shape[:-1], shape.head_dim_v, device=q_rows.device)
+    lse = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
+    if shape.seqlen_k == 0:
+        return unfold_heads(out, out_dtype), lse.flatten(1, 2)
+    v_ratio = _v_ratio(v)
+    v_max = v.scale.amax(-1)[:, :, None, None]
+
+    for rows in spans(0, shape.seqlen_q, config.block_q):
+        q_i = query_tile(q_rows, rows)
+        length = rows.stop - rows.start
+        s_q = (_tile_scale(q, rows) * scale_log2).unflatten(1, (shape.kv_heads, -1))
+        s_q = s_q.expand(-1, -1, -1, length, -1).flatten(2, 3)
+        softmax = OnlineSoftmax(q_i)
+        acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
+        for cols in mask.key_tiles(rows, config.block_k):
+            k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
+            visible = mask.visible(rows, cols, shape.group, q_i.device)
+            ratio = _tile_scale(v_ratio, cols)
+            x = q_i @ k_j.mT * (s_q * _tile_scale(k, cols))
+            # The scale of the V block enters P through the exponent, so that no pass over O is needed, and the
+            # running maximum, so that the largest P of a row is 2^8 whichever blocks the row sees.
+            p, rescale = softmax.step(masked(x, visible), ratio.log2(), p_exponent)
+            softmax.add(p.sum(-1, keepdim=True) / ratio, rescale)
+            acc_o = acc_o * rescale + masked_matmul(to_e4m3(p).float(), v_j, visible)
+        out[:, :, :, rows.slice] = (softmax.normalize(acc_o) * v_max).unflatten(2, (shape.group, -1))
+        lse[:, :, :, rows.slice] = softmax.lse(p_exponent).unflatten(2, (shape.group, -1))
+    return unfold_heads(out, out_dtype), lse.flatten(1, 2)
+
+
+def attention_tiled_fp8(
+    parts: QuantizedQKV,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
+
+    Tiles are ``block_q`` queries by ``block_k`` keys of ``parts.quantization``, keys from the last tile down
+    to the first. The scales of Q and K multiply S, giving base-2 scores x. A V block of scale s_v weighs
+    w = s_v / (largest s_v of the head). P = exp2(x + log2(w) - m + 8) is rounded to e4m3, where m is the exact
+    running maximum of x + log2(w). The row sum is taken from the unrounded P, with w divided back; the largest
+    s_v multiplies the output, which is rounded once.
+
+    m must include log2(w). Were it the maximum of x alone, the P of a row that sees quiet V blocks only would
+    sink into e4m3's subnormals, and the P of the key that takes most of a row, no longer a power of two,
+    would be rounded: on the paper's inputs that costs a fifth more error.
+
+    S and O accumulate in float32: what FP8 WGMMA drops in its accumulation is not emulated. Memory is linear
+    in the sequence lengths.
+
+    Args:
+        parts: from :func:`quantize_qkv` or :func:`from_descales`.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
+        out_dtype: dtype of out; ``parts.dtype`` by default.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float32 (batch, heads,
+        seqlen_q). A query that sees no key gives 0 and -inf. Not differentiable.
+
+    Raises:
+        ValueError: shapes do not fit together, or a tile would straddle two scales.
+    """
+    return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, P_EXPONENT)
+
+
+def attention_fp8_per_tensor(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """The "Baseline FP8" of the paper's section 4.3, which it does not define; ours, in words:
+
+    Q, K and V are each quantized to e4m3 with one scale for the whole tensor, without rotation. Attention
+    runs tile by tile with an exact running maximum. P = exp(score - running maximum), which lies in [0, 1],
+    is cast to e4m3 as it is, with no factor to use the format's range; its row sum is taken before the cast,
+    and the output is divided by it at the end. Products accumulate in float32.
+
+    With the scaled cast of :func:`attention_tiled_fp8` the error on the paper's inputs is the same within
+    1 %. Casting P after the division by the row sum, as a cast of softmax's output does, makes it about 17 %
+    larger.
+
+    Args and errors are those of :func:`quantize_qkv`; see :func:`attention_tiled_fp8` for the others.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) in the dtype of q.
+    """
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, granularity="tensor"))
+    return _forward(parts, causal, softmax_scale, parts.dtype, p_exponent=0)[0]

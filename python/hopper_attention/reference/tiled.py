@@ -1,0 +1,152 @@
+"""The forward pass as the Hopper kernel does it, tile by tile, and its autograd function.
+
+The order of the tiles, the base-2 online softmax and every rounding are those of the kernel, so this is at
+once the CPU backend and the emulator that kernels are checked against. Memory is linear in the sequence
+lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.reference.tiles import (
+    LOG2_E,
+    Mask,
+    OnlineSoftmax,
+    accumulator_dtype,
+    check_tiles,
+    default_scale,
+    fold_heads,
+    masked,
+    masked_matmul,
+    query_tile,
+    round_to,
+    spans,
+    unfold_heads,
+)
+from hopper_attention.shapes import attention_shape
+
+
+@torch.no_grad()
+def tiled_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    tile_m: int = 128,
+    tile_n: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
+    shape = attention_shape(q, k, v)
+    check_tiles(tile_m=tile_m, tile_n=tile_n)
+    accum = accumulator_dtype(q.dtype)
+    q_rows = fold_heads(q, shape.kv_heads, accum)
+    keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
+    scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
+    lse = q_rows.new_empty(q_rows.shape[:-1])
+
+    for rows in spans(0, shape.seqlen_q, tile_m):
+        q_i = query_tile(q_rows, rows)
+        softmax = OnlineSoftmax(q_i)
+        acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
+        for cols in mask.key_tiles(rows, tile_n):
+            k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
+            visible = mask.visible(rows, cols, shape.group, q.device)
+            p, rescale = softmax.step(masked(q_i @ k_j.mT * scale_log2, visible))
+            softmax.add(p.sum(-1, keepdim=True), rescale)
+            acc_o = acc_o * rescale + masked_matmul(round_to(p, q.dtype), v_j, visible)
+        out[:, :, :, rows.slice] = softmax.normalize(acc_o).unflatten(2, (shape.group, -1)).to(q.dtype)
+        lse[:, :, :, rows.slice] = softmax.lse().unflatten(2, (shape.group, -1))
+    return unfold_heads(out, q.dtype), lse.flatten(1, 2)
+
+
+class TiledAttentionGradient(torch.autograd.Function):
+    """The backward pass as a step of its own, so that differentiating it raises instead of giving zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: dict[str, Any], dout: torch.Tensor, dlse: torch.Tensor | None, *saved: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return tiled_backward(dout, dlse, *saved, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "double backward: the tiled reference is differentiable once; use attention_naive, which torch "
+            "differentiates any number of times"
+        )
+
+
+class TiledAttention(torch.autograd.Function):
+    """Forward and backward by tiles; gradients flow from the output and from the LSE."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        softmax_scale: float | None,
+        tile_m: int,
+        tile_n: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
+        ctx.set_materialize_grads(False)
+        out, lse = tiled_forward(q, k, v, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout, dlse = gradients
+        dout = torch.zeros_like(out) if dout is None else dout
+        dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
+        return *dqkv, None, None, None, None
+
+
+def attention_tiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    tile_m: int = 128,
+    tile_n: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
+
+    Each tile of ``tile_m`` queries visits the tiles of ``tile_n`` keys from the last one it sees down to the
+    first. S = Q K^T and O accumulate in float32; P is rounded to the input dtype before P V, the row sum is
+    taken from the unrounded P, and the output is rounded once.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64, on any device.
+        k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
+        tile_m: queries of a tile.
+        tile_n: keys of a tile.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
+        (float64 for float64 inputs), (batch, heads, seqlen_q). A query that sees no key gives 0 and -inf.
+        Both are differentiable, once.
+
+    Raises:
+        ValueError: shapes or devices of q, k and v do not fit together, or a tile size is below 1.
+        TypeError: q, k and v differ in dtype, or it is not one of the four above.
+        NotImplementedError: the gradients are themselves differentiated.
+    """
+    result = TiledAttention.apply(q, k, v, causal, softmax_scale, tile_m, tile_n)
+    return cast("tuple[torch.Tensor, torch.Tensor]", result)

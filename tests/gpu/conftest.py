@@ -1,0 +1,159 @@
+"""What the GPU tests share: kernels compiled ahead, poisoned outputs, a watchdog, and the error budget.
+
+Run with ``pytest -m gpu tests/gpu``. Every output buffer of the public functions is filled with NaN before
+the launch, in every test, so that an element which the kernel does not write fails whatever test meets it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.config import shipped_forward_configs
+from hopper_attention import compile_cache, flash_attn_func, launch
+from hopper_attention.reference import attention_naive, attention_standard
+
+WATCHDOG_S = 240
+"""A test that takes this long hangs: its traceback is printed and the run ends."""
+
+LSE_TOLERANCE = 2e-4
+LSE_RELATIVE = 1e-5
+"""An LSE is as large as the largest score, which float32 holds to about 1e-6 of itself."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="needs a GPU of compute capability 9.0; this machine has none")
+    available = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    for item in items:
+        if item.get_closest_marker("gpu") and not available:
+            item.add_marker(missing)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels(device: str) -> None:
+    """All shipped kernels, compiled in parallel before the first test needs one."""
+    jobs = min(os.cpu_count() or 1, 16)
+    results = compile_cache.compile_all(shipped_forward_configs(), jobs)
+    assert {result.config.name: result.error for result in results if result.error} == {}
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output buffers start as NaN in place of whatever memory held."""
+
+    empty = launch.ResultSpec.empty
+
+    def poisoned(spec: launch.ResultSpec) -> tuple[Tensor, Tensor]:
+        out, lse = empty(spec)
+        return out.fill_(math.nan), lse.fill_(math.nan)
+
+    monkeypatch.setattr(launch.ResultSpec, "empty", poisoned)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+Draw = Callable[..., Inputs]
+
+
+@pytest.fixture(scope="session")
+def draw(device: str) -> Draw:
+    """Draws N(0, 1) inputs; every call takes fresh numbers from one seeded stream."""
+    generator = torch.Generator(device).manual_seed(2026)
+
+    def draw(
+        dtype: torch.dtype,
+        batch: int,
+        seqlens: tuple[int, int],
+        heads: tuple[int, int],
+        head_dim: int,
+        head_dim_v: int = 0,
+    ) -> Inputs:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        q = normal(batch, seqlens[0], heads[0], head_dim)
+        k = normal(batch, seqlens[1], heads[1], head_dim)
+        return Inputs(q, k, normal(batch, seqlens[1], heads[1], head_dim_v or head_dim))
+
+    return draw
+
+
+def find_errors(
+    inputs: Inputs, out: Tensor, lse: Tensor, causal: bool, softmax_scale: float | None = None
+) -> list[str]:
+    """What is wrong with a result, against float64.
+
+    The budget: twice the error of the same formula in plain PyTorch at the input dtype, plus the rounding of
+    the output. Rows that see no key must be exactly 0, with an LSE of exactly -inf.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    oracle, oracle_lse = attention_naive(q, k, v, **options)
+    plain = attention_standard(q, k, v, **options)
+    wrong = []
+    if out.shape != oracle.shape or lse.shape != oracle_lse.shape or out.dtype != q.dtype:
+        return [f"shapes {tuple(out.shape)}, {tuple(lse.shape)}, dtype {out.dtype}"]
+    if oracle.numel() == 0:
+        return []
+    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
+    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
+    error = (out.double() - oracle).abs().max().item()
+    # "not <=", here and below, so that NaN counts as wrong.
+    if not error <= allowed:
+        wrong.append(f"error {error:.3e}, allowed {allowed:.3e}")
+    hidden = oracle_lse == -math.inf
+    lse_error = (lse.double() - oracle_lse)[~hidden].abs()
+    lse_allowed = LSE_TOLERANCE + LSE_RELATIVE * oracle_lse[~hidden].abs()
+    if not bool((lse_error <= lse_allowed).all()):
+        wrong.append(f"LSE error {lse_error.max().item():.3e}, allowed {LSE_TOLERANCE:.0e}")
+    if not bool((lse[hidden] == -math.inf).all() and (out.transpose(1, 2)[hidden] == 0).all()):
+        wrong.append("rows that see no key are not 0 with LSE -inf")
+    return wrong
+
+
+Check = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="session")
+def judge() -> Check:
+    """``find_errors``: what is wrong with a result that is already there."""
+    return find_errors
+
+
+@pytest.fixture(scope="session")
+def check() -> Check:
+    """Runs ``flash_attn_func`` on inputs and returns what is wrong with its result; empty if nothing is."""
+
+    def check(inputs: Inputs, causal: bool, softmax_scale: float | None = None) -> list[str]:
+        out, lse = flash_attn_func(
+            inputs.q, inputs.k, inputs.v, softmax_scale, causal, return_attn_probs=True
+        )
+        return find_errors(inputs, out, lse, causal, softmax_scale)
+
+    return check

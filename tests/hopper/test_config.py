@@ -1,0 +1,78 @@
+"""Forward configs: what is shipped is valid, what is not valid says why."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hopper.config import (
+    MAX_HEAD_DIM,
+    NATIVE_HEAD_DIMS,
+    SMEM_BYTES,
+    ForwardConfig,
+    Registers,
+    cover_head_dims,
+    select_forward_config,
+    shipped_forward_configs,
+    validate_forward_config,
+)
+
+
+def base() -> ForwardConfig:
+    return select_forward_config("bfloat16", 128, 128, False, 4096, 4096)
+
+
+def test_every_shipped_config_is_valid_and_has_a_name_of_its_own():
+    configs = shipped_forward_configs()
+    for config in configs:
+        validate_forward_config(config)
+        assert config.smem_bytes <= SMEM_BYTES
+    assert len({config.name for config in configs}) == len(configs)
+
+
+def test_every_head_dim_selects_a_shipped_config_that_covers_it():
+    shipped = set(shipped_forward_configs())
+    lengths = [(1, 1), (512, 512), (16384, 16384), (1, 65536), (4096, 100)]
+    for d, dv, causal in itertools.product(
+        range(8, MAX_HEAD_DIM + 1, 8), (8, 64, 128, 200, 256), (False, True)
+    ):
+        for seqlen_q, seqlen_k in lengths:
+            config = select_forward_config("float16", d, dv, causal, seqlen_q, seqlen_k)
+            assert config in shipped
+            assert config.head_dim >= d and config.head_dim_v >= dv and config.causal == causal
+
+
+def test_cover_is_the_pair_of_least_work():
+    assert cover_head_dims(64, 64) == (64, 64)
+    assert cover_head_dims(72, 8) == (96, 96)
+    assert cover_head_dims(160, 128) == (192, 128)
+    assert cover_head_dims(8, 200) == (256, 256)
+    assert all(cover_head_dims(*pair) == pair for pair in NATIVE_HEAD_DIMS)
+    with pytest.raises(ValueError, match="at most 256"):
+        cover_head_dims(264, 64)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"head_dim": 40}, "head_dim is 40"),
+        ({"head_dim_v": 288}, "head_dim_v is 288"),
+        ({"tile_m": 64}, "tile_m is 64"),
+        ({"tile_n": 100}, "tile_n is 100"),
+        ({"stages": 1}, "stages is 1"),
+        ({"registers": Registers(consumer=256, producer=24)}, "allowed: multiples of 8, 65536 in all"),
+        ({"tile_n": 256}, "bytes of shared memory, allowed: 232448"),
+    ],
+)
+def test_invalid_field_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        validate_forward_config(replace(base(), **change))
+
+
+def test_output_staging_shares_query_memory_only_when_it_must():
+    wide = base()
+    narrow = replace(wide, tile_n=128)
+    assert wide.o_shares_q and wide.smem_bytes + wide.o_bytes > SMEM_BYTES
+    assert not narrow.o_shares_q
+    assert narrow.smem_bytes == narrow.q_bytes + narrow.o_bytes + narrow.kv_bytes + 1024

@@ -1,0 +1,115 @@
+"""Every shipped forward kernel compiles for sm_90a without a GPU, without spills, as its docstring says."""
+
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import cutlass.cute as cute
+import pytest
+from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
+
+from hopper.config import ForwardConfig, select_forward_config, shipped_forward_configs
+from hopper.forward import compile_forward
+from hopper.forward.barriers import NamedBarrier
+from hopper.forward.kernel import ForwardKernel
+from hopper.inspection import ResourceUsage, resource_usage
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[ForwardConfig, ResourceUsage]:
+    """ptxas's report on each shipped config; processes, because ``cute.compile`` is not thread-safe."""
+    configs = shipped_forward_configs()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=context) as pool:
+        return dict(zip(configs, pool.map(resource_usage, configs), strict=True))
+
+
+@pytest.mark.parametrize("config", shipped_forward_configs(), ids=lambda config: config.name)
+def test_shipped_config_compiles_without_spills(config, usages):
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    # What the roles share out by setmaxnreg is what the launch reserved for them.
+    launched = usage.registers * config.threads
+    shared_out = 128 * (config.consumers * config.registers.consumer + config.registers.producer)
+    assert shared_out <= launched <= 65536
+
+
+def table(header: str) -> list[list[str]]:
+    """Rows of the docstring's table whose first column is ``header``."""
+    lines = [line.strip() for line in (ForwardKernel.__doc__ or "").splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def value(cell: str, config: ForwardConfig) -> int:
+    """A cell in backticks, evaluated on a config."""
+    names = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    return eval(cell.strip("`"), {"__builtins__": {}}, names)
+
+
+@pytest.fixture(params=[(64, False), (128, True)], ids=["d64", "d128-causal"])
+def traced(request, monkeypatch):
+    """A config and what tracing its kernel created: pipelines, register counts."""
+    config = select_forward_config(
+        "float16", request.param[0], request.param[0], request.param[1], 8192, 8192
+    )
+    pipelines, registers = [], []
+
+    def recording(create, bytes_of):
+        def wrapper(**arguments):
+            arrivals = arguments["consumer_group"].size
+            pipelines.append((arguments["num_stages"], bytes_of(arguments), arrivals))
+            return create(**arguments)
+
+        return staticmethod(wrapper)
+
+    mailbox_bytes, tma_bytes = (lambda arguments: 4), (lambda arguments: arguments["tx_count"])
+    monkeypatch.setattr(PipelineAsync, "create", recording(PipelineAsync.create, mailbox_bytes))
+    monkeypatch.setattr(PipelineTmaAsync, "create", recording(PipelineTmaAsync.create, tma_bytes))
+    for name in ("setmaxregister_decrease", "setmaxregister_increase"):
+        original = getattr(cute.arch, name)
+        monkeypatch.setattr(cute.arch, name, lambda n, f=original: (registers.append(n), f(n))[1])
+    compile_forward(config, options="--gpu-arch sm_90a")
+    return config, pipelines, registers
+
+
+def test_docstring_tables_are_what_the_kernel_makes(traced):
+    config, pipelines, registers = traced
+    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
+    assert sorted(pipelines) == sorted(expected)
+    assert registers == [value(row[2], config) for row in table("role")]
+
+
+def test_docstring_table_of_named_barriers():
+    rows = table("named barrier")
+    assert [row[0].partition(" ")[0] for row in rows] == [barrier.name for barrier in NamedBarrier]
+    for row, barrier in zip(rows, NamedBarrier, strict=True):
+        assert value(row[1], shipped_forward_configs()[0]) == barrier
+
+
+@pytest.mark.parametrize(
+    "change", [{"pipelined": False}, {"ping_pong": False}, {"pipelined": False, "ping_pong": False}]
+)
+def test_schedules_of_the_ablation_compile_without_spills(change):
+    config = replace(select_forward_config("float16", 128, 128, False, 8192, 8192), **change)
+    assert not resource_usage(config).spills
+
+
+def test_ping_pong_off_emits_no_turn(tmp_path):
+    ptx = {}
+    for ping_pong in (True, False):
+        config = replace(select_forward_config("float16", 128, 128, False, 8192, 8192), ping_pong=ping_pong)
+        ptx[ping_pong] = len(
+            re.findall(
+                r"bar\.arrive",
+                compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__,
+            )
+        )
+    assert ptx[True] > 0 and ptx[False] == 0

@@ -1,0 +1,264 @@
+"""Every error of the public functions names the argument, what it was and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention import (
+    explain,
+    flash_attn_func,
+    flash_attn_interface,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+
+Q = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
+KV = torch.zeros(2, 7, 2, 64, dtype=torch.bfloat16)
+FP8_Q, FP8_KV = Q.to(torch.float8_e4m3fn), KV.to(torch.float8_e4m3fn)
+E5M2_Q, E5M2_KV = Q.to(torch.float8_e5m2), KV.to(torch.float8_e5m2)
+
+
+def call(*tensors: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A call with q, k and v replaced from the left, to be made on any function."""
+    arguments = (*tensors, *(Q, KV, KV)[len(tensors) :])
+    return lambda function: function(*arguments, **options)
+
+
+def head_dim(d: int, dv: int) -> tuple[Tensor, Tensor, Tensor]:
+    return Q.new_zeros(2, 5, 4, d), Q.new_zeros(2, 7, 2, d), Q.new_zeros(2, 7, 2, dv)
+
+
+BAD_TENSORS = [
+    (call([1, 2]), TypeError, "q is a list, allowed: a torch.Tensor"),
+    (call(Q, KV, None), TypeError, "v is a NoneType, allowed: a torch.Tensor"),
+    (
+        call(Q[0]),
+        ValueError,
+        "q has 3 dimensions, shape (5, 4, 64), allowed: 4, (batch, seqlen_q, heads, head_",
+    ),
+    (
+        call(Q, KV[None]),
+        ValueError,
+        "k has 5 dimensions, shape (1, 2, 7, 2, 64), allowed: 4, (batch, seqlen_k",
+    ),
+    (
+        call(Q.float()),
+        TypeError,
+        "q has dtype torch.float32, allowed: torch.float16, torch.bfloat16, torch.fl",
+    ),
+    (call(Q, KV.half()), TypeError, "k has dtype torch.float16, allowed: the dtype of q, torch.bfloat16"),
+    (
+        call(Q, KV, FP8_KV),
+        TypeError,
+        "v has dtype torch.float8_e4m3fn, allowed: the dtype of q, torch.bfloat16",
+    ),
+    (
+        call(E5M2_Q, E5M2_KV, E5M2_KV),
+        TypeError,
+        "q has dtype torch.float8_e5m2, allowed: torch.float8_e4m3fn",
+    ),
+    (call(Q, KV.to("meta")), ValueError, "k is on meta, allowed: the device of q, cpu"),
+    (call(*head_dim(12, 64)), ValueError, "head_dim of q is 12, allowed: multiples of 8 from 8 to 256"),
+    (call(*head_dim(264, 64)), ValueError, "head_dim of q is 264, allowed: multiples of 8 from 8 to 256"),
+    (call(*head_dim(0, 64)), ValueError, "head_dim of q is 0, allowed: multiples of 8 from 8 to 256"),
+    (call(*head_dim(64, 20)), ValueError, "head_dim_v, the last size of v, is 20, allowed: multiples of 8"),
+    (
+        call(Q, KV[:1]),
+        ValueError,
+        "k has shape (1, 7, 2, 64), allowed with q of shape (2, 5, 4, 64): (2, seqlen_k",
+    ),
+    (
+        call(Q, KV[..., :32]),
+        ValueError,
+        "k has shape (2, 7, 2, 32), allowed with q of shape (2, 5, 4, 64): (2, ",
+    ),
+    (
+        call(Q, KV, KV[:, :6]),
+        ValueError,
+        "v has shape (2, 6, 2, 64), allowed with k of shape (2, 7, 2, 64): (2, 7",
+    ),
+    (call(Q[:, :, :3]), ValueError, "q has 3 heads and k has 2, allowed: a multiple of the heads of k"),
+    (call(Q, KV[:, :, :0], KV[:, :, :0]), ValueError, "q has 4 heads and k has 0, allowed: a multiple"),
+    (
+        call(torch.zeros(2, 5, 64, 4, dtype=Q.dtype).transpose(2, 3)),
+        ValueError,
+        "q has stride 4 in its last dimension, allowed: 1; call q.contiguous() first",
+    ),
+    (
+        call(Q, KV, torch.zeros(2, 7, 2, 128, dtype=Q.dtype)[..., ::2]),
+        ValueError,
+        "v has stride 2 in its last dimension, allowed: 1; call v.contiguous() first",
+    ),
+]
+
+BAD_OPTIONS = [
+    (call(softmax_scale="0.1"), TypeError, "softmax_scale is a str, '0.1', allowed: a number, or None"),
+    (call(softmax_scale=True), TypeError, "softmax_scale is a bool, True, allowed: a number, or None"),
+    (
+        call(softmax_scale=torch.tensor(0.1)),
+        TypeError,
+        "softmax_scale is a Tensor, tensor(0.1000), allowed: a nu",
+    ),
+    (
+        call(softmax_scale=math.nan),
+        ValueError,
+        "softmax_scale is nan, allowed: a finite number greater than 0",
+    ),
+    (
+        call(softmax_scale=math.inf),
+        ValueError,
+        "softmax_scale is inf, allowed: a finite number greater than 0",
+    ),
+    (call(softmax_scale=-0.1), ValueError, "softmax_scale is -0.1, allowed: a finite number greater than 0"),
+    (call(softmax_scale=0), ValueError, "softmax_scale is 0, allowed: a finite number greater than 0"),
+    (call(backend="cuda"), ValueError, "backend is 'cuda', allowed: 'hopper', 'reference' or None"),
+    (call(backend=["hopper"]), ValueError, "backend is ['hopper'], allowed: 'hopper', 'reference' or None"),
+    (
+        call(backend="hopper"),
+        ValueError,
+        "backend is 'hopper', but cpu is not an NVIDIA GPU; allowed here: 'refe",
+    ),
+    (call(window_size=None), TypeError, "window_size is None, allowed: a pair (left, right)"),
+    (call(sm_margin=-1), ValueError, "sm_margin is -1, allowed: 0 or more"),
+    (call(sm_margin=1.5), TypeError, "sm_margin is a float, 1.5, allowed: an int"),
+    (
+        call(q_descale=torch.ones(2, 2)),
+        ValueError,
+        "q_descale is given but q has dtype torch.bfloat16, allowed: d",
+    ),
+]
+
+FP8 = (FP8_Q, FP8_KV, FP8_KV)
+BAD_FP8 = [
+    (call(*FP8, k_descale=0.5), TypeError, "k_descale is a float, allowed: a torch.Tensor"),
+    (
+        call(*FP8, q_descale=torch.ones(2, 4)),
+        ValueError,
+        "q_descale has shape (2, 4), allowed: (batch, kv_heads), (2",
+    ),
+    (
+        call(*FP8, v_descale=torch.ones(2, 2).half()),
+        TypeError,
+        "v_descale has dtype torch.float16, allowed: torch.f",
+    ),
+    (
+        call(*FP8, v_descale=torch.ones(2, 2, device="meta")),
+        ValueError,
+        "v_descale is on meta, allowed: the device",
+    ),
+]
+
+MISSING = [
+    ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
+    ({"window_size": (128, 0)}, "window_size is (128, 0): sliding-window attention is not", "causal=True"),
+    ({"attention_chunk": 64}, "attention_chunk is 64: chunked attention is not", "attention_chunk=0"),
+    ({"softcap": 30.0}, "softcap is 30.0: tanh soft-capping of the scores is not", "softcap=0.0"),
+    ({"num_splits": 4}, "num_splits is 4: splitting keys over thread blocks is not", "num_splits=1"),
+    ({"pack_gqa": True}, "pack_gqa is True: packing of query heads into one tile is not", "pack_gqa=None"),
+]
+
+
+@pytest.mark.parametrize("function", [flash_attn_func, explain])
+@pytest.mark.parametrize("bad,error,message", BAD_TENSORS + BAD_OPTIONS + BAD_FP8)
+def test_bad_arguments(function: Callable, bad: Callable, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        bad(function)
+
+
+@pytest.mark.parametrize("function", [flash_attn_func, explain])
+@pytest.mark.parametrize("options,message,instead", MISSING)
+def test_missing_features(function: Callable, options: dict, message: str, instead: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(message)) as caught:
+        function(Q, KV, KV, **options)
+    assert "neither by the 'hopper' backend nor by 'reference'" in str(caught.value)
+    assert instead in str(caught.value).partition("; use ")[2]
+
+
+def test_defaults_written_out_are_accepted() -> None:
+    out = flash_attn_func(
+        *(Q, KV, KV, None, False, None, None, None, None, [-1, -1], 0, 0.0, 0, False, True, 2, False),
+        backend="reference",
+    )
+    assert torch.equal(out, flash_attn_func(Q, KV, KV))
+
+
+def test_fp8_refuses_gradients_and_the_hopper_backend() -> None:
+    q = FP8_Q.detach().clone().requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"q requires grad, allowed with torch.float8_e4m3fn: tensors that do not"
+    ):
+        flash_attn_func(q, FP8_KV, FP8_KV)
+    descale = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(ValueError, match=r"k_descale requires grad, allowed with torch.float8_e4m3fn"):
+        flash_attn_func(FP8_Q, FP8_KV, FP8_KV, k_descale=descale)
+    with torch.no_grad():
+        assert flash_attn_func(q, FP8_KV, FP8_KV).shape == Q.shape
+    with pytest.raises(NotImplementedError, match=r"backend is 'hopper' and q has dtype torch.float8_e4m3fn"):
+        flash_attn_func(FP8_Q, FP8_KV, FP8_KV, backend="hopper")
+
+
+@pytest.mark.parametrize(
+    "qkv,heads,message",
+    [
+        (
+            torch.zeros(2, 5, 2, 4, 64),
+            None,
+            "qkv has shape (2, 5, 2, 4, 64), allowed: (batch, seqlen, 3, heads, he",
+        ),
+        (
+            torch.zeros(2, 5, 12, 64),
+            None,
+            "qkv has shape (2, 5, 12, 64), allowed: (batch, seqlen, 3, heads, head_d",
+        ),
+        (
+            torch.zeros(2, 5, 3, 4, 64),
+            4,
+            "qkv has shape (2, 5, 3, 4, 64), allowed with num_heads_q: (batch, seqlen",
+        ),
+        (
+            torch.zeros(2, 5, 8, 64),
+            3,
+            "num_heads_q is 3, allowed with the 8 heads of qkv: above 0, and leaving",
+        ),
+        (torch.zeros(2, 5, 8, 64), 8, "num_heads_q is 8, allowed with the 8 heads of qkv"),
+        (torch.zeros(2, 5, 8, 64), 0, "num_heads_q is 0, allowed with the 8 heads of qkv"),
+    ],
+)
+def test_bad_qkvpacked(qkv: Tensor, heads: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attn_qkvpacked_func(qkv.bfloat16(), num_heads_q=heads)
+
+
+def test_bad_kvpacked() -> None:
+    message = re.escape("kv has shape (2, 7, 3, 2, 64), allowed: (batch, seqlen_k, 2, kv_heads, head_dim)")
+    with pytest.raises(ValueError, match=message):
+        flash_attn_kvpacked_func(Q, Q.new_zeros(2, 7, 3, 2, 64))
+    with pytest.raises(TypeError, match=r"kv is a tuple, allowed: a torch\.Tensor"):
+        flash_attn_kvpacked_func(Q, (KV, KV))
+    with pytest.raises(NotImplementedError, match="softcap is 20"):
+        flash_attn_kvpacked_func(Q, torch.stack([KV, KV], 2), softcap=20)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
+)
+def test_missing_functions_of_the_drop_in_module(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^{name}: .* not implemented yet, neither .*; use "):
+        getattr(flash_attn_interface, name)(Q, KV, KV, max_seqlen_q=5)
+
+
+def test_double_backward_is_refused() -> None:
+    q, k, v = (x.clone().normal_().requires_grad_() for x in (Q, KV, KV))
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).float().sum(), q, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match=r"double backward.*use hopper_attention.reference.attention_naive"
+    ):
+        dq.float().sum().backward()

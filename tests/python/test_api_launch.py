@@ -1,0 +1,218 @@
+"""What reaches a kernel, seen by a stand-in for it: arguments, repairs, device, tile counter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from hopper.config import ForwardConfig
+from hopper_attention import api, compile_cache, launch
+from hopper_attention.backends import Target
+from hopper_attention.launch import HopperLaunch, find_launch
+
+SMS = 132
+
+
+class FakeKernel:
+    """Notes what it is called with, and leaves the results as a kernel would find them: uninitialised."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+class FakeProperties:
+    multi_processor_count = SMS
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    """A Hopper GPU by name, whose tensors are the CPU's and whose kernels are all this one."""
+    fake = FakeKernel()
+    configs: list[ForwardConfig] = []
+    monkeypatch.setattr(
+        launch, "target_of", lambda device: Target("fake H200", (9, 0), assume_installed=True)
+    )
+    monkeypatch.setattr(compile_cache, "get_forward", lambda config: configs.append(config) or fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
+    monkeypatch.setattr(launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
+    fake.configs = configs
+    find_launch.cache_clear()
+    yield fake
+    find_launch.cache_clear()
+
+
+def qkv(seqlen_k: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(2, 5, 4, 64, dtype=torch.bfloat16)
+    return q, *(torch.randn(2, seqlen_k, 2, d, dtype=torch.bfloat16) for d in (64, 32))
+
+
+def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
+    q, k, v = qkv()
+    out, lse = launch.run_forward(q, k, v, None, True, None, 0)
+    ((*tensors, counter, scale, num_ctas),) = kernel.calls
+    assert all(x is y for x, y in zip(tensors, (q, k, v, out, lse), strict=True))
+    assert out.shape == (2, 5, 4, 32) and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    assert (scale, num_ctas, counter.tolist()) == (0.125, SMS, [0, 0])
+    assert kernel.configs[0].causal and kernel.configs[0].dtype == "bfloat16"
+
+
+def test_scale_and_sm_margin_reach_the_kernel(kernel: FakeKernel) -> None:
+    launch.run_forward(*qkv(), 2, False, None, 12)
+    assert kernel.calls[0][-2:] == (2.0, SMS - 12) and type(kernel.calls[0][-2]) is float
+    with pytest.raises(ValueError, match=r"sm_margin is 132, allowed on this GPU: 0 to 131"):
+        launch.run_forward(*qkv(), None, False, None, 132)
+
+
+def test_a_repeated_problem_is_looked_up(kernel: FakeKernel) -> None:
+    for _ in range(3):
+        launch.run_forward(*qkv(), None, True, None, 0)
+    assert len(kernel.calls) == 3 and len(kernel.configs) == 1
+    launch.run_forward(*qkv(), None, False, None, 0)
+    launch.run_forward(*qkv(11), None, True, None, 0)
+    assert len(kernel.configs) == 3 and find_launch.cache_info().hits == 2
+
+
+def test_errors_are_not_remembered(kernel: FakeKernel) -> None:
+    q, k, v = qkv()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k has shape"):
+            launch.run_forward(q, k[:1], v, None, False, None, 0)
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+        lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    ],
+    ids=["odd strides", "expanded", "misaligned"],
+)
+def test_the_kernel_sees_only_what_tma_can_address(
+    kernel: FakeKernel, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    q, k, v = qkv()
+    bad = [spoil(x) for x in (q, k, v)]
+    launch.run_forward(*bad, None, False, None, 0)
+    for seen, given in zip(kernel.calls[0], bad, strict=False):
+        assert seen.data_ptr() != given.data_ptr() and seen.data_ptr() % 16 == 0
+        assert seen.is_contiguous() and torch.equal(seen, given)
+
+
+def test_a_size_of_one_is_restrided_in_place(kernel: FakeKernel) -> None:
+    q, k, v = (x[:1].as_strided((1, *x.shape[1:]), (3, *x.stride()[1:])) for x in qkv())
+    launch.run_forward(q, k, v, None, False, None, 0)
+    seen = kernel.calls[0]
+    assert [x.stride(0) for x in seen[:3]] == [8, 8, 8]
+    assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
+
+
+def test_nothing_is_launched_for_empty_problems(kernel: FakeKernel) -> None:
+    out, lse = launch.run_forward(*qkv(0), None, False, None, 0)
+    assert kernel.calls == [] and kernel.configs == []
+    assert not out.any() and (lse == -math.inf).all()
+
+
+def test_another_gpu_becomes_current_for_the_launch(
+    monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel
+) -> None:
+    entered: list[int] = []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    tensors = qkv()
+    launch.run_forward(*tensors, None, False, None, 0)
+    here = find_launch(
+        *(a for x in tensors for a in (x.shape, x.stride(), x.dtype, x.device)), False, None, 0
+    )
+    assert isinstance(here, HopperLaunch) and entered == []
+    there = HopperLaunch(here.kernel, here.result, 3, here.num_ctas, here.repairs)
+    there(*tensors, 0.5)
+    assert entered == [3] and len(kernel.calls) == 2
+
+
+def test_tile_counters_are_kept_by_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, made = [11], []
+
+    def zeros(*size: int, **options: Any) -> Tensor:
+        made.append(options["device"])
+        return torch.empty(size, dtype=options["dtype"]).zero_()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams[0] == 99)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
+    monkeypatch.setattr(launch, "_tile_counters", {})
+    first = launch.tile_counter(0)
+    assert first.tolist() == [0, 0] and first.dtype == torch.int32
+    assert launch.tile_counter(0) is first and launch.tile_counter(1) is not first
+    streams[0] = 12
+    assert launch.tile_counter(0) is not first
+    streams[0] = 11
+    assert launch.tile_counter(0) is first
+    assert made == ["cuda:0", "cuda:1", "cuda:0"]
+    # Two graphs may be replayed at once, so a captured launch shares its counter with none.
+    streams[0] = 99
+    captured = launch.tile_counter(0), launch.tile_counter(0)
+    assert captured[0] is not captured[1] and len(made) == 5
+
+
+# when torch's dispatcher may be left out
+
+
+def test_plain_tensors_need_only_a_launch() -> None:
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    assert api._wants_only_a_launch(q, q, q)
+    learned = q.clone().requires_grad_()
+    assert not api._wants_only_a_launch(q, learned, q)
+    with torch.no_grad():
+        assert api._wants_only_a_launch(q, learned, q)
+
+
+def test_subclasses_and_fp8_go_through_the_operator() -> None:
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    assert not api._wants_only_a_launch(q, torch.nn.Parameter(q, requires_grad=False), q)
+    assert not api._wants_only_a_launch([1], q, q)
+    assert not api._wants_only_a_launch(*[q.to(torch.float8_e4m3fn)] * 3)
+
+
+def test_modes_and_transforms_go_through_the_operator() -> None:
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(api._wants_only_a_launch(x, x, x))
+        return x.float().sum()
+
+    with FakeTensorMode():
+        look(torch.zeros(1, 1, 1, 8))
+    with FlopCounterMode(display=False):
+        look(q)
+    torch.func.vmap(look)(q)
+    torch.func.grad(look)(q)
+    torch.func.jvp(look, (q,), (q,))
+    with forward_ad.dual_level():
+        look(forward_ad.make_dual(q, q))
+    assert seen == [False] * 6

@@ -1,0 +1,197 @@
+"""The scripts around the forward benchmark: tuning, sanitizing, latency and accuracy, with fake kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import latency, rmse, sanitize, tune
+from hopper.config import ForwardConfig, Registers, select_forward_config, shipped_forward_configs
+from hopper_attention.experiments import bench_peers
+from hopper_attention.experiments.bench_results import Problem
+from hopper_attention.experiments.rmse import RmseExperiment
+from hopper_attention.reference import attention_tiled
+
+SETTING = bench_peers.Setting("cpu")
+PROBLEM = Problem("bfloat16", 1, 512, 512, 2, 2, 128, 128, causal=True)
+SHIPPED = select_forward_config("bfloat16", 128, 128, True, 512, 512)
+
+
+# Tuning
+
+
+def test_variants_are_all_combinations_on_the_shipped_config() -> None:
+    other = SHIPPED.tile_n - 16
+    variants = tune.make_variants(PROBLEM, [f"tile_n={SHIPPED.tile_n},{other}", "pipelined=true,false"])
+    assert next(iter(variants.configs.items())) == ("shipped", SHIPPED)
+    assert variants.configs == {
+        "shipped": SHIPPED,
+        "pipelined=False": replace(SHIPPED, pipelined=False),
+        f"n{other}": replace(SHIPPED, tile_n=other),
+        f"n{other} pipelined=False": replace(SHIPPED, tile_n=other, pipelined=False),
+    }
+    assert variants.skipped == {}
+
+
+def test_variants_that_cannot_be_built_are_left_out_with_the_reason() -> None:
+    variants = tune.make_variants(PROBLEM, ["tile_n=8", "registers=240/24"])
+    assert list(variants.configs) == ["shipped"]
+    assert [reason.split(",")[0] for reason in variants.skipped.values()] == ["tile_n is 8"]
+
+
+def test_values_are_of_the_fields_type() -> None:
+    varied = tune.parse_vary(["registers=232/40", "stages=2,3", "ping_pong=false", "dtype=float16"], SHIPPED)
+    assert varied == {
+        "registers": [Registers(232, 40)],
+        "stages": [2, 3],
+        "ping_pong": [False],
+        "dtype": ["float16"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("tile_k=64", "vary is 'tile_k=64', allowed: FIELD=VALUE"),
+        ("tile_n=wide", "tile_n is 'wide', allowed: int"),
+        ("ping_pong=1", "ping_pong is '1', allowed: true or false"),
+        ("registers=240", "registers is '240', allowed: consumer/producer"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune.parse_vary([option], SHIPPED)
+
+
+# Sanitizing
+
+
+def fake_kernels(change: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[ForwardConfig], object]:
+    """Kernels that are the tiled reference, with ``change`` applied to (out, lse, tile_counter) after it."""
+
+    def get_forward(config: ForwardConfig) -> object:
+        def kernel(q, k, v, out, lse, counter, softmax_scale, num_ctas) -> None:
+            assert num_ctas == sanitize.CTAS
+            right, right_lse = attention_tiled(q, k, v, causal=config.causal, softmax_scale=softmax_scale)
+            out.copy_(right)
+            lse.copy_(right_lse)
+            change(out, lse, counter)
+
+        return kernel
+
+    return get_forward
+
+
+def leave(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    pass
+
+
+def spoil_out(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    out[0, -1, 0, 3] = math.nan
+
+
+def spoil_lse(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    lse[0, 1, 7] += 0.01
+
+
+def spoil_counter(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    counter[1] = 5
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (leave, ""),
+        (spoil_out, "error nan, allowed"),
+        (spoil_lse, "LSE error 1.00e-02, allowed 2e-4"),
+        (spoil_counter, "tile counter left at [0, 5]"),
+    ],
+)
+def test_the_sanitizers_case_tells_right_from_wrong(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor, Tensor], None], wrong: str
+) -> None:
+    monkeypatch.setattr(sanitize, "get_forward", fake_kernels(change))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    verdict = sanitize.run_case(shipped_forward_configs()[0], "cpu")
+    assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+
+
+def test_the_sanitizers_case_has_partial_tiles_and_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+        seen.append(out.shape)
+
+    monkeypatch.setattr(sanitize, "get_forward", fake_kernels(note))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    config = shipped_forward_configs()[-1]
+    assert sanitize.main(["--device", "cpu", "--config", config.name]) == 0
+    assert seen == [(1, config.tile_m + 17, 2, config.head_dim_v)]
+
+
+# Latency and accuracy
+
+
+def test_time_of_calls_is_taken_before_the_queue_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    clock = iter([10.0, 10.0003])
+
+    def now() -> float:
+        events.append("clock")
+        return next(clock)
+
+    monkeypatch.setattr(latency.time, "perf_counter", now)
+    us = latency.time_calls(lambda: events.append("call"), 3, lambda: events.append("wait"))
+    assert us == pytest.approx(100.0)
+    assert events == ["wait", "clock", "call", "call", "call", "clock", "wait"]
+
+
+def test_a_peer_that_fails_has_no_latency() -> None:
+    def refuse(*arguments: object) -> bench_peers.Prepared:
+        raise NotImplementedError("no such shape")
+
+    peers = [bench_peers.PEERS["torch"], replace(bench_peers.PEERS["torch"], name="broken", prepare=refuse)]
+    figures = latency.measure_host(peers, SETTING, calls=2, rounds=3)
+    assert figures["broken"] == {"failed": "NotImplementedError: no such shape"}
+    assert figures["torch"]["median"] > 0 and figures["torch"]["device_us"] > 0
+
+
+FAKE_FIRST_CALL = """
+import json, os, sys
+folders = {os.environ[name] for name in ("HOPPER_ATTENTION_CACHE_DIR", "CUTE_DSL_CACHE_DIR")}
+assert len(folders) == 1 and sys.argv[1] == "cpu"
+marker = os.path.join(folders.pop(), "kernel.o")
+cached = os.path.exists(marker)
+open(marker, "w").close()
+print("a line of someone else")
+print(json.dumps({"total": 0.25 if cached else 3.0, "ok": True}))
+"""
+
+
+def test_first_calls_are_made_with_an_empty_and_then_a_filled_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "first_call.py"
+    script.write_text(FAKE_FIRST_CALL)
+    monkeypatch.setattr(latency, "FIRST_CALL", script)
+    figures = latency.measure_first_call("cpu", runs=2)
+    assert figures == {
+        "nothing cached": {"median": 3.0, "runs": [3.0, 3.0]},
+        "cached on disk": {"median": 0.25, "runs": [0.25, 0.25]},
+    }
+    script.write_text("raise SystemExit('no kernel')")
+    with pytest.raises(RuntimeError, match="the first call failed: no kernel"):
+        latency.measure_first_call("cpu", runs=1)
+
+
+def test_errors_are_measured_peer_by_peer() -> None:
+    experiment = RmseExperiment(seqlen=256, heads=2, head_dim=64)
+    errors = rmse.measure_errors([bench_peers.PEERS["torch"]], experiment, SETTING)
+    # The formula in 16 bit on these inputs: 1e-4 to 3e-4 at every length (paper, table 3).
+    assert 5e-5 < errors["torch"] < 5e-4

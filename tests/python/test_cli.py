@@ -1,0 +1,177 @@
+"""The command line: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hopper.config import shipped_forward_configs
+from hopper_attention import compile_cache
+from hopper_attention.cli import app
+from hopper_attention.compile_cache import Compilation
+from hopper_attention.experiments.rmse import METHODS
+
+ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> Result:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_help_names_every_command() -> None:
+    output = succeed("--help").output
+    for command in ("info", "explain", "rmse", "compile", "bench"):
+        assert command in output
+
+
+def test_info_shows_machine_backends_and_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(compile_cache.CACHE_DIR_VARIABLE, str(tmp_path / "kernels"))
+    output = succeed("info").output
+    for fact in (torch.__version__, "hopper", "reference", str(tmp_path / "kernels"), "0 kernels"):
+        assert fact in output
+
+
+@ON_CPU_ONLY
+def test_info_says_what_is_missing() -> None:
+    data = json.loads(succeed("info", "--json", "-").stdout)
+    backends = {backend["name"]: backend["available"] for backend in data["backends"]}
+    assert backends == {"hopper": False, "reference": True}
+    assert data["gpus"] == []
+    assert data["missing"] and all(item["what"] and item["how"] for item in data["missing"])
+
+
+def test_explain_names_the_config_of_a_gpu_that_is_not_here() -> None:
+    result = succeed("explain", "--capability", "9.0", "--head-dim", 104, "--causal", "--json", "-")
+    data = json.loads(result.stdout)
+    config = data["config"]
+    assert data["backend"] == "hopper"
+    assert (config["head_dim"], config["causal"], config["dtype"]) == (128, True, "bfloat16")
+    assert config["name"].startswith("hopper_fwd_bf16_d128_causal_")
+    assert config["name"] in result.stderr  # the table steps aside for the JSON
+
+
+def test_explain_of_another_gpu_gives_the_reason() -> None:
+    output = succeed("explain", "--capability", "8.0", "--head-dim-v", 64, "--kv-heads", 4).output
+    assert "reference" in output and "8.0" in output
+
+
+def test_rmse_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
+    json_path, plot = tmp_path / "sub" / "rmse.json", tmp_path / "rmse.svg"
+    shape = ("--seqlen", 256, "--head-dim", 64, "--heads", 2, "--device", "cpu", "--causal")
+    output = succeed("rmse", *shape, "--json", json_path, "--plot", plot).output
+    data = json.loads(json_path.read_text())
+    assert set(data) == {"experiment", "rows", "oracle_rms"}
+    assert data["experiment"] == {
+        "batch": 1,
+        "seqlen": 256,
+        "heads": 2,
+        "head_dim": 64,
+        "seeds": 1,
+        "causal": True,
+        "dtype": "float16",
+        "device": "cpu",
+        "distribution": "outliers",
+    }
+    assert [row["method"] for row in data["rows"]] == [method.name for method in METHODS]
+    errors = {row["method"]: row["rmse"] for row in data["rows"]}
+    assert 1e-5 < errors["flash"] < errors["standard"] < 1e-3
+    assert 1e-3 < errors["fp8-both"] < errors["fp8-per-tensor"] < 1e-1
+    for row in data["rows"]:
+        assert set(row) == {"method", "label", "rmse", "paper", "implementation", "seconds"}
+        assert row["label"] in output and f"{row['rmse']:.2e}" in output
+    assert str(json_path) in output and str(plot) in output and "2 heads" in plot.read_text()
+
+
+@pytest.mark.parametrize("distribution", ["token-outliers", "channel-outliers", "normal"])
+def test_rmse_of_other_inputs(distribution: str) -> None:
+    shape = ("--seqlen", 256, "--head-dim", 32, "--device", "cpu", "--dtype", "bfloat16")
+    result = succeed("rmse", *shape, "--distribution", distribution, "--json", "-")
+    data = json.loads(result.stdout)
+    errors = {row["method"]: row["rmse"] for row in data["rows"]}
+    # A bfloat16 is rounded by 2^-9 of itself at most, an e4m3 by 2^-4.
+    assert 4 * errors["flash"] < errors["fp8-both"] < 0.3 * data["oracle_rms"]
+    assert data["experiment"]["distribution"] == distribution
+
+
+@pytest.fixture
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compile cache in which the last config fails and every other is built at once from its name."""
+
+    def build(configs, jobs, on_progress):  # type: ignore[no-untyped-def]
+        assert jobs == 3
+        results = []
+        for config in configs:
+            path = tmp_path / f"{config.name}.entry"
+            compile_cache.write_entry(path, config.name.encode())
+            error = "no registers" if config == configs[-1] else ""
+            results.append(Compilation(config, path, 0.5, error=error))
+            on_progress(results[-1])
+        return tuple(results)
+
+    monkeypatch.setenv(compile_cache.CACHE_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compile_cache, "compile_all", build)
+    return tmp_path
+
+
+def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) -> None:
+    folder = cache_folder / "objects"
+    result = call("compile", "--jobs", 3, "--only", "fp16_d64", "--objects", folder, "--json", "-")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    names = [config.name for config in shipped_forward_configs() if "fp16_d64" in config.name]
+    built = len(names) - 1
+    assert built > 0
+    assert [kernel["config"] for kernel in data["kernels"]] == names
+    assert [kernel["error"] for kernel in data["kernels"]] == [""] * built + ["no registers"]
+    assert data["cache_dir"] == str(cache_folder)
+    for text in (f"{built} compiled", "1 failed", f"{names[-1]}: no registers"):
+        assert text in result.stderr
+    # Objects without the checksum that the cache keeps behind them; none for the config that failed.
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{n}.o": n for n in names[:-1]}
+
+
+def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
+    shape, out = "bf16-b1-s64-h1-d64-full", tmp_path / "bench.json"
+    peers = ("--peers", "ours,torch", "--device", "cpu")
+    succeed("bench", "--shapes", shape, *peers, "--budget", 0.2, "--json", out)
+    data = json.loads(out.read_text())
+    assert len(data["cells"]) == 1
+    assert set(data["peers"]) == {"ours", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rmse", "--seqlen", 0), "seqlen is 0, allowed: 1 or more"),
+        (("rmse", "--head-dim", 12), "head_dim is 12, allowed: multiples of 8 from 8 to 256"),
+        (("rmse", "--device", "moon"), "device is 'moon', allowed"),
+        (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
+        (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
+        (("compile", "--only", "sm_100"), "only is 'sm_100', allowed: part of a shipped config's name"),
+        (("bench", "--device", "cpu"), "device is cpu, allowed there"),
+        (("bench", "--shapes", "big"), "big"),
+        (("info", "--json", "/dev/null/x.json"), "/dev/null"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple, message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
+    assert result.stderr.splitlines()[-1] == errors[0]
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [("rmse", "--dtype", "float8"), ("rmse", "--seqlen", "x"), ("fly",)])
+def test_an_unknown_word_is_exit_code_2(arguments: tuple) -> None:
+    assert call(*arguments).exit_code == 2

@@ -1,0 +1,284 @@
+"""Which backend serves what and why, what is copied, and what the machine is said to have."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.config import ForwardConfig
+from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, launch, machine
+from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.checks import TensorSpec
+from hopper_attention.dispatch import Plan, ReferenceConfig
+from hopper_attention.layout import Repair, repair_for
+
+HOPPER = (9, 0)
+H200 = Target("NVIDIA H200", HOPPER, assume_installed=True)
+A100 = Target("NVIDIA A100", (8, 0), assume_installed=True)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def plan_for(q: Tensor, k: Tensor, v: Tensor, **options) -> Plan:
+    return explain(q, k, v, device_capability=HOPPER, **options)
+
+
+# the rule
+
+
+def test_hopper_is_chosen_on_capability_nine_exactly() -> None:
+    assert choose_backend(H200, torch.float16).backend == "hopper"
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)):
+        choice = choose_backend(Target("some GPU", capability, assume_installed=True), torch.float16)
+        assert choice.backend == "reference"
+        major, minor = capability
+        assert (
+            f"some GPU has compute capability {major}.{minor} and the Hopper kernels need 9.0"
+            in choice.reason
+        )
+        assert "scaled_dot_product_attention" in choice.advice
+
+
+def test_missing_packages_are_named_with_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
+    choice = choose_backend(Target("NVIDIA H200", HOPPER), torch.float16)
+    assert choice.backend == "reference"
+    assert choice.reason == "the Hopper kernels need nvidia-cutlass-dsl, not installed here"
+    assert choice.advice == "install them with: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
+
+
+def test_what_the_cpu_gets_needs_no_advice() -> None:
+    assert choose_backend(Target("cpu"), torch.float16) == Choice("reference", "cpu is not an NVIDIA GPU")
+
+
+def test_the_reference_can_be_asked_for_anywhere() -> None:
+    wanted = Choice("reference", "asked for with backend='reference'")
+    assert choose_backend(H200, torch.float16, "reference") == wanted
+
+
+def test_fp8_runs_on_the_emulation_and_says_what_is_faster() -> None:
+    choice = choose_backend(H200, torch.float8_e4m3fn)
+    assert (choice.backend, choice.reason) == ("reference", "FP8 runs on the tiled emulation so far")
+    assert "torch.bfloat16 runs on the Hopper kernel" in choice.advice
+    assert choose_backend(Target("cpu"), torch.float8_e4m3fn).advice == ""
+
+
+def test_asking_for_hopper_where_it_cannot_run() -> None:
+    with pytest.raises(ValueError, match=r"backend is 'hopper', but NVIDIA A100 has compute capability 8.0"):
+        choose_backend(A100, torch.float16, "hopper")
+
+
+def test_a_gpu_that_runs_the_reference_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "target_of", lambda device: A100)
+    launch.find_launch.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seqlen in (3, 5, 5, 7):
+            x = torch.zeros(1, seqlen, 1, 64, dtype=torch.float16)
+            flash_attn_func(x, x, x)
+    launch.find_launch.cache_clear()
+    (message,) = [str(w.message) for w in caught]
+    assert "tiled reference, which is slow: NVIDIA A100 has compute capability 8.0" in message
+    assert "scaled_dot_product_attention is faster" in message
+
+
+def test_asking_for_the_reference_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "target_of", lambda device: A100)
+    launch.find_launch.cache_clear()
+    x = torch.zeros(1, 3, 1, 64, dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(x, x, x, backend="reference")
+    launch.find_launch.cache_clear()
+
+
+# explain
+
+
+def test_plan_for_a_hopper_gpu() -> None:
+    plan = plan_for(meta(2, 4096, 16, 128), meta(2, 8192, 4, 128), meta(2, 8192, 4, 128), causal=True)
+    assert plan.backend == "hopper" and plan.copies == ()
+    assert isinstance(plan.config, ForwardConfig)
+    assert (plan.config.dtype, plan.config.head_dim, plan.config.causal) == ("bfloat16", 128, True)
+    assert "compute capability 9.0" in plan.reason and "bfloat16" in plan.reason
+    c = plan.config
+    lines = str(plan).splitlines()
+    assert lines[0] == "backend    hopper"
+    assert f"tile       {c.tile_m} queries x {c.tile_n} keys" in lines
+    assert f"stages     {c.stages} of K and of V, {c.smem_bytes} bytes of shared memory" in lines
+    assert f"warpgroups {c.consumers} consumers and 1 producer, {c.threads} threads" in lines
+    registers = f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"
+    assert f"registers  {registers}" in lines
+    assert "longest causal tiles first" in str(plan) and "copies     none" in lines
+
+
+def test_schedule_line_says_what_the_config_does() -> None:
+    q = meta(1, 128, 2, 256)
+    plan = plan_for(q, q, q)
+    assert isinstance(plan.config, ForwardConfig)
+    assert ("ping-pong" in str(plan)) == plan.config.ping_pong
+    assert "longest causal tiles first" not in str(plan)
+    plain = dataclasses.replace(
+        plan, config=dataclasses.replace(plan.config, pipelined=False, ping_pong=False)
+    )
+    assert "schedule   persistent grid" in str(plain).splitlines()
+
+
+def test_plan_for_an_older_gpu() -> None:
+    q = meta(1, 128, 2, 64)
+    plan = explain(q, q, q, device_capability=(8, 0))
+    assert plan.backend == "reference" and plan.config == ReferenceConfig()
+    assert "compute capability 8.0 and the Hopper kernels need 9.0 exactly" in plan.reason
+    assert plan.notes == ("torch.nn.functional.scaled_dot_product_attention is faster there",)
+
+
+def test_plan_for_this_machines_cpu() -> None:
+    q = torch.zeros(1, 12, 2, 64, dtype=torch.float16)
+    plan = explain(q, q, q, 0.1, True)
+    assert (plan.backend, plan.reason) == ("reference", "cpu is not an NVIDIA GPU")
+    assert "tile       128 queries x 128 keys" in str(plan).splitlines()
+
+
+def test_plan_for_fp8() -> None:
+    q = meta(1, 128, 2, 64, dtype=torch.float8_e4m3fn)
+    plan = plan_for(q, q, q)
+    assert plan.backend == "reference" and plan.config == ReferenceConfig(fp8=True)
+    assert "fp8" in plan.config.name
+
+
+def test_short_head_dims_are_covered_by_a_native_tile() -> None:
+    plan = plan_for(meta(1, 9, 2, 72), meta(1, 9, 2, 72), meta(1, 9, 2, 40))
+    assert isinstance(plan.config, ForwardConfig)
+    assert plan.config.head_dim >= 72 and plan.config.head_dim_v >= 40
+
+
+def test_notes_on_empty_problems_and_gradients() -> None:
+    q, k = meta(1, 9, 2, 64), meta(1, 0, 2, 64)
+    assert plan_for(q, k, k).notes == ("seqlen_k is 0: no kernel runs",)
+    notes = plan_for(q.requires_grad_(), q, q).notes
+    assert notes == ("the backward pass runs on the tiled reference, which is slow",)
+
+
+def test_device_capability_must_be_a_pair() -> None:
+    q = meta(1, 9, 2, 64)
+    with pytest.raises(ValueError, match=r"device_capability is 90, allowed: \(major, minor\), for instance"):
+        explain(q, q, q, device_capability=90)
+
+
+# copies
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
+    base = torch.zeros(100_000, dtype=torch.bfloat16)
+    return base.as_strided(shape, strides, offset)
+
+
+ADDRESSABLE = [
+    ((2, 9, 4, 64), (9 * 4 * 64, 4 * 64, 64, 1)),
+    ((2, 9, 4, 64), (64 * 9, 64, 2 * 64 * 9, 1)),
+    ((2, 9, 4, 64), (9 * 4 * 72, 4 * 72, 72, 1)),
+]
+NOT_ADDRESSABLE = [
+    (
+        (2, 9, 4, 64),
+        (9 * 4 * 65, 4 * 65, 65, 1),
+        "its stride in dimension 0 is 2340, and TMA needs a multiple of 8",
+    ),
+    ((2, 9, 4, 64), (9 * 264, 260, 64, 1), "its stride in dimension 1 is 260, and TMA needs a multiple of 8"),
+    ((2, 9, 4, 64), (9 * 64, 64, 0, 1), "its stride in dimension 2 is 0, and TMA needs a multiple of 8"),
+]
+
+
+@pytest.mark.parametrize("shape,strides", ADDRESSABLE)
+def test_what_tma_can_address_is_left_alone(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    x = strided(shape, strides)
+    assert repair_for(TensorSpec.of(x)) == Repair(copy=False, strides=())
+    assert plan_for(x, x, x).copies == ()
+
+
+@pytest.mark.parametrize("shape,strides,reason", NOT_ADDRESSABLE)
+def test_what_tma_cannot_address_is_copied(
+    shape: tuple[int, ...], strides: tuple[int, ...], reason: str
+) -> None:
+    good, bad = strided(*ADDRESSABLE[0]), strided(shape, strides)
+    repair = repair_for(TensorSpec.of(bad))
+    assert repair == Repair(copy=True, strides=())
+    copied = repair.apply(bad)
+    assert copied.is_contiguous() and copied.data_ptr() % 16 == 0 and torch.equal(copied, bad)
+    (text,) = plan_for(good, bad, good).copies
+    assert text.startswith(f"k is copied to contiguous memory: {reason}")
+
+
+def test_a_misaligned_address_is_copied() -> None:
+    good, bad = strided(*ADDRESSABLE[0]), strided(*ADDRESSABLE[0], offset=3)
+    (text,) = plan_for(good, good, bad).copies
+    assert text == "v is copied to contiguous memory: its address is 6 bytes past a multiple of 16"
+
+
+def test_a_dimension_of_size_one_gets_another_stride_instead_of_a_copy() -> None:
+    x = strided((1, 9, 1, 64), (3, 64, 0, 1))
+    repair = repair_for(TensorSpec.of(x))
+    assert repair == Repair(copy=False, strides=(8, 64, 8, 1))
+    fixed = repair.apply(x)
+    assert fixed.stride() == (8, 64, 8, 1) and fixed.data_ptr() == x.data_ptr() and torch.equal(fixed, x)
+    assert plan_for(x, x, x).copies == ()
+
+
+# the machine
+
+
+def test_describe_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(_kernels, "driver_cuda_version", lambda: ())
+    here = describe_machine()
+    assert here.torch == torch.__version__ and here.gpus == () and here.driver == "not installed"
+    assert [(b.name, b.available) for b in here.backends] == [("hopper", False), ("reference", True)]
+    assert here.missing[0].what == "an NVIDIA driver and GPU"
+    assert "backend reference" in str(here) and here.cache_dir in str(here)
+
+
+class FakeProperties:
+    def __init__(self, name: str, major: int, minor: int) -> None:
+        self.name, self.major, self.minor = name, major, minor
+        self.multi_processor_count = 132
+        self.total_memory = 141 * 2**30
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: FakeProperties) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    monkeypatch.setattr(_kernels, "driver_cuda_version", lambda: (13, 0))
+
+
+def test_describe_machine_with_two_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, FakeProperties("NVIDIA A100", 8, 0), FakeProperties("NVIDIA H200", 9, 0))
+    here = describe_machine()
+    assert [(gpu.name, gpu.capability, gpu.backend) for gpu in here.gpus] == [
+        ("NVIDIA A100", (8, 0), "reference"),
+        ("NVIDIA H200", (9, 0), "hopper"),
+    ]
+    assert here.driver == "CUDA 13.0" and here.gpus[1].multiprocessors == 132
+    assert here.backends[0] == machine.BackendStatus("hopper", True, "16-bit attention on GPU 1")
+    assert here.missing == ()
+    assert "NVIDIA H200, compute capability 9.0, 132 SMs, 141 GiB, runs the hopper backend" in str(here)
+
+
+def test_describe_machine_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, FakeProperties("NVIDIA A100", 8, 0))
+    here = describe_machine()
+    assert not here.backends[0].available
+    assert (
+        here.backends[0].reason
+        == "NVIDIA A100 has compute capability 8.0 and the Hopper kernels need 9.0 exactly"
+    )
+    assert [item.what for item in here.missing] == ["a GPU of compute capability 9.0"]
+    fake_gpus(monkeypatch, FakeProperties("NVIDIA H200", 9, 0))
+    monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    (item,) = describe_machine().missing
+    assert item.what == "nvidia-cutlass-dsl and apache-tvm-ffi" and item.how == _kernels.INSTALL_DSL

@@ -1,0 +1,197 @@
+"""The rules by which Q, K and V become e4m3."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from hopper_attention.quantization import (
+    E4M3_MAX,
+    MIN_SCALE,
+    Fp8Quantization,
+    QuantizedTensor,
+    from_descales,
+    hadamard_blocks,
+    quantize_qkv,
+    rotate_head_dim,
+    rotation_signs,
+    to_e4m3,
+)
+
+PLAIN = Fp8Quantization(rotate=False, block_q=16, block_k=32)
+
+
+def draw(seqlen_q=50, seqlen_k=70, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2, seqlen, count, head_dim, generator=generator).to(dtype)
+        for seqlen, count in ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads))
+    ]
+
+
+def test_e4m3_rounds_to_nearest_even_and_saturates():
+    values = [448.0, 464.5, 1e9, -1e9, 17.0, 19.0, 2.0**-10, 2.0**-9 * 1.5, 0.0]
+    expected = [448.0, 448.0, 448.0, -448.0, 16.0, 20.0, 0.0, 2.0**-8, 0.0]
+    assert to_e4m3(torch.tensor(values)).float().tolist() == expected
+    assert torch.isnan(to_e4m3(torch.tensor([math.nan, math.inf, -math.inf])).float()).all()
+
+
+def half_ulp(data):
+    """Half the distance of e4m3 numbers around ``data``: 3 mantissa bits, exponents from -6."""
+    exponent = torch.frexp(data.float().abs()).exponent - 1
+    return torch.exp2(exponent.clamp_min(-6).float() - 4)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_reconstruction_within_half_an_ulp(granularity, rotate, dtype):
+    inputs = draw(dtype=dtype)
+    quantization = dataclasses.replace(PLAIN, granularity=granularity, rotate=rotate)
+    parts = quantize_qkv(*inputs, quantization=quantization)
+    assert parts.dtype == dtype and parts.quantization == quantization
+    for name, x, part in zip("qkv", inputs, (parts.q, parts.k, parts.v), strict=True):
+        exact = rotate_head_dim(x, quantization.seed) if rotate and name != "v" else x.float()
+        ones = dataclasses.replace(
+            part, data=torch.ones_like(part.data, dtype=torch.float32).to(part.data.dtype)
+        )
+        allowed = half_ulp(part.data) * ones.dequantize() * (1 + 1e-5)
+        assert ((part.dequantize() - exact).abs() <= allowed).all(), name
+        assert part.data.float().abs().max().item() == E4M3_MAX
+
+
+def test_scale_is_the_amax_of_its_block_over_448():
+    q, k, v = draw()
+    parts = quantize_qkv(q, k, v, quantization=PLAIN)
+    assert parts.q.scale.shape == (2, 4, 4) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
+    assert parts.q.block == 16 and parts.k.block == parts.v.block == 32
+    assert parts.q.scale[1, 3, 2].item() == pytest.approx(q[1, 32:48, 3].abs().max().item() / 448, rel=1e-6)
+    assert parts.k.scale[0, 1, 2].item() == pytest.approx(k[0, 64:, 1].abs().max().item() / 448, rel=1e-6)
+    assert parts.v.scale[1, 0, 1].item() == pytest.approx(v[1, 32:64, 0].abs().max().item() / 448, rel=1e-6)
+
+
+def test_scales_by_tensor_and_by_head():
+    q, k, v = draw()
+    by_tensor = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, granularity="tensor"))
+    assert by_tensor.q.block == 50 and by_tensor.q.scale.shape == (2, 4, 1)
+    assert by_tensor.v.scale.unique().tolist() == pytest.approx([v.abs().max().item() / 448], rel=1e-6)
+    by_head = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, granularity="head"))
+    group = q[1, :, 2:4].abs().max().item() / 448
+    assert by_head.q.scale[1, 2:, 0].tolist() == pytest.approx([group, group], rel=1e-6)
+    assert by_head.k.scale[1, 1].item() == pytest.approx(k[1, :, 1].abs().max().item() / 448, rel=1e-6)
+
+
+def test_an_all_zero_block_has_the_least_scale():
+    q, k, v = draw()
+    v[:, 32:64] = 0.0
+    v[:, :32] *= 1e-42
+    part = quantize_qkv(q, k, v, quantization=PLAIN).v
+    assert (part.scale[:, :, :2] == MIN_SCALE).all() and (part.scale[:, :, 2] > 1e-4).all()
+    assert (part.dequantize()[:, 32:64] == 0).all()
+    assert ((part.dequantize() - v)[:, :32].abs() <= 448 * MIN_SCALE * 2.0**-4).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_element_spoils_itself_alone(bad):
+    q, k, v = draw()
+    clean = quantize_qkv(q, k, v, quantization=PLAIN)
+    k[1, 40, 0, 5] = bad
+    dirty = quantize_qkv(q, k, v, quantization=PLAIN)
+    nan = torch.isnan(dirty.k.data.float())
+    assert nan.nonzero().tolist() == [[1, 40, 0, 5]]
+    kept = k[1, 32:64, 0][torch.isfinite(k[1, 32:64, 0])]
+    assert dirty.k.scale[1, 0, 1].item() == pytest.approx(kept.abs().max().item() / 448, rel=1e-6)
+    elsewhere = torch.ones_like(nan)
+    elsewhere[1, 32:64, 0] = False
+    assert torch.equal(dirty.k.data.float()[elsewhere], clean.k.data.float()[elsewhere])
+
+
+def test_a_non_finite_element_makes_nan_of_its_rotated_hadamard_block():
+    q, k, v = draw(head_dim=24)
+    k[1, 40, 0, 20] = math.inf
+    data = quantize_qkv(q, k, v).k.data.float()
+    assert torch.isnan(data).nonzero().tolist() == [[1, 40, 0, c] for c in range(16, 24)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "blocks"), [(64, [64]), (96, [64, 32]), (200, [128, 64, 8]), (256, [256]), (8, [8])]
+)
+def test_rotation_is_orthogonal_and_keeps_the_scores(head_dim, blocks):
+    assert hadamard_blocks(head_dim) == blocks
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, 20, 3, head_dim, generator=generator) for _ in range(2))
+    matrix = rotate_head_dim(torch.eye(head_dim), 5)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(head_dim), rtol=0, atol=1e-6)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)
+    rotated = torch.einsum("bihd,bjhd->bhij", rotate_head_dim(q, 5), rotate_head_dim(k, 5))
+    torch.testing.assert_close(rotated, scores, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(rotate_head_dim(q, 5), q @ matrix, rtol=0, atol=1e-5)
+    at = 0
+    for size in blocks:
+        block = matrix[at : at + size, at : at + size]
+        torch.testing.assert_close(block.abs(), torch.full_like(block, size**-0.5))
+        # The first column of a Hadamard matrix is positive, so what is left there are the signs.
+        torch.testing.assert_close(block[:, 0] * size**0.5, rotation_signs(head_dim, 5)[at : at + size])
+        assert (matrix[at : at + size].count_nonzero(1) == size).all()
+        at += size
+
+
+def test_signs_depend_on_the_seed_alone():
+    assert torch.equal(rotation_signs(128, 3), rotation_signs(128, 3))
+    assert not torch.equal(rotation_signs(128, 3), rotation_signs(128, 4))
+    assert rotation_signs(128, 3).abs().unique().tolist() == [1.0]
+    torch.manual_seed(1)
+    first = quantize_qkv(*draw()).q.data.float()
+    torch.manual_seed(2)
+    assert torch.equal(first, quantize_qkv(*draw()).q.data.float())
+    assert not torch.equal(first, quantize_qkv(*draw(), quantization=Fp8Quantization(seed=1)).q.data.float())
+
+
+def test_from_descales_takes_one_scale_a_kv_head():
+    parts = quantize_qkv(*draw(), quantization=Fp8Quantization(granularity="head"))
+    descales = [part.scale[:, :: part.scale.shape[1] // 2, 0] for part in (parts.q, parts.k, parts.v)]
+    again = from_descales(parts.q.data, parts.k.data, parts.v.data, *descales, torch.bfloat16)
+    assert again.dtype == torch.bfloat16 and not again.quantization.rotate
+    for part, other in ((parts.q, again.q), (parts.k, again.k), (parts.v, again.v)):
+        assert torch.equal(part.dequantize(), other.dequantize())
+    ones = from_descales(parts.q.data, parts.k.data, parts.v.data, None, None, None, torch.float16)
+    assert torch.equal(ones.k.dequantize(), parts.k.data.float())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda d, s: Fp8Quantization(granularity="row"),
+            ValueError,
+            "granularity is 'row', allowed: tensor",
+        ),
+        (lambda d, s: Fp8Quantization(block_k=0), ValueError, "block_k is 0, allowed"),
+        (lambda d, s: quantize_qkv(d, d, d), TypeError, "q has dtype torch.float8_e4m3fn, allowed"),
+        (lambda d, s: QuantizedTensor(d.float(), s, 4), TypeError, "data has dtype torch.float32, allowed"),
+        (lambda d, s: QuantizedTensor(d, s.double(), 4), TypeError, "scale has dtype torch.float64, allowed"),
+        (lambda d, s: QuantizedTensor(d, s, 3), ValueError, r"scale has shape .*allowed.*\(1, 2, 3\)"),
+        (lambda d, s: QuantizedTensor(d, s, 0), ValueError, "block is 0, allowed"),
+        (lambda d, s: QuantizedTensor(d[0], s, 4), ValueError, r"data has shape \(8, 2, 16\), allowed"),
+        (
+            lambda d, s: from_descales(*[d.float()] * 3, None, None, None, torch.float16),
+            TypeError,
+            "q has dtype torch.float32, allowed",
+        ),
+        (
+            lambda d, s: from_descales(d, d, d, None, s, None, torch.float16),
+            ValueError,
+            r"k_descale has shape \(1, 2, 2\), allowed: \(batch, kv_heads\) = \(1, 2\)",
+        ),
+        (
+            lambda d, s: from_descales(d, d, d, None, None, s[..., 0].half(), torch.float16),
+            TypeError,
+            "v_descale has dtype torch.float16, allowed",
+        ),
+    ],
+)
+def test_bad_input_is_named(make, error, message):
+    data = torch.ones(1, 8, 2, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(error, match=message):
+        make(data, torch.ones(1, 2, 2))
