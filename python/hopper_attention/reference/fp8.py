@@ -92,8 +92,8 @@ def _forward(
             visible = mask.visible(rows, cols, shape.group, q_i.device)
             ratio = _tile_scale(v_ratio, cols)
             x = q_i @ k_j.mT * (s_q * _tile_scale(k, cols))
-            # The scale of the V block enters P through the exponent, so that no pass over O is needed, and the
-            # running maximum, so that the largest P of a row is 2^8 whichever blocks the row sees.
+            # The scale of the V block enters P through the exponent, so that no pass over O is needed, and
+            # the running maximum, so that the largest P of a row is 2^8 whichever blocks the row sees.
             p, rescale = softmax.step(masked(x, visible), ratio.log2(), p_exponent)
             softmax.add(p.sum(-1, keepdim=True) / ratio, rescale)
             acc_o = acc_o * rescale + masked_matmul(to_e4m3(p).float(), v_j, visible)
@@ -113,9 +113,9 @@ def attention_tiled_fp8(
 
     Tiles are ``block_q`` queries by ``block_k`` keys of ``parts.quantization``, keys from the last tile down
     to the first. The scales of Q and K multiply S, giving base-2 scores x. A V block of scale s_v weighs
-    w = s_v / (largest s_v of the head). P = exp2(x + log2(w) - m + 8) is rounded to e4m3, where m is the exact
-    running maximum of x + log2(w). The row sum is taken from the unrounded P, with w divided back; the largest
-    s_v multiplies the output, which is rounded once.
+    w = s_v / (largest s_v of the head). P = exp2(x + log2(w) - m + 8) is rounded to e4m3, where m is the
+    exact running maximum of x + log2(w). The row sum is taken from the unrounded P, with w divided back; the
+    largest s_v multiplies the output, which is rounded once.
 
     m must include log2(w). Were it the maximum of x alone, the P of a row that sees quiet V blocks only would
     sink into e4m3's subnormals, and the P of the key that takes most of a row, no longer a power of two,

@@ -144,9 +144,9 @@ class OnlineSoftmax:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in scores x (overwritten), already times log2(e), of keys that weigh 2^log2_weight.
 
-        Returns P = exp2(x + log2_weight - row_max + headroom), where row_max is the largest x + log2_weight so
-        far, and the factor by which what was accumulated so far shrinks. A row that has seen no key yet keeps
-        maximum -inf; it is shifted by 0, so that P is 0 and not NaN.
+        Returns P = exp2(x + log2_weight - row_max + headroom), where row_max is the largest x + log2_weight
+        so far, and the factor by which what was accumulated so far shrinks. A row that has seen no key yet
+        keeps maximum -inf; it is shifted by 0, so that P is 0 and not NaN.
         """
         row_max = torch.maximum(self.row_max, x.amax(-1, keepdim=True) + log2_weight)
         shift = row_max.masked_fill(row_max == -math.inf, 0.0)
