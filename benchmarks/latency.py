@@ -91,6 +91,9 @@ def measure_host(peers: list[Peer], setting: Setting, calls: int, rounds: int) -
 def first_call_seconds(device: str, cache: str) -> float:
     """Run ``first_call.py`` in a fresh process whose caches lie in the folder ``cache``."""
     environment = {**os.environ, **dict.fromkeys(CACHE_VARIABLES, cache)}
+    # Installed packages have their bytecode beside them. Where none may be written, what would be timed is
+    # Python's own compiler.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, str(FIRST_CALL), device]
     reply = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=FIRST_CALL_TIMEOUT_S, check=False

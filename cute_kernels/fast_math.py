@@ -18,6 +18,13 @@ def exp2(x: Float32) -> Float32:
     )
 
 
+def multiply_rounded(a: Float32, b: Float32) -> Float32:
+    """a b, rounded before anything is added to it: this product is never contracted into an FMA."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
 def pin(x: Float32) -> Float32:
     """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
     return cute.arch.inline_ptx("mov.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineState
 from cute_kernels.fragments import store_row_as_operand_a
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax, rescale_rows
+from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.wgmma import issue_gemm
@@ -29,7 +29,7 @@ class Consumer(LoopInvariant):
         self.mma_qk, self.mma_pv = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
         self.pipe_q, self.pipe_k, self.pipe_v = pipes
-        self.softmax = OnlineSoftmax(scale_log2)
+        self.softmax = OnlineSoftmax(scale_log2, config.lagging_max)
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
@@ -124,7 +124,7 @@ class Consumer(LoopInvariant):
         self.pipe_v.consumer_release(v_state)
         store_row_as_operand_a(self.tOrP, acc_S, 0)
         self._exponentiate(acc_S, 1)
-        rescale_rows(self.acc_O, self.softmax.row_scale)
+        self.softmax.rescale(self.acc_O)
         return k_state
 
     @cute.jit
@@ -165,7 +165,7 @@ class Consumer(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r)
         if const_expr(not is_first):
-            rescale_rows(self.acc_O, self.softmax.row_scale)
+            self.softmax.rescale(self.acc_O)
         self.pipe_v.consumer_wait(kv_state)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)

@@ -10,7 +10,7 @@ from cutlass.pipeline import PipelineState
 
 from cute_kernels.fragments import ROW_STRIDE
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, rescale_rows
+from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, scale_rows
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
@@ -39,7 +39,7 @@ class Epilogue(LoopInvariant):
         m_block, head, batch = coordinates
         config, wg = consumer.config, consumer.wg
         consumer.softmax.finalize()
-        rescale_rows(consumer.acc_O, consumer.softmax.row_scale)
+        scale_rows(consumer.acc_O, consumer.softmax.row_scale)
         self._store_lse(consumer.softmax.row_sum, self.mLSE[None, head, batch], row)
 
         is_store_warp = self.warp_in_group == 0
