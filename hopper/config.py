@@ -154,7 +154,7 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, True): (Tiling(128, 128, 4, max_seqlen_k=1536), Tiling(192, 128, 3)),
     (96, 96, False): (Tiling(128, 192, 2),),
     (96, 96, True): (Tiling(128, 128, 2),),
-    (128, 128, False): (Tiling(128, 128, 2, max_seqlen_k=768), Tiling(128, 176, 2)),
+    (128, 128, False): (Tiling(128, 128, 2, max_seqlen_k=1280), Tiling(128, 176, 2)),
     (128, 128, True): (Tiling(128, 128, 2, max_seqlen_k=6144), Tiling(128, 176, 2)),
     (192, 128, False): (Tiling(128, 128, 2),),
     (192, 128, True): (Tiling(128, 128, 2),),

@@ -52,16 +52,19 @@ class Consumer(LoopInvariant):
         self.pipe_q.consumer_wait(q_state)
         self.acc_O.fill(0.0)
         if const_expr(self.config.pipelined):
-            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state)
+            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state, q_state)
         else:
-            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state)
-        if const_expr(not self.config.o_shares_q):
-            self.pipe_q.consumer_release(q_state)
+            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state, q_state)
         return kv_state
 
     @cute.jit
     def _attend_pipelined(
-        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState
+        self,
+        mask: TileMask,
+        n_end: Int32,
+        n_unmasked: Int32,
+        kv_state: PipelineState,
+        q_state: PipelineState,
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
@@ -74,6 +77,7 @@ class Consumer(LoopInvariant):
         for _ in cutlass.range(n_block + 1, unroll=1):
             kv_state = self._overlapped_block(mask, n_block, kv_state, False)
             n_block -= 1
+        self._release_q(q_state)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)
         self.pipe_v.consumer_release(kv_state)
@@ -129,7 +133,12 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def _attend_in_order(
-        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState
+        self,
+        mask: TileMask,
+        n_end: Int32,
+        n_unmasked: Int32,
+        kv_state: PipelineState,
+        q_state: PipelineState,
     ) -> PipelineState:
         """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
         kv_state = self._sequential_block(mask, n_end - 1, kv_state, True, True)
@@ -141,6 +150,7 @@ class Consumer(LoopInvariant):
         for _ in cutlass.range(n_block + 1, unroll=1):
             kv_state = self._sequential_block(mask, n_block, kv_state, False, False)
             n_block -= 1
+        self._release_q(q_state)
         return kv_state
 
     @cute.jit
@@ -172,6 +182,12 @@ class Consumer(LoopInvariant):
         self.pipe_v.consumer_release(kv_state)
         kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def _release_q(self, q_state: PipelineState):
+        """After the last Q K^T; later, by the epilogue, if O is to be staged in Q's place."""
+        if const_expr(not self.config.o_shares_q):
+            self.pipe_q.consumer_release(q_state)
 
     def _make_acc_S(self) -> cute.Tensor:
         return cute.make_rmem_tensor(
