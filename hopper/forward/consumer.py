@@ -29,7 +29,7 @@ class Consumer(LoopInvariant):
         self.mma_qk, self.mma_pv = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
         self.pipe_q, self.pipe_k, self.pipe_v = pipes
-        self.softmax = OnlineSoftmax(scale_log2, config.lagging_max)
+        self.softmax = OnlineSoftmax(scale_log2, config.conditional_rescale)
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
