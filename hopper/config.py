@@ -42,8 +42,8 @@ class ForwardConfig:
 
     ``pipelined`` issues S = Q K_{j+1}^T before O += P_j V_j, so that a warpgroup's softmax runs under its
     own second GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers,
-    so that one's softmax runs under another's GEMMs (section 3.1). ``conditional_rescale`` skips
-    the rescaling of O where no row of a warp has a new maximum.
+    so that one's softmax runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for
+    a new maximum not with the softmax that found it but under the next Q K^T, and not at all if a warp found none.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class ForwardConfig:
     registers: Registers
     pipelined: bool = True
     ping_pong: bool = True
-    conditional_rescale: bool = False
+    late_rescale: bool = False
 
     @property
     def consumers(self) -> int:
@@ -102,7 +102,7 @@ class ForwardConfig:
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += [] if self.pipelined else ["nopipe"]
         parts += [] if self.ping_pong else ["nopingpong"]
-        parts += ["condrescale"] if self.conditional_rescale else []
+        parts += ["late"] if self.late_rescale else []
         return "_".join(parts)
 
 
@@ -145,7 +145,7 @@ class Tiling:
     tile_n: int
     stages: int
     ping_pong: bool = True
-    conditional_rescale: bool = False
+    late_rescale: bool = False
     max_seqlen_k: int = ANY_LENGTH
 
 
@@ -158,18 +158,18 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (128, 128, True): (Tiling(128, 128, 2, max_seqlen_k=6144), Tiling(128, 176, 2)),
     (192, 128, False): (Tiling(128, 128, 2),),
     (192, 128, True): (Tiling(128, 128, 2),),
-    (192, 192, False): (Tiling(128, 112, 2, conditional_rescale=True),),
-    (192, 192, True): (Tiling(128, 112, 2, conditional_rescale=True),),
-    (256, 256, False): (Tiling(128, 80, 2, ping_pong=False, conditional_rescale=True),),
+    (192, 192, False): (Tiling(128, 112, 2, late_rescale=True),),
+    (192, 192, True): (Tiling(128, 112, 2, late_rescale=True),),
+    (256, 256, False): (Tiling(128, 80, 2, ping_pong=False, late_rescale=True),),
     (256, 256, True): (
-        Tiling(128, 64, 2, ping_pong=False, conditional_rescale=True, max_seqlen_k=1536),
-        Tiling(128, 80, 2, ping_pong=False, conditional_rescale=True),
+        Tiling(128, 64, 2, ping_pong=False, late_rescale=True, max_seqlen_k=1536),
+        Tiling(128, 80, 2, ping_pong=False, late_rescale=True),
     ),
 }
 """By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
 sequences want small tiles (fewer masked or padded scores) and deep pipelines (the next tile's loads run ahead);
-long ones want the widest tile that fits, which reads shared memory least. Conditional rescaling pays where
-O has so many columns that rescaling them does not fit under the exponentials."""
+long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
+where O has so many columns that rescaling them does not fit under the exponentials."""
 
 
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -204,7 +204,7 @@ def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> Forw
         stages=tiling.stages,
         registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
         ping_pong=tiling.ping_pong,
-        conditional_rescale=tiling.conditional_rescale,
+        late_rescale=tiling.late_rescale,
     )
     validate_forward_config(config)
     return config

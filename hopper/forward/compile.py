@@ -24,10 +24,11 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, out, lse, tile_counter, softmax_scale, num_ctas)`` that launches on
-    torch's current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the config's
-    dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses; lse float32
-    (b, h, sq), contiguous; tile_counter int32 (2,), zeros; softmax_scale a positive float; num_ctas the size of
-    the persistent grid, usually the number of SMs. No size may be 0; h must be a multiple of hk.
+    torch's current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the
+    config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses;
+    lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
+    positive float; num_ctas the size of the persistent grid, usually the number of SMs. No other size may be 0;
+    h must be a multiple of hk.
 
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """
@@ -41,7 +42,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         _dense(dtype, b, sk, hk, d),
         _dense(dtype, b, sk, hk, dv),
         _dense(dtype, b, sq, h, dv),
-        make_fake_tensor(Float32, (b, h, sq), lse_strides, assumed_align=4),
+        make_fake_tensor(Float32, (b, h, cute.sym_int()), lse_strides, assumed_align=4),
         make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
         Float32(0.0),
         Int32(0),

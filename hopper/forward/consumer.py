@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineState
 from cute_kernels.fragments import store_row_as_operand_a
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax
+from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax, scale_rows
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.wgmma import issue_gemm
@@ -29,7 +29,7 @@ class Consumer(LoopInvariant):
         self.mma_qk, self.mma_pv = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
         self.pipe_q, self.pipe_k, self.pipe_v = pipes
-        self.softmax = OnlineSoftmax(scale_log2, config.conditional_rescale)
+        self.softmax = OnlineSoftmax(scale_log2)
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
@@ -78,6 +78,8 @@ class Consumer(LoopInvariant):
             kv_state = self._overlapped_block(mask, n_block, kv_state, False)
             n_block -= 1
         self._release_q(q_state)
+        if const_expr(self.config.late_rescale):
+            self.softmax.rescale_if_needed(self.acc_O)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)
         self.pipe_v.consumer_release(kv_state)
@@ -115,6 +117,8 @@ class Consumer(LoopInvariant):
         self.pipe_k.consumer_wait(k_state)
         self.ping_pong.take_turn()
         issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        if const_expr(self.config.late_rescale):
+            self.softmax.rescale_if_needed(self.acc_O)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
         self.ping_pong.pass_turn()
         warpgroup.wait_group(1)
@@ -128,7 +132,8 @@ class Consumer(LoopInvariant):
         self.pipe_v.consumer_release(v_state)
         store_row_as_operand_a(self.tOrP, acc_S, 0)
         self._exponentiate(acc_S, 1)
-        self.softmax.rescale(self.acc_O)
+        if const_expr(not self.config.late_rescale):
+            scale_rows(self.acc_O, self.softmax.row_scale)
         return k_state
 
     @cute.jit
@@ -175,7 +180,7 @@ class Consumer(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r)
         if const_expr(not is_first):
-            self.softmax.rescale(self.acc_O)
+            scale_rows(self.acc_O, self.softmax.row_scale)
         self.pipe_v.consumer_wait(kv_state)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)

@@ -108,7 +108,7 @@ class ForwardKernel:
         num_ctas: Int32,
         stream,
     ):
-        """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q)."""
+        """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0)."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mO = (
@@ -131,6 +131,7 @@ class ForwardKernel:
             mLSE,
             tile_counter,
             softmax_scale * Float32(math.log2(math.e)),
+            mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
             order.heads_per_section,
@@ -149,6 +150,7 @@ class ForwardKernel:
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
         scale_log2: Float32,
+        seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
@@ -176,7 +178,6 @@ class ForwardKernel:
         pipes = self._make_pipelines(storage)
 
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
-        seqlen_q = mLSE.shape[0]
         order = TileOrder(
             cute.ceil_div(seqlen_q, c.tile_m),
             num_heads,

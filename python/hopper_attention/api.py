@@ -93,7 +93,7 @@ def flash_attn_func(
     no_descales = q_descale is None and k_descale is None and v_descale is None
     if no_descales and _wants_only_a_launch(q, k, v) and q.is_cuda:
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
-        results = run_forward(q, k, v, softmax_scale, bool(causal), backend, sm_margin)
+        results = run_forward(q, k, v, softmax_scale, bool(causal), backend, sm_margin, return_attn_probs)
     else:
         descales = (q_descale, k_descale, v_descale)
         results = _call_operator(q, k, v, softmax_scale, bool(causal), descales, backend, sm_margin)

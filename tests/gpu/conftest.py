@@ -60,13 +60,9 @@ def watchdog() -> Iterator[None]:
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output buffers start as NaN in place of whatever memory held."""
 
-    empty = launch.ResultSpec.empty
-
-    def poisoned(spec: launch.ResultSpec) -> tuple[Tensor, Tensor]:
-        out, lse = empty(spec)
-        return out.fill_(math.nan), lse.fill_(math.nan)
-
-    monkeypatch.setattr(launch.ResultSpec, "empty", poisoned)
+    empty_out, empty_lse = launch.ResultSpec.empty_out, launch.ResultSpec.empty_lse
+    monkeypatch.setattr(launch.ResultSpec, "empty_out", lambda spec, q: empty_out(spec, q).fill_(math.nan))
+    monkeypatch.setattr(launch.ResultSpec, "empty_lse", lambda spec: empty_lse(spec).fill_(math.nan))
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,38 @@ def test_scores_in_the_hundreds(draw, causal: bool, head_dim: int) -> None:
     assert torch.allclose(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("order", ["growing", "falling"])
-def test_scores_in_order(draw, check, order: str) -> None:
+def test_scores_in_order(draw, check, order: str, head_dim: int) -> None:
     # The running maximum changes in every block, or in none but the first.
-    x = draw(torch.float16, 1, (256, 2048), (2, 2), 128)
+    x = draw(torch.float16, 1, (256, 2048), (2, 2), head_dim)
     weights = torch.linspace(0.05, 2.0, 2048, device=x.k.device, dtype=x.k.dtype).view(1, -1, 1, 1)
     k = 0.02 * x.k + (weights if order == "growing" else weights.flip(1))
     inputs = type(x)(x.q.abs() + 0.5, k, x.v)
     assert check(inputs, False) == [] and check(inputs, True) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_nan_in_hidden_keys_reaches_no_query_before_them(draw, head_dim: int) -> None:
+    x = draw(torch.bfloat16, 1, (1000, 1000), (2, 2), head_dim)
+    clean = flash_attn_func(x.q, x.k, x.v, causal=True)
+    first_bad = 700
+    bad_k, bad_v = x.k.clone(), x.v.clone()
+    bad_k[:, first_bad:], bad_v[:, first_bad:] = math.nan, math.nan
+    with_bad_k = flash_attn_func(x.q, bad_k, x.v, causal=True)
+    assert torch.equal(with_bad_k[:, :first_bad], clean[:, :first_bad])
+    assert bool(with_bad_k[:, first_bad:].isnan().all())
+    # A weight of 0 times NaN is NaN, so in V it reaches the tile of queries (at most 192) that loads its block.
+    before_tile = first_bad - 192 - 176
+    with_bad_v = flash_attn_func(x.q, x.k, bad_v, causal=True)
+    assert torch.equal(with_bad_v[:, :before_tile], clean[:, :before_tile])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_output_is_the_same_with_and_without_lse(draw, head_dim: int) -> None:
+    x = draw(torch.bfloat16, 2, (300, 517), (4, 2), head_dim)
+    out, _ = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)
+    assert torch.equal(flash_attn_func(x.q, x.k, x.v, causal=True), out)
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 4.9e-5), (128, 4.55e-5), (256, 5.0e-5)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,25 @@ def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
     assert (scale, num_ctas, counter.tolist()) == (0.125, SMS, [0, 0])
     assert kernel.configs[0].causal and kernel.configs[0].dtype == "bfloat16"
+
+
+def test_an_lse_that_nobody_wants_is_not_written(kernel: FakeKernel) -> None:
+    q, k, v = qkv()
+    launch.run_forward(q, k, v, None, False, None, 0, wants_lse=False)
+    assert kernel.calls[-1][4].shape == (2, 4, 0)
+    launch.run_forward(q, k, v, None, False, None, 0)
+    assert kernel.calls[-1][4].shape == (2, 4, 5)
+
+
+def test_out_is_contiguous_whatever_q_is(kernel: FakeKernel) -> None:
+    wide = torch.randn(2, 5, 3, 4, 64, dtype=torch.bfloat16)
+    for q in (
+        wide[:, :, 0].contiguous(),
+        wide[:, :, 0],
+        wide[:, :, 0].transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        out, _ = launch.run_forward(q, wide[:, :, 1], wide[:, :, 2], None, False, None, 0)
+        assert out.is_contiguous() and out.shape == q.shape
 
 
 def test_scale_and_sm_margin_reach_the_kernel(kernel: FakeKernel) -> None:
@@ -149,8 +169,8 @@ def test_another_gpu_becomes_current_for_the_launch(
         *(a for x in tensors for a in (x.shape, x.stride(), x.dtype, x.device)), False, None, 0
     )
     assert isinstance(here, HopperLaunch) and entered == []
-    there = HopperLaunch(here.kernel, here.result, 3, here.num_ctas, here.repairs)
-    there(*tensors, 0.5)
+    there = replace(here, device_index=3)
+    there(*tensors, 0.5, True)
     assert entered == [3] and len(kernel.calls) == 2
 
 
