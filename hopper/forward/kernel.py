@@ -327,12 +327,13 @@ class ForwardKernel:
     def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
         c = self.config
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
-        kv_bytes_per_head = mK.shape[0] * (c.head_dim + c.head_dim_v) * (self.dtype.width // 8)
-        kv_heads = cutlass.max(Int32(L2_BYTES_FOR_KV // kv_bytes_per_head), 1)
+        tokens_in_l2 = L2_BYTES_FOR_KV // ((c.head_dim + c.head_dim_v) * (self.dtype.width // 8))
+        kv_heads = cutlass.max(Int32(tokens_in_l2) // mK.shape[0], 1)
         return TileOrder(
             cute.ceil_div(mQ.shape[0], c.tile_m),
             num_heads,
             mQ.shape[3],
-            kv_heads * (num_heads // num_heads_kv),
+            # No more than there are: tile numbers are 32 bits wide, and a section's tiles are counted in them.
+            cutlass.min(kv_heads * (num_heads // num_heads_kv), num_heads * mQ.shape[3]),
             longest_first=c.causal,
         )
