@@ -11,7 +11,6 @@ written after every cell, so a run that is cut short leaves what it had.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hopper_attention.experiments.bench import CellLostError, run_forward
+from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
 from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, PEERS, Setting, parse_peers
 from hopper_attention.experiments.bench_render import (
@@ -41,7 +40,6 @@ from hopper_attention.experiments.bench_targets import forward_targets
 from hopper_attention.experiments.bench_timing import Effort
 
 TABLE_WIDTH = 150
-GPU_LOST = 3
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -129,9 +127,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     console.print(f"written to {options.out or default_path(report)}", markup=False)
     if lost:
         console.print(lost, style="bold red", markup=False)
-        sys.stdout.flush()
-        # A hung kernel would also hang the interpreter's own exit, which waits for the device.
-        os._exit(GPU_LOST)
+        exit_with_lost_gpu()
     return 0
 
 

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.forward import GPU_LOST, select_problems
+from benchmarks.forward import select_problems
 from hopper.config import ForwardConfig, Registers, select_forward_config, validate_forward_config
 from hopper_attention.compile_cache import compile_all, get_forward
-from hopper_attention.experiments.bench import CellLostError, run_forward
+from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
 from hopper_attention.experiments.bench_peers import (
     Inputs,
     Peer,
@@ -112,7 +112,7 @@ class Variants:
 def make_variants(problem: Problem, options: Sequence[str]) -> Variants:
     """All combinations of the varied values on the config that the problem ships with."""
     p = problem
-    shipped = select_forward_config(p.dtype, p.head_dim, p.head_dim_v, p.causal, p.seqlen_q, p.seqlen_k)
+    shipped = select_forward_config(p.dtype, p.head_dim, p.head_dim_v, p.causal, p.seqlen_k)
     varied = parse_vary(options, shipped)
     configs, skipped = {SHIPPED: shipped}, {}
     for values in itertools.product(*varied.values()):
@@ -215,9 +215,7 @@ def tune(options: argparse.Namespace, console: Console) -> int:
         console.print(result_table(report[0].cells[0], [peer.name for peer in others]))
         if lost:
             console.print(lost, style="bold red", markup=False)
-            sys.stdout.flush()
-            # A hung kernel would also hang the interpreter's own exit, which waits for the device.
-            os._exit(GPU_LOST)
+            exit_with_lost_gpu()
     return 0
 
 

@@ -1,4 +1,7 @@
-"""Integer helpers that serve traced values and Python ints alike, so that host tests run the kernels' own formulas."""
+"""Integer helpers that serve traced values and Python ints alike, so that host tests run the kernels' own formulas.
+
+Traced division truncates where Python's floors: negative dividends must be clamped, or may round either way.
+"""
 
 from typing import Any
 

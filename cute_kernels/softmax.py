@@ -18,10 +18,10 @@ LN_2 = math.log(2.0)
 class OnlineSoftmax(LoopInvariant):
     """Running maximum and sum of a row, exponentials in base 2.
 
-    ``row_max`` is the maximum of S before scaling and ``shift`` the same after, rounded once: it is what exponents
-    are measured from. ``row_scale`` is the factor by which everything summed before the current block must
-    shrink. ``row_sum`` is this thread's share of the sum, added up over the four lanes of the row only once, in
-    ``finalize``. ``scale_log2`` is softmax_scale * log2(e).
+    ``row_max`` is the maximum of S before scaling, ``shift`` the same after, rounded once, and ``origin`` what
+    exponents are measured from: ``shift``, or 0 where that is -inf. ``row_scale`` is the factor by which everything
+    summed before the current block must shrink. ``row_sum`` is this thread's share of the sum, added up over the
+    four lanes of the row only once, in ``finalize``. ``scale_log2`` is softmax_scale * log2(e).
     """
 
     def __init__(self, scale_log2: Float32):
@@ -31,13 +31,11 @@ class OnlineSoftmax(LoopInvariant):
         )
 
     @cute.jit
-    def update_max(
-        self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool], may_be_masked: cutlass.Constexpr[bool]
-    ):
+    def update_max(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         """Take a block's scores into the running maximum; sets ``row_scale`` and shrinks ``row_sum``.
 
-        ``may_be_masked`` says that a row can be all -inf so far; exponents are then measured from 0, so that
-        exp2(-inf - 0) is 0 and not NaN. A row whose maximum stays gets a scale of exactly 1: both shifts are the
+        The exponents of a row that is all -inf so far are measured from 0, so that exp2(-inf - 0) is 0 and not NaN.
+        A row whose maximum stays gets a scale of exactly 1: both shifts are the
         same rounded product. (A residue of 1e-7 here, from an FMA, is an error of 5e-4 after a million keys.)
         """
         scores = as_rows(acc_S)
@@ -45,9 +43,7 @@ class OnlineSoftmax(LoopInvariant):
             start = -Float32.inf if const_expr(is_first) else self.row_max[r]
             row_max = max_over_lanes(maximum_of(scores[r, None], start), LANES_PER_ROW)
             shift = multiply_rounded(row_max, self.scale_log2)
-            origin = shift
-            if const_expr(may_be_masked):
-                origin = Float32(0.0) if row_max == -Float32.inf else shift
+            origin = Float32(0.0) if row_max == -Float32.inf else shift
             if const_expr(is_first):
                 self.row_scale[r] = Float32(1.0)
                 self.row_sum[r] = Float32(0.0)
@@ -81,14 +77,14 @@ class OnlineSoftmax(LoopInvariant):
         self.row_sum[r] = self.row_sum[r] + pin(row.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
 
     @cute.jit
-    def finalize(self):
-        """``row_scale`` becomes 1 / row sum (0 for a row without keys), ``row_sum`` the natural-log LSE."""
+    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor):
+        """Write 1 / row sum, 0 for a row without keys, and the natural-log LSE of the thread's rows."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             is_empty = total == Float32(0.0)
-            self.row_scale[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
-            lse = (self.shift[r] + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
-            self.row_sum[r] = -Float32.inf if is_empty else lse
+            inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
+            log_sum = (self.shift[r] + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
+            lse[r] = -Float32.inf if is_empty else log_sum
 
 
 @cute.jit
@@ -97,3 +93,13 @@ def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
     rows = as_rows(acc)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         rows[r, None].store(rows[r, None].load() * row_scale[r])
+
+
+@cute.jit
+def normalize_rows(acc: cute.Tensor, inverse_sum: cute.Tensor):
+    """``scale_rows`` at the end of a row. One without keys becomes 0 even where a NaN of V has reached its tile."""
+    rows = as_rows(acc)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        is_empty = inverse_sum[r] == Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(rows[r, None])):
+            rows[r, i] = Float32(0.0) if is_empty else rows[r, i] * inverse_sum[r]

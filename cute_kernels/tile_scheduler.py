@@ -17,7 +17,7 @@ from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
 
 MAILBOX_STAGES = 2
-NEXT_TILE, FINISHED_CTAS = 0, 1
+CLAIMED_TILES, FINISHED_CTAS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class TileOrder:
 class TileScheduler(LoopInvariant):
     """Hands tiles from the counter to the producer warp, and from it to the consumer warps.
 
-    ``counter`` is int32 (next tile, finished CTAs) in global memory, zero before and again after a launch;
-    ``mailbox`` holds MAILBOX_STAGES tile numbers in shared memory, guarded by ``pipe``: full after one arrival of
-    the producer, empty after one of each consumer warp.
+    ``counter`` is int32 (claimed tiles, finished CTAs) in global memory, zero before and again after a launch; no
+    other launch that may run at the same time may use it. ``mailbox`` holds MAILBOX_STAGES tile numbers in shared
+    memory, guarded by ``pipe``: full after one arrival of the producer, empty after one of each consumer warp.
     """
 
     def __init__(self, counter: cute.Tensor, mailbox: cute.Tensor, pipe: PipelineAsync, lane: Int32):
@@ -82,7 +82,7 @@ class TileScheduler(LoopInvariant):
         tile = Int32(0)
         if self.lane == 0:
             tile = cute.arch.grid_dim()[0] + cute.arch.atomic_add(
-                self._word(NEXT_TILE), Int32(1), sem="relaxed", scope="gpu"
+                self._word(CLAIMED_TILES), Int32(1), sem="relaxed", scope="gpu"
             )
             self.pipe.producer_acquire(state)
             self.mailbox[state.index] = tile
@@ -104,7 +104,7 @@ class TileScheduler(LoopInvariant):
         if self.lane == 0:
             before = cute.arch.atomic_add(self._word(FINISHED_CTAS), Int32(1), sem="acq_rel", scope="gpu")
             if before == cute.arch.grid_dim()[0] - 1:
-                self.counter[NEXT_TILE] = Int32(0)
+                self.counter[CLAIMED_TILES] = Int32(0)
                 self.counter[FINISHED_CTAS] = Int32(0)
 
     def _word(self, index: int) -> cute.Pointer:

@@ -27,6 +27,13 @@ one that covers it, the tail of a row being zero-filled by TMA on load and clipp
 
 MAX_HEAD_DIM = 256
 
+MIN_REGISTERS, MAX_REGISTERS = 24, 256
+"""What setmaxnreg can set."""
+
+MAX_SEQLEN = 2**31 - 512
+MAX_TILES = 2**31 - 2**16
+"""Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""
+
 
 @dataclass(frozen=True)
 class Registers:
@@ -86,8 +93,7 @@ class ForwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        shared = max(self.q_bytes, self.o_bytes)
-        staging = shared if self.o_shares_q else self.q_bytes + self.o_bytes
+        staging = self.q_bytes if self.o_shares_q else self.q_bytes + self.o_bytes
         return staging + self.kv_bytes + BARRIER_BYTES
 
     @property
@@ -121,13 +127,39 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 256")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
-    total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
-    if c.registers.consumer % 8 or c.registers.producer % 8 or total > REGISTERS_PER_SM:
+    _validate_registers(c)
+    if c.o_shares_q and c.head_dim_v > c.head_dim:
         raise ValueError(
-            f"registers {c.registers} need {total}, allowed: multiples of 8, {REGISTERS_PER_SM} in all"
+            f"head_dim_v is {c.head_dim_v}, allowed where O is staged in Q's memory: at most head_dim, {c.head_dim}"
         )
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def _validate_registers(config: ForwardConfig) -> None:
+    """setmaxnreg can only lower the producer's share of what the launch gives, and raise the consumers'."""
+    launched = REGISTERS_PER_SM // config.threads // 8 * 8
+    r = config.registers
+    total = WARPGROUP_THREADS * (r.consumer * config.consumers + r.producer)
+    in_order = MIN_REGISTERS <= r.producer <= launched <= r.consumer <= MAX_REGISTERS
+    if r.consumer % 8 or r.producer % 8 or not in_order or total > REGISTERS_PER_SM:
+        raise ValueError(
+            f"registers {r} need {total}, allowed: multiples of 8, producer {MIN_REGISTERS} to {launched}, "
+            f"consumer {launched} to {MAX_REGISTERS}, {REGISTERS_PER_SM} in all"
+        )
+
+
+def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise NotImplementedError for sizes that the kernel's 32-bit tile and key numbers cannot count."""
+    for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        if seqlen > MAX_SEQLEN:
+            raise NotImplementedError(f"{name} is {seqlen}, the Hopper kernel takes at most {MAX_SEQLEN}")
+    tiles = batch * heads * -(-seqlen_q // config.tile_m)
+    if tiles > MAX_TILES:
+        raise NotImplementedError(
+            f"batch {batch} x heads {heads} x seqlen_q {seqlen_q} are {tiles} tiles of {config.tile_m} queries, the "
+            f"Hopper kernel counts at most {MAX_TILES}: split the batch"
+        )
 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
@@ -167,8 +199,8 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     ),
 }
 """By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
-sequences want small tiles (fewer masked or padded scores) and deep pipelines (the next tile's loads run ahead);
-long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
+sequences want small tiles (fewer masked or padded scores), and at head_dim 64 a deep pipeline (the next tile's loads
+run ahead); long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
 where O has so many columns that rescaling them does not fit under the exponentials."""
 
 
@@ -184,7 +216,7 @@ def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def select_forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_q: int, seqlen_k: int
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_k: int
 ) -> ForwardConfig:
     """The config that serves a problem. Reads sizes only, never a tensor; cached."""
     d, dv = cover_head_dims(head_dim, head_dim_v)

@@ -13,8 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE_FOLDERS = ("python", "hopper", "cute_kernels", "tests", "benchmarks")
-PROSE = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
+PROSE = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md"))
 BUILD = ("Makefile", "CMakeLists.txt", "pyproject.toml", ".pre-commit-config.yaml", ".ci/run")
+REPORTS = tuple((ROOT / "benchmarks" / "results").rglob("*.json"))
 MAX_LINES = 600
 
 
@@ -93,7 +94,7 @@ def docstring(path: Path) -> str:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    for path in [*python_files(*CODE_FOLDERS), *(ROOT / other for other in PROSE + BUILD)]:
+    for path in [*python_files(*CODE_FOLDERS), *PROSE, *REPORTS, *(ROOT / other for other in BUILD)]:
         if path != Path(__file__).resolve():
             yield name(path), path.read_text()
 
@@ -133,6 +134,13 @@ def test_readmes_make_targets_exist() -> None:
     targets = set(re.findall(r"`make ([\w-]+)", (ROOT / "README.md").read_text()))
     rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert {"demo", "test", "lint", "bench"} <= targets <= rules
+
+
+def test_rendered_results_are_those_of_the_committed_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    # Text only: a plot's bytes depend on the fonts of the machine that drew it.
+    from benchmarks import render
+
+    assert render.main(["--check", "--root", str(ROOT)]) == 0, capsys.readouterr().err
 
 
 def test_the_gate_runs_what_the_readme_calls_the_test_command() -> None:

@@ -21,9 +21,10 @@ class NamedBarrier(IntEnum):
 class PingPong(LoopInvariant):
     """Turn-taking of the consumer warpgroups on the tensor cores (FlashAttention-3, section 3.1).
 
-    A warpgroup may issue GEMMs only in its turn and passes the turn on once they are issued, so that its softmax
-    runs while the next warpgroup's GEMMs do. Each turn is one barrier, shared by the warpgroup that waits and
-    the one before it in the ring. Without ``config.ping_pong`` nothing is emitted.
+    In the pipelined loop a warpgroup issues the two GEMMs of a block only in its turn, and passes the turn on once
+    they are issued, so that its softmax runs while the next warpgroup's GEMMs do. Without the pipeline only Q K^T
+    is taken in turns, and the turn passes when it has finished. Each turn is one barrier, shared by the warpgroup
+    that waits and the one before it in the ring. Without ``config.ping_pong`` nothing is emitted.
     """
 
     def __init__(self, config: ForwardConfig, wg: Int32):

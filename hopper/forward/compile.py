@@ -27,8 +27,11 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     torch's current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the
     config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses;
     lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
-    positive float; num_ctas the size of the persistent grid, usually the number of SMs. No other size may be 0;
-    h must be a multiple of hk.
+    positive float; num_ctas the size of the persistent grid, usually the number of SMs.
+
+    What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
+    at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
+    launch that may run at the same time has the same tile_counter.
 
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """

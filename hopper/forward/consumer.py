@@ -95,7 +95,7 @@ class Consumer(LoopInvariant):
         warpgroup.wait_group(0)
         self.pipe_k.consumer_release(kv_state)
         mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=True, may_be_masked=self.config.causal)
+        self.softmax.update_max(acc_S, is_first=True)
         self.pipe_v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r)
@@ -125,7 +125,7 @@ class Consumer(LoopInvariant):
         self.pipe_k.consumer_release(k_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=False, may_be_masked=is_masked)
+        self.softmax.update_max(acc_S, is_first=False)
         self.softmax.exponentiate(acc_S, 0)
         self.pipe_v.consumer_wait(k_state)
         warpgroup.wait_group(0)
@@ -176,10 +176,12 @@ class Consumer(LoopInvariant):
         self.pipe_k.consumer_release(kv_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=is_first, may_be_masked=is_masked and self.config.causal)
+        self.softmax.update_max(acc_S, is_first=is_first)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r)
-        if const_expr(not is_first):
+        if const_expr(self.config.late_rescale):
+            self.softmax.rescale_if_needed(self.acc_O)
+        elif const_expr(not is_first):
             scale_rows(self.acc_O, self.softmax.row_scale)
         self.pipe_v.consumer_wait(kv_state)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)

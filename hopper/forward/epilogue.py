@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fragments import ROW_STRIDE
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, scale_rows
+from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, normalize_rows
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
@@ -38,9 +38,10 @@ class Epilogue(LoopInvariant):
         """
         m_block, head, batch = coordinates
         config, wg = consumer.config, consumer.wg
-        consumer.softmax.finalize()
-        scale_rows(consumer.acc_O, consumer.softmax.row_scale)
-        self._store_lse(consumer.softmax.row_sum, self.mLSE[None, head, batch], row)
+        inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
+        consumer.softmax.finalize(inverse_sum, lse)
+        normalize_rows(consumer.acc_O, inverse_sum)
+        self._store_lse(lse, self.mLSE[None, head, batch], row)
 
         is_store_warp = self.warp_in_group == 0
         if is_store_warp:
@@ -62,7 +63,9 @@ class Epilogue(LoopInvariant):
             cute.copy(self.atom_O, tOsO, tOgO)
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(config.o_shares_q):
+                # Whichever lane issued the store, no lane of the warp goes on before it has been read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
         if const_expr(config.o_shares_q):
             consumer.pipe_q.consumer_release(PipelineState(config.consumers, Int32(0), wg, q_phase))
 

@@ -25,7 +25,8 @@ from hopper.forward.producer import Producer, TmaOperand
 DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 L2_BYTES_FOR_KV = 32 * 2**20
-"""K and V of the heads that a causal grid works on together are kept below this (the L2 of an H100 is 50 MB)."""
+"""K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
+of an H100 is 50 MB)."""
 
 
 class SmemLayouts(NamedTuple):
@@ -61,7 +62,7 @@ def _swizzled(
 class ForwardKernel:
     """softmax(softmax_scale Q K^T) V and its log-sum-exp, on sm_90a.
 
-    Names in backticks are fields of ``ForwardConfig``; a test traces the kernel and holds these tables to it.
+    Names in backticks are fields of ``ForwardConfig``; a test traces the kernel and holds what they say to it.
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
@@ -328,12 +329,12 @@ class ForwardKernel:
         c = self.config
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
         tokens_in_l2 = L2_BYTES_FOR_KV // ((c.head_dim + c.head_dim_v) * (self.dtype.width // 8))
-        kv_heads = cutlass.max(Int32(tokens_in_l2) // mK.shape[0], 1)
+        # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
+        kv_heads = cutlass.min(cutlass.max(Int32(tokens_in_l2) // mK.shape[0], 1), num_heads_kv * mQ.shape[3])
         return TileOrder(
             cute.ceil_div(mQ.shape[0], c.tile_m),
             num_heads,
             mQ.shape[3],
-            # No more than there are: tile numbers are 32 bits wide, and a section's tiles are counted in them.
-            cutlass.min(kv_heads * (num_heads // num_heads_kv), num_heads * mQ.shape[3]),
+            kv_heads * (num_heads // num_heads_kv),
             longest_first=c.causal,
         )

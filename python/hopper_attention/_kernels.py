@@ -76,8 +76,9 @@ def _load_by_runtime(data: bytes, name: str) -> Kernel:
     )
     arguments = (ctypes.c_void_p * 2)(ctypes.addressof(address), ctypes.addressof(status))
     _check(runtime, runtime.CuteDSLRT_Function_Run(function, arguments, ctypes.c_size_t(2)))
+    if not address.value:
+        raise RuntimeError(f"the object of {name} gave no address of its function")
     # The module is never destroyed: the function lives as long as the process.
-    assert address.value, "the address function of the object gave none"
     return tvm_ffi.Function.__from_extern_c__(address.value)
 
 

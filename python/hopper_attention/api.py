@@ -10,10 +10,8 @@ from torch.autograd import forward_ad
 
 from hopper_attention import autograd as _autograd  # noqa: F401  (registers the gradients of the operators)
 from hopper_attention import checks, ops
-from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
 from hopper_attention.launch import run_forward
-
-FULL_WINDOW = (-1, -1)
 
 
 def flash_attn_func(
@@ -41,6 +39,8 @@ def flash_attn_func(
 
     Query head i reads key/value head i // (heads / kv_heads). A query that sees no key gives 0, with LSE
     -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
+    NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
+    kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn. head_dim is a multiple

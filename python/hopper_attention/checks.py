@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 256
+from hopper.config import MAX_HEAD_DIM
+
 HEAD_DIM_STEP = 8
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FP8_DTYPE = torch.float8_e4m3fn
 BACKENDS = ("hopper", "reference")
+FULL_WINDOW = (-1, -1)
+"""FlashAttention-3's ``window_size`` for no window."""
 
 DIMENSIONS = {
     "q": "(batch, seqlen_q, heads, head_dim)",
@@ -103,6 +106,10 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
 
 
+SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
+"""The kernels take softmax_scale in float32, where less is 0 and more is infinity."""
+
+
 def check_scale(softmax_scale: Any) -> float:
     """``softmax_scale`` as a float; raise unless it is a positive finite number."""
     is_number = isinstance(softmax_scale, (float, int, numbers.Real)) and not isinstance(softmax_scale, bool)
@@ -114,6 +121,8 @@ def check_scale(softmax_scale: Any) -> float:
     # Not math.isfinite, which torch.compile cannot trace for a symbolic number.
     if not 0.0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale}, allowed: a finite number greater than 0")
+    if not SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
+        raise ValueError(f"softmax_scale is {softmax_scale}, allowed: {SMALLEST_SCALE} to {LARGEST_SCALE}")
     return float(softmax_scale)
 
 
@@ -174,7 +183,7 @@ def check_fp8_has_no_grad(*tensors: Tensor | None) -> None:
 def check_features(
     *,
     qv: Any = None,
-    window_size: Any = (-1, -1),
+    window_size: Any = FULL_WINDOW,
     attention_chunk: Any = 0,
     softcap: Any = 0.0,
     num_splits: Any = 1,
@@ -189,7 +198,7 @@ def check_features(
         raise TypeError(
             f"window_size is {window_size!r}, allowed: a pair (left, right); (-1, -1) is no window"
         )
-    if tuple(window_size) != (-1, -1):
+    if tuple(window_size) != FULL_WINDOW:
         use = "window_size=(-1, -1) with causal=True or False"
         raise _missing("window_size", window_size, "sliding-window attention", use)
     if attention_chunk != 0:

@@ -1,7 +1,8 @@
 """The command line: ``hopper-attention info | explain | rmse | compile | bench``.
 
 Each command calls one function of the library, shows its result, and with ``--json`` writes the same result
-for machines. What is slow to import is imported inside the commands, so that ``--help`` answers at once.
+for machines. Each imports what it needs inside itself, so that none waits for another's. (The package imports
+torch whatever the command, so that ``import hopper_attention`` alone registers its operators.)
 """
 
 from __future__ import annotations
@@ -43,9 +44,6 @@ PIPE_WIDTH = 120
 
 CPU_FLOPS = 1e11
 """What a benchmark on the CPU may ask for: seconds, not hours."""
-
-GPU_LOST = 3
-"""Exit code of a benchmark that a kernel brought down."""
 
 
 @contextmanager
@@ -94,11 +92,23 @@ def progress_bar() -> Progress:
 
 
 def pick_device(device: str) -> str:
+    """The device to run on: ``device`` itself, or for "auto" the first GPU, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
     import torch
 
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without that kind
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is {device!r}, allowed: auto, cpu, or one that is here ({reason})"
+        ) from None
+    return device
 
 
 @app.command()
@@ -134,6 +144,7 @@ def explain(
     """Which backend and which kernel config a problem would run on, and why. Computes nothing."""
     with one_line_errors():
         import torch
+        from torch._subclasses import FakeTensorMode
 
         from hopper_attention.cli_views import plan_view
         from hopper_attention.dispatch import explain as explain_call
@@ -146,13 +157,14 @@ def explain(
         keys = seqlen_q if seqlen_k < 0 else seqlen_k
         count = heads if kv_heads < 0 else kv_heads
         values = head_dim if head_dim_v < 0 else head_dim_v
-        plan = explain_call(
-            like(seqlen_q, heads, head_dim),
-            like(keys, count, head_dim),
-            like(keys, count, values),
-            causal=causal,
-            device_capability=parse_capability(capability) if capability else None,
-        )
+        with FakeTensorMode():  # tensors without memory, so that a problem may be larger than the machine
+            plan = explain_call(
+                like(seqlen_q, heads, head_dim),
+                like(keys, count, head_dim),
+                like(keys, count, values),
+                causal=causal,
+                device_capability=parse_capability(capability) if capability else None,
+            )
         console = console_for(json_path)
         console.print(plan_view(plan))
         config = {"name": plan.config.name, **asdict(plan.config)}
@@ -285,7 +297,7 @@ def bench(
 ) -> None:
     """Forward throughput against the installed peers, in interleaved rounds, each output checked first."""
     with one_line_errors():
-        from hopper_attention.experiments.bench import CellLostError, run_forward
+        from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
         from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
         from hopper_attention.experiments.bench_render import forward_table, problems_of
         from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
@@ -326,9 +338,7 @@ def bench(
         write_json(json.loads(dump_forward(report)), json_path, console)
         if lost:
             console.print(lost, style="bold red", markup=False)
-            sys.stdout.flush()
-            # A kernel that hangs would hang the interpreter's own exit too, which waits for the device.
-            os._exit(GPU_LOST)
+            exit_with_lost_gpu()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig, select_forward_config
+from hopper.config import ForwardConfig, check_problem_size, select_forward_config
 from hopper_attention import checks
 from hopper_attention.backends import Target, choose_backend, target_of
-from hopper_attention.checks import TensorSpec
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 
@@ -75,6 +75,7 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
     overlaps = [
         "softmax under its own GEMMs" if c.pipelined else "",
         "warpgroups in ping-pong" if c.ping_pong else "",
+        "O rescaled under the next Q K^T" if c.late_rescale else "",
         "persistent grid",
         "longest causal tiles first" if c.causal else "",
     ]
@@ -96,7 +97,9 @@ def select_config(
     """The frozen config with which ``backend`` serves a checked problem."""
     if backend == "reference":
         return ReferenceConfig(fp8=q.dtype == checks.FP8_DTYPE)
-    return select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, q.shape[1], k.shape[1])
+    config = select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, k.shape[1])
+    check_problem_size(config, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return config
 
 
 def explain(
@@ -109,7 +112,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = FULL_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,

@@ -160,6 +160,9 @@ def find_launch(
 ) -> Launch:
     """The launcher of a 16-bit problem; checks it, and compiles or loads its kernel, the first time.
 
+    The arguments are flat because they are looked up at every call: a record for each tensor would cost more to
+    make than the look-up itself.
+
     Raises:
         ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
         NotImplementedError: ``backend`` does not do it yet.

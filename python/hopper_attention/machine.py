@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hopper_attention import _kernels, compile_cache
-from hopper_attention.backends import Target, choose_backend, why_not_hopper
+from hopper_attention.backends import HOPPER_CAPABILITY, Target, choose_backend, why_not_hopper
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _missing(gpus: tuple[Gpu, ...], has_driver: bool) -> tuple[Missing, ...]:
         missing.append(Missing("CUDA in torch", "install a CUDA build of torch in place of this CPU build"))
     elif not gpus:
         missing.append(Missing("a GPU that torch can use", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
-    elif all(gpu.capability != (9, 0) for gpu in gpus):
+    elif all(gpu.capability != HOPPER_CAPABILITY for gpu in gpus):
         missing.append(Missing("a GPU of compute capability 9.0", "H100, H200 and GH200 have it"))
     if _kernels.missing_packages():
         missing.append(Missing(" and ".join(_kernels.missing_packages()), _kernels.INSTALL_DSL))

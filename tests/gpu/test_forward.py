@@ -139,6 +139,30 @@ def test_nan_in_hidden_keys_reaches_no_query_before_them(draw, head_dim: int) ->
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_without_keys_are_zero_whatever_v_holds(draw, head_dim: int) -> None:
+    x = draw(torch.bfloat16, 1, (1000, 10), (2, 2), head_dim)
+    x.v[:, 5] = math.nan
+    out, lse = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)
+    assert bool((out[:, :990] == 0).all()) and bool((lse[:, :, :990] == -math.inf).all())
+    assert bool(out[:, 995:].isnan().all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_block_of_scores_of_minus_infinity(draw, head_dim: int, causal: bool) -> None:
+    # The products of one query with the last keys overflow float32; with the others they do not.
+    x = draw(torch.bfloat16, 1, (900, 900), (1, 1), head_dim)
+    q, k = x.q.clone(), x.k.clone()
+    q[:, 899] = 1e20
+    k[:, :600], k[:, 600:] = k[:, :600] * 1e-20, -1e20
+    out, lse = flash_attn_func(q, k, x.v, causal=causal, return_attn_probs=True)
+    scores = q[0, 899, 0].double() @ k[0, :600, 0].double().T * head_dim**-0.5
+    expected = scores.softmax(-1) @ x.v[0, :600, 0].double()
+    assert torch.allclose(out[0, 899, 0].double(), expected, atol=2e-2)
+    assert abs(lse[0, 0, 899].double() - scores.logsumexp(-1)).item() < 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_output_is_the_same_with_and_without_lse(draw, head_dim: int) -> None:
     x = draw(torch.bfloat16, 2, (300, 517), (4, 2), head_dim)
     out, _ = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)

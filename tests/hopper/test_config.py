@@ -11,6 +11,7 @@ from hopper.config import (
     SMEM_BYTES,
     ForwardConfig,
     Registers,
+    check_problem_size,
     cover_head_dims,
     select_forward_config,
     shipped_forward_configs,
@@ -19,7 +20,7 @@ from hopper.config import (
 
 
 def base() -> ForwardConfig:
-    return select_forward_config("bfloat16", 128, 128, False, 4096, 4096)
+    return select_forward_config("bfloat16", 128, 128, False, 4096)
 
 
 def test_every_shipped_config_is_valid_and_has_a_name_of_its_own():
@@ -32,12 +33,12 @@ def test_every_shipped_config_is_valid_and_has_a_name_of_its_own():
 
 def test_every_head_dim_selects_a_shipped_config_that_covers_it():
     shipped = set(shipped_forward_configs())
-    lengths = [(1, 1), (512, 512), (16384, 16384), (1, 65536), (4096, 100)]
+    lengths = [1, 100, 512, 1024, 4096, 16384, 65536]
     for d, dv, causal in itertools.product(
         range(8, MAX_HEAD_DIM + 1, 8), (8, 64, 128, 200, 256), (False, True)
     ):
-        for seqlen_q, seqlen_k in lengths:
-            config = select_forward_config("float16", d, dv, causal, seqlen_q, seqlen_k)
+        for seqlen_k in lengths:
+            config = select_forward_config("float16", d, dv, causal, seqlen_k)
             assert config in shipped
             assert config.head_dim >= d and config.head_dim_v >= dv and config.causal == causal
 
@@ -61,7 +62,10 @@ def test_cover_is_the_pair_of_least_work():
         ({"tile_m": 64}, "tile_m is 64"),
         ({"tile_n": 100}, "tile_n is 100"),
         ({"stages": 1}, "stages is 1"),
-        ({"registers": Registers(consumer=256, producer=24)}, "allowed: multiples of 8, 65536 in all"),
+        ({"registers": Registers(consumer=256, producer=24)}, "consumer 168 to 256, 65536 in all"),
+        ({"registers": Registers(consumer=240, producer=16)}, "producer 24 to 168"),
+        ({"registers": Registers(consumer=160, producer=24)}, "consumer 168 to 256"),
+        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128}, "head_dim_v is 256, allowed where O is staged"),
         ({"tile_n": 256}, "bytes of shared memory, allowed: 232448"),
     ],
 )
@@ -76,3 +80,14 @@ def test_output_staging_shares_query_memory_only_when_it_must():
     assert wide.o_shares_q and wide.smem_bytes + wide.o_bytes > SMEM_BYTES
     assert not narrow.o_shares_q
     assert narrow.smem_bytes == narrow.q_bytes + narrow.o_bytes + narrow.kv_bytes + 1024
+
+
+def test_sizes_that_32_bit_tile_numbers_cannot_count_are_refused():
+    config = base()
+    check_problem_size(config, 1, 1, 2**31 - 512, 2**31 - 512)
+    with pytest.raises(NotImplementedError, match="seqlen_k is 2147483521"):
+        check_problem_size(config, 1, 1, 1, 2**31 - 127)
+    with pytest.raises(NotImplementedError, match="seqlen_q is 2147483647"):
+        check_problem_size(config, 1, 1, 2**31 - 1, 1)
+    with pytest.raises(NotImplementedError, match="2147483648 tiles of 128 queries"):
+        check_problem_size(config, 2**25, 64, 1, 1)

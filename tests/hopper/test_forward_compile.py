@@ -57,9 +57,7 @@ def value(cell: str, config: ForwardConfig) -> int:
 @pytest.fixture(params=[(64, False), (128, True)], ids=["d64", "d128-causal"])
 def traced(request, monkeypatch):
     """A config and what tracing its kernel created: pipelines, register counts."""
-    config = select_forward_config(
-        "float16", request.param[0], request.param[0], request.param[1], 8192, 8192
-    )
+    config = select_forward_config("float16", request.param[0], request.param[0], request.param[1], 8192)
     pipelines, registers = [], []
 
     def recording(create, bytes_of):
@@ -98,14 +96,14 @@ def test_docstring_table_of_named_barriers():
     "change", [{"pipelined": False}, {"ping_pong": False}, {"pipelined": False, "ping_pong": False}]
 )
 def test_schedules_of_the_ablation_compile_without_spills(change):
-    config = replace(select_forward_config("float16", 128, 128, False, 8192, 8192), **change)
+    config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
     assert not resource_usage(config).spills
 
 
 def test_ping_pong_off_emits_no_turn(tmp_path):
     ptx = {}
     for ping_pong in (True, False):
-        config = replace(select_forward_config("float16", 128, 128, False, 8192, 8192), ping_pong=ping_pong)
+        config = replace(select_forward_config("float16", 128, 128, False, 8192), ping_pong=ping_pong)
         ptx[ping_pong] = len(
             re.findall(
                 r"bar\.arrive",

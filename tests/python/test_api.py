@@ -281,6 +281,7 @@ def test_import_brings_in_nothing_heavy_and_refuses_a_foreign_hopper(tmp_path) -
     code = (
         "import sys, hopper_attention as h\n"
         f"print([name for name in {heavy} if name in sys.modules])\n"
+        "import torch; print(hasattr(torch.ops.hopper_attention, 'forward'))\n"
         f"sys.path.insert(0, {str(tmp_path)!r}); del sys.modules['hopper']\n"
         "try: h.rooms.check_rooms()\n"
         "except ImportError as error: print(error)\n"
@@ -294,6 +295,7 @@ def test_import_brings_in_nothing_heavy_and_refuses_a_foreign_hopper(tmp_path) -
         check=True,
         env={"PYTHONPATH": ":".join(sys.path)},
     )
-    imported, refusal = done.stdout.splitlines()
+    imported, registered, refusal = done.stdout.splitlines()
     assert imported == "[]"
+    assert registered == "True"  # a saved program finds our operators after `import hopper_attention`
     assert f"found {tmp_path / 'hopper'}, expected" in refusal and "shadows ours" in refusal

@@ -106,6 +106,8 @@ BAD_OPTIONS = [
         TypeError,
         "softmax_scale is a Tensor, tensor(0.1000), allowed: a nu",
     ),
+    (call(softmax_scale=1e-46), ValueError, "softmax_scale is 1e-46, allowed: 1e-37 to 1e+37"),
+    (call(softmax_scale=1e300), ValueError, "softmax_scale is 1e+300, allowed: 1e-37 to 1e+37"),
     (
         call(softmax_scale=math.nan),
         ValueError,

@@ -20,7 +20,7 @@ from hopper_attention.reference import attention_tiled
 
 SETTING = bench_peers.Setting("cpu")
 PROBLEM = Problem("bfloat16", 1, 512, 512, 2, 2, 128, 128, causal=True)
-SHIPPED = select_forward_config("bfloat16", 128, 128, True, 512, 512)
+SHIPPED = select_forward_config("bfloat16", 128, 128, True, 512)
 
 
 # Tuning

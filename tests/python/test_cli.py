@@ -65,6 +65,11 @@ def test_explain_of_another_gpu_gives_the_reason() -> None:
     assert "reference" in output and "8.0" in output
 
 
+def test_explain_needs_no_memory_for_the_problem() -> None:
+    output = succeed("explain", "--seqlen-q", 10**11, "--device", "cpu").output
+    assert "reference_tiled_m128n128" in output
+
+
 def test_rmse_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
     json_path, plot = tmp_path / "sub" / "rmse.json", tmp_path / "rmse.svg"
     shape = ("--seqlen", 256, "--head-dim", 64, "--heads", 2, "--device", "cpu", "--causal")
@@ -154,7 +159,9 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
     [
         (("rmse", "--seqlen", 0), "seqlen is 0, allowed: 1 or more"),
         (("rmse", "--head-dim", 12), "head_dim is 12, allowed: multiples of 8 from 8 to 256"),
-        (("rmse", "--device", "moon"), "device is 'moon', allowed"),
+        (("rmse", "--device", "moon"), "device is 'moon', allowed: auto, cpu, or one that is here"),
+        (("explain", "--device", "meta"), "device is 'meta', allowed"),
+        (("bench", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
         (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
         (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
         (("compile", "--only", "sm_100"), "only is 'sm_100', allowed: part of a shipped config's name"),

@@ -219,16 +219,13 @@ def toy_object() -> bytes:
 
 
 LOAD = """
-import sys, time, torch
+import sys, torch
 from hopper_attention import _kernels
-data = open(sys.argv[1], "rb").read()
-start = time.perf_counter()
-kernel = _kernels.load(data, "toy_scale")
-seconds = time.perf_counter() - start
+kernel = _kernels.load(open(sys.argv[1], "rb").read(), "toy_scale")
 try:
     kernel(torch.zeros(3), torch.zeros(3), 2.0)
 except ValueError as error:
-    print("cutlass" in sys.modules, seconds, error)
+    print("cutlass" in sys.modules, error)
 """
 
 
@@ -238,14 +235,10 @@ def test_an_object_loads_without_the_dsl(tmp_path: Path, toy_object: bytes) -> N
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LOAD, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    imported, seconds, message = done.stdout.split(maxsplit=2)
+    imported, message = done.stdout.split(maxsplit=1)
     # The kernel's own check of its arguments answers, so it is the kernel that was loaded.
-    assert (
-        imported == "False"
-        and "expected device_type=cuda" in message
-        and "src: Tensor([n0], float32)" in message
-    )
-    assert float(seconds) < 0.5
+    assert imported == "False"
+    assert "expected device_type=cuda" in message and "src: Tensor([n0], float32)" in message
 
 
 def test_the_dsl_loads_the_same_object(toy_object: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,9 +123,11 @@ def test_schedule_line_says_what_the_config_does() -> None:
     plan = plan_for(q, q, q)
     assert isinstance(plan.config, ForwardConfig)
     assert ("ping-pong" in str(plan)) == plan.config.ping_pong
+    assert plan.config.late_rescale and "O rescaled under the next Q K^T" in str(plan)
     assert "longest causal tiles first" not in str(plan)
     plain = dataclasses.replace(
-        plan, config=dataclasses.replace(plan.config, pipelined=False, ping_pong=False)
+        plan,
+        config=dataclasses.replace(plan.config, pipelined=False, ping_pong=False, late_rescale=False),
     )
     assert "schedule   persistent grid" in str(plain).splitlines()
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +62,9 @@ few among 16384 exceeds it. The second finds a single wrong row."""
 MAX_INPUT_SETS = 8
 L2_MULTIPLE = 3
 """Launches rotate over as many input sets as it takes to exceed the L2 cache this many times over."""
+
+GPU_LOST = 3
+"""Exit code of a benchmark that a kernel brought down."""
 
 Progress = Callable[[str], None]
 
@@ -147,6 +152,12 @@ class CellLostError(RuntimeError):
     def __init__(self, cell: Cell, reason: str) -> None:
         super().__init__(reason)
         self.cell = cell
+
+
+def exit_with_lost_gpu() -> NoReturn:
+    """End the process with GPU_LOST, at once: the interpreter's own exit would wait for the hung device too."""
+    sys.stdout.flush()
+    os._exit(GPU_LOST)
 
 
 @dataclass(frozen=True)
