@@ -43,6 +43,21 @@ def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     )
 
 
+def pack_e4m3(values: tuple[Float32, Float32, Float32, Float32]) -> Int32:
+    """Four values rounded to e4m3, saturating, in one register, the first in its lowest byte."""
+    low, high = (
+        cute.arch.inline_ptx(
+            "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[cutlass.Int16],
+            read_only_args=[values[i + 1], values[i]],
+        )
+        for i in (0, 2)
+    )
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, { {$r0}, {$r1} };", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
 @cute.jit
 def maximum_of(values: cute.Tensor, start: Float32) -> Float32:
     """Largest of some registers and ``start``, as a tree of FMNMX that skips NaN (their exponentials stay NaN)."""

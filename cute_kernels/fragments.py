@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.fast_math import pack
+from cute_kernels.fast_math import pack, pack_e4m3
 
 ROW_STRIDE = 8
 """Distance between the two rows that one thread holds."""
@@ -36,3 +36,28 @@ def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Co
     rows = as_rows(acc)
     for j in cutlass.range_constexpr(rows.shape[1][1]):
         words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
+
+
+KEYS_PER_FP8_STEP = 32
+KEY_ORDER = tuple(
+    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
+    for slot in range(KEYS_PER_FP8_STEP)
+)
+"""Slot of the k of an FP8 WGMMA -> key of 32: the order in which V's keys must lie for
+``store_row_as_operand_a_e4m3``."""
+
+
+@cute.jit
+def store_row_as_operand_a_e4m3(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Constexpr[int]):
+    """Round row ``r`` of an accumulator into the register A operand of the next FP8 WGMMA (k = 32).
+
+    A thread's four bytes of a word should be the keys 4 t .. 4 t + 3 of 16, with t its lane in the row, but it
+    holds the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. Those are stored as they are; V comes with its keys in the
+    same order (KEY_ORDER), so that no register has to change hands.
+    """
+    words = cute.recast_tensor(operand, Int32)
+    rows = as_rows(acc)
+    for pair in cutlass.range_constexpr(rows.shape[1][1] // 2):
+        j = 2 * pair
+        quad = (rows[r, (0, j)], rows[r, (1, j)], rows[r, (0, j + 1)], rows[r, (1, j + 1)])
+        words[r + rows.shape[0] * pair] = pack_e4m3(quad)

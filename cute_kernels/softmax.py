@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded, pin
 from cute_kernels.fragments import as_rows
@@ -29,6 +29,12 @@ class OnlineSoftmax(LoopInvariant):
         self.row_max, self.shift, self.origin, self.row_sum, self.row_scale = (
             cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(5)
         )
+
+    def enter_tile(self, row: Int32, head: Int32, head_kv: Int32, batch: Int32):
+        """Called once a tile: what a subclass has to look up for it. ``row`` is the first of the warpgroup."""
+
+    def enter_block(self, n_block: Int32):
+        """Called once a key block, while its scores are being computed."""
 
     @cute.jit
     def update_max(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):

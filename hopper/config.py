@@ -21,6 +21,8 @@ BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
 DTYPES = ("float16", "bfloat16")
+FP8_DTYPE = "float8_e4m3fn"
+SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
 one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
@@ -75,8 +77,17 @@ class ForwardConfig:
         return WARPGROUP_THREADS * (self.consumers + 1)
 
     @property
+    def out_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of Q, K and V."""
+        return 1 if self.dtype == FP8_DTYPE else 2
+
+    @property
     def q_bytes(self) -> int:
-        return self.tile_m * self.head_dim * 2
+        return self.tile_m * self.head_dim * self.element_bytes
 
     @property
     def o_bytes(self) -> int:
@@ -84,7 +95,7 @@ class ForwardConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * 2
+        return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     @property
     def o_shares_q(self) -> bool:
@@ -99,7 +110,9 @@ class ForwardConfig:
     @property
     def name(self) -> str:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
-        short = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
+        short = SHORT_NAMES[self.dtype] + (
+            "" if self.out_dtype == self.dtype else "_" + SHORT_NAMES[self.out_dtype]
+        )
         dims = (
             f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         )
@@ -112,11 +125,27 @@ class ForwardConfig:
         return "_".join(parts)
 
 
+@dataclass(frozen=True)
+class Fp8ForwardConfig(ForwardConfig):
+    """A forward kernel on e4m3 inputs with block scales. ``output`` is the dtype of O."""
+
+    output: str = "bfloat16"
+
+    @property
+    def out_dtype(self) -> str:
+        return self.output
+
+
 def validate_forward_config(config: ForwardConfig) -> None:
     """Raise ValueError naming the first field that no Hopper kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    allowed = (FP8_DTYPE,) if isinstance(c, Fp8ForwardConfig) else DTYPES
+    if c.dtype not in allowed:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(allowed)}")
+    if c.out_dtype not in DTYPES:
+        raise ValueError(f"output is {c.out_dtype!r}, allowed: {', '.join(DTYPES)}")
+    if c.dtype == FP8_DTYPE and c.tile_n % 32:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed for {FP8_DTYPE}: multiples of 32")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
@@ -240,6 +269,43 @@ def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> Forw
     )
     validate_forward_config(config)
     return config
+
+
+FP8_TILINGS: dict[int, Tiling] = {64: Tiling(192, 128, 4), 128: Tiling(128, 128, 3), 256: Tiling(128, 128, 2)}
+"""By head_dim, the larger of both; not tuned yet. Key tiles are as long as the default blocks of K and V."""
+
+
+def select_fp8_forward_config(head_dim: int, head_dim_v: int, causal: bool, output: str) -> Fp8ForwardConfig:
+    """The config that serves an e4m3 problem with an output of dtype ``output``."""
+    fits = [size for size in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
+    if not fits:
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
+        )
+    tiling = FP8_TILINGS[min(fits)]
+    config = Fp8ForwardConfig(
+        dtype=FP8_DTYPE,
+        head_dim=min(fits),
+        head_dim_v=min(fits),
+        causal=causal,
+        tile_m=tiling.tile_m,
+        tile_n=tiling.tile_n,
+        stages=tiling.stages,
+        registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
+        output=output,
+    )
+    validate_forward_config(config)
+    return config
+
+
+def shipped_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
+    """Every config that ``select_fp8_forward_config`` can return, each once."""
+    return tuple(
+        select_fp8_forward_config(size, size, causal, output)
+        for output in DTYPES
+        for size in FP8_TILINGS
+        for causal in (False, True)
+    )
 
 
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:

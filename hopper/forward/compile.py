@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from hopper.config import ForwardConfig
+from hopper.config import ForwardConfig, Fp8ForwardConfig
+from hopper.forward.fp8_kernel import Fp8ForwardKernel
 from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
 
 TMA_ALIGNMENT_BYTES = 16
@@ -23,8 +24,9 @@ def _dense(dtype: type[cutlass.Numeric], batch, seqlen, heads, head_dim):
 def compile_forward(config: ForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(q, k, v, out, lse, tile_counter, softmax_scale, num_ctas)`` that launches on
-    torch's current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the
+    An e4m3 config gives what ``compile_forward_fp8`` does. Any other gives a TVM FFI function ``fn(q, k, v, out, lse,
+    tile_counter, softmax_scale, num_ctas)`` that launches on torch's current stream. q (b, sq, h, d), k (b, sk, hk,
+    d), v (b, sk, hk, dv), out (b, sq, h, dv) in the
     config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses;
     lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
@@ -35,6 +37,8 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """
+    if isinstance(config, Fp8ForwardConfig):
+        return compile_forward_fp8(config, options)
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(2))
@@ -47,6 +51,46 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         _dense(dtype, b, sq, h, dv),
         make_fake_tensor(Float32, (b, h, cute.sym_int()), lse_strides, assumed_align=4),
         make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
+        Float32(0.0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )
+
+
+def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
+    """Compile the e4m3 kernel of ``config`` for sm_90a.
+
+    Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_log2, v_max, block_q, block_k, softmax_scale,
+    num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``fragments.KEY_ORDER`` within each
+    32 and padded with zeros to a multiple of 32. Strides and head_dims are multiples of 16. The scales are those of
+    ``BlockScales``: block_q a multiple of 64 and block_k of tile_n, or at least the sequence. The rest is as for
+    ``compile_forward``.
+    """
+    e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+    b, sq, sk, sk_padded, h, hk, nq, nk = (cute.sym_int() for _ in range(8))
+    d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
+
+    def strided(dtype, shape, divisibility):
+        strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
+        return make_fake_tensor(
+            dtype, shape, (*strides, 1), assumed_align=max(4, divisibility * dtype.width // 8)
+        )
+
+    return cute.compile(
+        Fp8ForwardKernel(config),
+        strided(e4m3, (b, sq, h, d), 16),
+        strided(e4m3, (b, sk, hk, d), 16),
+        strided(e4m3, (b, hk, dv, sk_padded), 16),
+        strided(out, (b, sq, h, dv), 8),
+        strided(Float32, (b, h, cute.sym_int()), 1),
+        make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
+        strided(Float32, (b, h, nq), 1),
+        strided(Float32, (b, hk, nk), 1),
+        strided(Float32, (b, hk, nk), 1),
+        strided(Float32, (b, hk), 1),
+        Int32(0),
+        Int32(0),
         Float32(0.0),
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fragments import store_row_as_operand_a
+from cute_kernels.fragments import store_row_as_operand_a, store_row_as_operand_a_e4m3
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax, scale_rows
@@ -23,13 +23,19 @@ class Consumer(LoopInvariant):
     """
 
     def __init__(
-        self, config: ForwardConfig, mmas: tuple, operands: tuple, pipes: tuple, scale_log2, wg: Int32
+        self,
+        config: ForwardConfig,
+        mmas: tuple,
+        operands: tuple,
+        pipes: tuple,
+        softmax: OnlineSoftmax,
+        wg: Int32,
     ):
         self.config = config
         self.mma_qk, self.mma_pv = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
         self.pipe_q, self.pipe_k, self.pipe_v = pipes
-        self.softmax = OnlineSoftmax(scale_log2)
+        self.softmax = softmax
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
@@ -92,6 +98,7 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipe_k.consumer_wait(kv_state)
         issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self.softmax.enter_block(n_block)
         warpgroup.wait_group(0)
         self.pipe_k.consumer_release(kv_state)
         mask.apply(acc_S, n_block)
@@ -121,6 +128,7 @@ class Consumer(LoopInvariant):
             self.softmax.rescale_if_needed(self.acc_O)
         issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
         self.ping_pong.pass_turn()
+        self.softmax.enter_block(n_block)
         warpgroup.wait_group(1)
         self.pipe_k.consumer_release(k_state)
         if const_expr(is_masked):
@@ -130,7 +138,7 @@ class Consumer(LoopInvariant):
         self.pipe_v.consumer_wait(k_state)
         warpgroup.wait_group(0)
         self.pipe_v.consumer_release(v_state)
-        store_row_as_operand_a(self.tOrP, acc_S, 0)
+        self._store_P(acc_S, 0)
         self._exponentiate(acc_S, 1)
         if const_expr(not self.config.late_rescale):
             scale_rows(self.acc_O, self.softmax.row_scale)
@@ -171,6 +179,7 @@ class Consumer(LoopInvariant):
         self.pipe_k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
         issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self.softmax.enter_block(n_block)
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()
         self.pipe_k.consumer_release(kv_state)
@@ -205,4 +214,11 @@ class Consumer(LoopInvariant):
     def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
         self.softmax.exponentiate(acc_S, r)
-        store_row_as_operand_a(self.tOrP, acc_S, r)
+        self._store_P(acc_S, r)
+
+    @cute.jit
+    def _store_P(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        if const_expr(self.tOrP.element_type.width == 8):
+            store_row_as_operand_a_e4m3(self.tOrP, acc_S, r)
+        else:
+            store_row_as_operand_a(self.tOrP, acc_S, r)

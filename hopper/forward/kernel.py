@@ -15,14 +15,18 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.block_range import BlockRange
 from cute_kernels.fragments import ROW_STRIDE
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import LANES_PER_ROW
+from cute_kernels.softmax import LANES_PER_ROW, OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.producer import Producer, TmaOperand
 
-DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+DSL_DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 L2_BYTES_FOR_KV = 32 * 2**20
 """K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
@@ -71,9 +75,9 @@ class ForwardKernel:
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | pipe_q | `consumers` | `64 * head_dim * 2` | `4` |
-    | pipe_k | `stages` | `tile_n * head_dim * 2` | `4 * consumers` |
-    | pipe_v | `stages` | `tile_n * head_dim_v * 2` | `4 * consumers` |
+    | pipe_q | `consumers` | `64 * head_dim * element_bytes` | `4` |
+    | pipe_k | `stages` | `tile_n * head_dim * element_bytes` | `4 * consumers` |
+    | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
 
     | named barrier | first id | threads | orders |
@@ -91,10 +95,12 @@ class ForwardKernel:
     The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` in the order of ``TileOrder``.
     """
 
+    v_major = OperandMajorMode.MN
+
     def __init__(self, config: ForwardConfig):
         validate_forward_config(config)
         self.config = config
-        self.dtype = DSL_DTYPES[config.dtype]
+        self.dtype, self.out_dtype = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
 
     @cute.jit
     def __call__(
@@ -110,12 +116,29 @@ class ForwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0)."""
+        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+        self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, (), softmax_scale, num_ctas, stream)
+
+    @cute.jit
+    def _launch(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mVt: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        scales: tuple,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """``__call__`` with V as (head_dim_v, seqlen, heads, batch), and the scales of an FP8 problem."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mO = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO)
         )
-        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
         mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
 
         layouts = self._smem_layouts()
@@ -131,6 +154,7 @@ class ForwardKernel:
             (tma_Q, tma_K, tma_V, tma_O),
             mLSE,
             tile_counter,
+            scales,
             softmax_scale * Float32(math.log2(math.e)),
             mQ.shape[0],
             mK.shape[0],
@@ -150,6 +174,7 @@ class ForwardKernel:
         tensors: tuple,
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
+        scales: tuple,
         scale_log2: Float32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -222,7 +247,8 @@ class ForwardKernel:
                 mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
                 mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
             )
-            consumer = Consumer(c, (mma_qk, mma_pv), operands, pipes, scale_log2, wg)
+            softmax = self._make_softmax(scale_log2, scales)
+            consumer = Consumer(c, (mma_qk, mma_pv), operands, pipes, softmax, wg)
             epilogue = Epilogue(atoms[3], tensors[3], sO, mLSE, lane, warp_in_group)
             row_in_tile = wg * WARPGROUP_ROWS + warp_in_group * 2 * ROW_STRIDE + lane // LANES_PER_ROW
             col_in_block = lane % LANES_PER_ROW * 2
@@ -235,6 +261,8 @@ class ForwardKernel:
                 m_block, head, batch = order.coordinates(tile)
                 row = m_block * c.tile_m + row_in_tile
                 mask = TileMask(c.causal, c.tile_n, seqlen_q, seqlen_k, row, col_in_block)
+                first_row = m_block * c.tile_m + wg * WARPGROUP_ROWS
+                softmax.enter_tile(first_row, head, head // heads_per_kv_head, batch)
                 n_end = blocks.end(m_block, seqlen_q, seqlen_k)
                 n_unmasked = blocks.unmasked_end(m_block, seqlen_q, seqlen_k)
                 kv_state = consumer.attend(mask, n_end, n_unmasked, kv_state, q_phase)
@@ -243,6 +271,9 @@ class ForwardKernel:
                 tile = scheduler.receive(mail_state)
                 mail_state.advance()
             epilogue.drain()
+
+    def _make_softmax(self, scale_log2: Float32, scales: tuple) -> OnlineSoftmax:
+        return OnlineSoftmax(scale_log2)
 
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
@@ -253,7 +284,7 @@ class ForwardKernel:
             q=_swizzled(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
             k=_swizzled(c.tile_n, c.head_dim, c.stages, self.dtype),
             vt=cute.make_composed_layout(v.inner, 0, cute.select(v.outer, mode=[1, 0, 2])),
-            o=_swizzled(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.dtype, stage_stride=o_stride),
+            o=_swizzled(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride),
         )
 
     def _shared_storage(self, layouts: SmemLayouts) -> type:
@@ -270,7 +301,7 @@ class ForwardKernel:
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
-            sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
+            sO: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], 1024]
 
         return SharedStorage
 
@@ -317,7 +348,7 @@ class ForwardKernel:
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
-            OperandMajorMode.MN,
+            self.v_major,
             Float32,
             one_warpgroup,
             (WARPGROUP_ROWS, c.head_dim_v),

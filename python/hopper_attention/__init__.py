@@ -14,11 +14,17 @@ from hopper_attention.api import (  # noqa: E402  (a foreign `hopper` must be fo
     flash_attn_qkvpacked_func,
 )
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
+from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
 
 __all__ = [
+    "Fp8Quantization",
     "describe_machine",
     "explain",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_quantized_func",
+    "quantize_qkv",
 ]

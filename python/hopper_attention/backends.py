@@ -61,9 +61,13 @@ def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = N
         return Choice("reference", "asked for with backend='reference'")
     if dtype == FP8_DTYPE:
         check_fp8_backend(requested)
-        advice = "the FP8 kernel does not exist yet; torch.bfloat16 runs on the Hopper kernel"
+        advice = "flash_attn_fp8_func and flash_attn_quantized_func run on the Hopper FP8 kernel"
         on_hopper = target.capability == HOPPER_CAPABILITY
-        return Choice("reference", "FP8 runs on the tiled emulation so far", advice if on_hopper else "")
+        return Choice(
+            "reference",
+            "FP8 tensors run on the tiled emulation so far",
+            advice if on_hopper else "",
+        )
     blocked = why_not_hopper(target)
     if not blocked:
         dtype_name = str(dtype).removeprefix("torch.")

@@ -164,8 +164,8 @@ def check_descales(
 def check_fp8_backend(backend: str | None) -> None:
     if backend == "hopper":
         raise NotImplementedError(
-            f"backend is 'hopper' and q has dtype {FP8_DTYPE}: the FP8 kernel does not exist yet; use "
-            "backend='reference', or torch.float16 or torch.bfloat16"
+            f"backend is 'hopper' and q has dtype {FP8_DTYPE}: tensors with descales do not run on the FP8 kernel "
+            "yet; use flash_attn_fp8_func, flash_attn_quantized_func or backend='reference'"
         )
 
 

@@ -130,7 +130,7 @@ def _describe_backends(gpus: tuple[Gpu, ...]) -> tuple[BackendStatus, ...]:
         hopper = BackendStatus("hopper", False, "; ".join(dict.fromkeys(reasons)))
     else:
         hopper = BackendStatus("hopper", False, "torch finds no GPU")
-    return hopper, BackendStatus("reference", True, "any torch device, the CPU by default; FP8 is emulated")
+    return hopper, BackendStatus("reference", True, "any torch device, the CPU by default; emulates FP8")
 
 
 def _missing(gpus: tuple[Gpu, ...], has_driver: bool) -> tuple[Missing, ...]:

@@ -47,8 +47,8 @@ def forward_fp8(
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32."""
     if q.is_cuda:
         warn_once(
-            "FP8 attention runs as a tiled emulation in PyTorch: correct, and slow. The FP8 kernel does not "
-            "exist yet; torch.float16 and torch.bfloat16 run on the Hopper kernel"
+            "FP8 tensors with descales run as a tiled emulation in PyTorch: correct, and slow. "
+            "flash_attn_fp8_func and flash_attn_quantized_func run on the Hopper FP8 kernel"
         )
     parts = from_descales(q, k, v, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
     return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale)

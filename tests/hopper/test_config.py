@@ -14,6 +14,7 @@ from hopper.config import (
     check_problem_size,
     cover_head_dims,
     select_forward_config,
+    select_fp8_forward_config,
     shipped_forward_configs,
     validate_forward_config,
 )
@@ -91,3 +92,14 @@ def test_sizes_that_32_bit_tile_numbers_cannot_count_are_refused():
         check_problem_size(config, 1, 1, 2**31 - 1, 1)
     with pytest.raises(NotImplementedError, match="2147483648 tiles of 128 queries"):
         check_problem_size(config, 2**25, 64, 1, 1)
+
+
+def test_invalid_fp8_fields_are_named():
+    config = select_fp8_forward_config(128, 128, False, "bfloat16")
+    for change, message in (
+        ({"dtype": "float16"}, "dtype is 'float16', allowed: float8_e4m3fn"),
+        ({"output": "float32"}, "output is 'float32'"),
+        ({"tile_n": 48}, "tile_n is 48, allowed for float8_e4m3fn: multiples of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate_forward_config(replace(config, **change))

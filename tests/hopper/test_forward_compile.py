@@ -10,23 +10,30 @@ import cutlass.cute as cute
 import pytest
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
-from hopper.config import ForwardConfig, select_forward_config, shipped_forward_configs
+from hopper.config import (
+    ForwardConfig,
+    select_forward_config,
+    shipped_forward_configs,
+    shipped_fp8_forward_configs,
+)
 from hopper.forward import compile_forward
 from hopper.forward.barriers import NamedBarrier
 from hopper.forward.kernel import ForwardKernel
 from hopper.inspection import ResourceUsage, resource_usage
 
+SHIPPED = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
+
 
 @pytest.fixture(scope="module")
 def usages() -> dict[ForwardConfig, ResourceUsage]:
     """ptxas's report on each shipped config; processes, because ``cute.compile`` is not thread-safe."""
-    configs = shipped_forward_configs()
+    configs = SHIPPED
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=context) as pool:
         return dict(zip(configs, pool.map(resource_usage, configs), strict=True))
 
 
-@pytest.mark.parametrize("config", shipped_forward_configs(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_shipped_config_compiles_without_spills(config, usages):
     usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)

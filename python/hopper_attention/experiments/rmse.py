@@ -179,17 +179,19 @@ def run_fp8_per_tensor(problem: Problem) -> tuple[Tensor, str]:
 
 
 def run_fp8(rotate: bool, granularity: str) -> Callable[[Problem], tuple[Tensor, str]]:
-    """A method that quantizes to e4m3 as told and emulates the FP8 kernel tile by tile."""
+    """A method that quantizes to e4m3 as told and attends, on the FP8 kernel or its emulation."""
 
     def run(problem: Problem) -> tuple[Tensor, str]:
+        from hopper_attention.backends import target_of
+        from hopper_attention.fp8 import choose_fp8_backend, flash_attn_quantized_func
         from hopper_attention.quantization import Fp8Quantization, quantize_qkv
-        from hopper_attention.reference import attention_tiled_fp8
 
         p = problem
         quantization = Fp8Quantization(rotate=rotate, granularity=granularity)
         parts = quantize_qkv(p.q, p.k, p.v, quantization=quantization)
-        out, _ = attention_tiled_fp8(parts, causal=p.causal)
-        return out, f"tiled reference on {p.on}"
+        backend = choose_fp8_backend(parts, target_of(p.q.device), None).backend
+        out = flash_attn_quantized_func(parts, causal=p.causal, backend=backend)
+        return out, "hopper kernel" if backend == "hopper" else f"tiled reference on {p.on}"
 
     return run
 
