@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded, pin
-from cute_kernels.fragments import as_rows
-from cute_kernels.softmax import LANES_PER_ROW, LN_2, ROWS_PER_THREAD, OnlineSoftmax
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.softmax import LN_2, OnlineSoftmax
 
 P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""

@@ -11,11 +11,26 @@ from cutlass import Int32
 
 from cute_kernels.fast_math import pack, pack_e4m3
 
+ROWS_PER_THREAD = 2
+LANES_PER_ROW = 4
+ROWS_PER_WARP = 16
+COLUMNS_PER_PAIR = 2
+
 ROW_STRIDE = 8
 """Distance between the two rows that one thread holds."""
 
 COLUMNS_PER_GROUP = 8
 """Columns after which the pattern of pairs repeats (j above)."""
+
+
+def first_row_of_thread(warp_in_group: Int32, lane: Int32) -> Int32:
+    """Row, of the warpgroup's 64, of a thread's first element."""
+    return warp_in_group * ROWS_PER_WARP + lane // LANES_PER_ROW
+
+
+def first_column_of_thread(lane: Int32) -> Int32:
+    """Column of a thread's first element."""
+    return lane % LANES_PER_ROW * COLUMNS_PER_PAIR
 
 
 def as_rows(acc: cute.Tensor) -> cute.Tensor:

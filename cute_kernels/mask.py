@@ -6,9 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, as_rows
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import ROWS_PER_THREAD
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded, pin
-from cute_kernels.fragments import as_rows
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 
-ROWS_PER_THREAD = 2
-LANES_PER_ROW = 4
 LN_2 = math.log(2.0)
 
 

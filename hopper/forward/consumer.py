@@ -6,12 +6,17 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fragments import store_row_as_operand_a, store_row_as_operand_a_e4m3
+from cute_kernels.fragments import (
+    ROWS_PER_THREAD,
+    store_row_as_operand_a,
+    store_row_as_operand_a_e4m3,
+)
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import ROWS_PER_THREAD, OnlineSoftmax, scale_rows
+from cute_kernels.softmax import OnlineSoftmax, scale_rows
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
+from hopper.forward.operands import Mmas, Pipelines, q_state
 from hopper.wgmma import issue_gemm
 
 
@@ -25,24 +30,24 @@ class Consumer(LoopInvariant):
     def __init__(
         self,
         config: ForwardConfig,
-        mmas: tuple,
-        operands: tuple,
-        pipes: tuple,
+        mmas: Mmas,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipes: Pipelines,
         softmax: OnlineSoftmax,
         wg: Int32,
     ):
         self.config = config
-        self.mma_qk, self.mma_pv = mmas
+        self.mmas = mmas
         self.tSrQ, self.tSrK, self.tOrV = operands
-        self.pipe_q, self.pipe_k, self.pipe_v = pipes
+        self.pipes = pipes
         self.softmax = softmax
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
-            self.mma_pv.partition_shape_C((WARPGROUP_ROWS, config.head_dim_v)), Float32
+            self.mmas.pv.partition_shape_C((WARPGROUP_ROWS, config.head_dim_v)), Float32
         )
         self.tOrP = cute.make_rmem_tensor(
-            self.mma_pv.partition_shape_A((WARPGROUP_ROWS, config.tile_n)), self.mma_pv.op.a_dtype
+            self.mmas.pv.partition_shape_A((WARPGROUP_ROWS, config.tile_n)), self.mmas.pv.op.a_dtype
         )
 
     @cute.jit
@@ -54,13 +59,12 @@ class Consumer(LoopInvariant):
         Visits the key blocks from ``n_end - 1`` down to 0; those below ``n_unmasked`` need no mask. Releases Q
         unless O is to be staged in its place. Returns the state of K's and V's pipelines after the tile.
         """
-        q_state = PipelineState(self.config.consumers, Int32(0), self.wg, q_phase)
-        self.pipe_q.consumer_wait(q_state)
+        self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
         self.acc_O.fill(0.0)
         if const_expr(self.config.pipelined):
-            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state, q_state)
+            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state, q_phase)
         else:
-            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state, q_state)
+            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state, q_phase)
         return kv_state
 
     @cute.jit
@@ -70,7 +74,7 @@ class Consumer(LoopInvariant):
         n_end: Int32,
         n_unmasked: Int32,
         kv_state: PipelineState,
-        q_state: PipelineState,
+        q_phase: Int32,
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
@@ -83,12 +87,12 @@ class Consumer(LoopInvariant):
         for _ in cutlass.range(n_block + 1, unroll=1):
             kv_state = self._overlapped_block(mask, n_block, kv_state, False)
             n_block -= 1
-        self._release_q(q_state)
+        self._release_q(q_phase)
         if const_expr(self.config.late_rescale):
             self.softmax.rescale_if_needed(self.acc_O)
-        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
+        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)
-        self.pipe_v.consumer_release(kv_state)
+        self.pipes.v.consumer_release(kv_state)
         kv_state.advance()
         return kv_state
 
@@ -96,14 +100,14 @@ class Consumer(LoopInvariant):
     def _first_scores(self, mask: TileMask, n_block: Int32, kv_state: PipelineState):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
-        self.pipe_k.consumer_wait(kv_state)
-        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self.pipes.k.consumer_wait(kv_state)
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         self.softmax.enter_block(n_block)
         warpgroup.wait_group(0)
-        self.pipe_k.consumer_release(kv_state)
+        self.pipes.k.consumer_release(kv_state)
         mask.apply(acc_S, n_block)
         self.softmax.update_max(acc_S, is_first=True)
-        self.pipe_v.consumer_wait(kv_state)
+        self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r)
 
@@ -121,23 +125,23 @@ class Consumer(LoopInvariant):
         k_state = v_state.clone()
         k_state.advance()
         acc_S = self._make_acc_S()
-        self.pipe_k.consumer_wait(k_state)
+        self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
-        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
         if const_expr(self.config.late_rescale):
             self.softmax.rescale_if_needed(self.acc_O)
-        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
+        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(n_block)
         warpgroup.wait_group(1)
-        self.pipe_k.consumer_release(k_state)
+        self.pipes.k.consumer_release(k_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
         self.softmax.update_max(acc_S, is_first=False)
         self.softmax.exponentiate(acc_S, 0)
-        self.pipe_v.consumer_wait(k_state)
+        self.pipes.v.consumer_wait(k_state)
         warpgroup.wait_group(0)
-        self.pipe_v.consumer_release(v_state)
+        self.pipes.v.consumer_release(v_state)
         self._store_P(acc_S, 0)
         self._exponentiate(acc_S, 1)
         if const_expr(not self.config.late_rescale):
@@ -151,7 +155,7 @@ class Consumer(LoopInvariant):
         n_end: Int32,
         n_unmasked: Int32,
         kv_state: PipelineState,
-        q_state: PipelineState,
+        q_phase: Int32,
     ) -> PipelineState:
         """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
         kv_state = self._sequential_block(mask, n_end - 1, kv_state, True, True)
@@ -163,7 +167,7 @@ class Consumer(LoopInvariant):
         for _ in cutlass.range(n_block + 1, unroll=1):
             kv_state = self._sequential_block(mask, n_block, kv_state, False, False)
             n_block -= 1
-        self._release_q(q_state)
+        self._release_q(q_phase)
         return kv_state
 
     @cute.jit
@@ -176,13 +180,13 @@ class Consumer(LoopInvariant):
         is_first: cutlass.Constexpr[bool],
     ) -> PipelineState:
         acc_S = self._make_acc_S()
-        self.pipe_k.consumer_wait(kv_state)
+        self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
-        issue_gemm(self.mma_qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         self.softmax.enter_block(n_block)
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()
-        self.pipe_k.consumer_release(kv_state)
+        self.pipes.k.consumer_release(kv_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
         self.softmax.update_max(acc_S, is_first=is_first)
@@ -192,22 +196,22 @@ class Consumer(LoopInvariant):
             self.softmax.rescale_if_needed(self.acc_O)
         elif const_expr(not is_first):
             scale_rows(self.acc_O, self.softmax.row_scale)
-        self.pipe_v.consumer_wait(kv_state)
-        issue_gemm(self.mma_pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
+        self.pipes.v.consumer_wait(kv_state)
+        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
         warpgroup.wait_group(0)
-        self.pipe_v.consumer_release(kv_state)
+        self.pipes.v.consumer_release(kv_state)
         kv_state.advance()
         return kv_state
 
     @cute.jit
-    def _release_q(self, q_state: PipelineState):
+    def _release_q(self, q_phase: Int32):
         """After the last Q K^T; later, by the epilogue, if O is to be staged in Q's place."""
         if const_expr(not self.config.o_shares_q):
-            self.pipe_q.consumer_release(q_state)
+            self.pipes.q.consumer_release(q_state(self.config, self.wg, q_phase))
 
     def _make_acc_S(self) -> cute.Tensor:
         return cute.make_rmem_tensor(
-            self.mma_qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
+            self.mmas.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
         )
 
     @cute.jit

@@ -5,27 +5,25 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
-from cutlass.pipeline import PipelineState
+from cutlass.cute.nvgpu import warp
 
-from cute_kernels.fragments import ROW_STRIDE
+from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import LANES_PER_ROW, ROWS_PER_THREAD, normalize_rows
+from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
+from hopper.forward.operands import TmaOperand, q_state
 
 
 @dataclass(frozen=True)
 class Epilogue(LoopInvariant):
     """Writes the 64 rows of one warpgroup; TMA clips what lies past the end of the sequence or of head_dim_v.
 
-    Each warpgroup has its own slice of ``sO`` and its own TMA store, so that no warpgroup waits for another.
+    Each warpgroup has its own stage of ``o`` and its own TMA store, so that no warpgroup waits for another.
     """
 
-    atom_O: cute.CopyAtom
-    mO: cute.Tensor
-    sO: cute.Tensor
+    o: TmaOperand
     mLSE: cute.Tensor
     lane: Int32
     warp_in_group: Int32
@@ -47,27 +45,21 @@ class Epilogue(LoopInvariant):
         if is_store_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         sync_warpgroup(wg)
-        sO = self.sO[None, None, wg]
+        sO = self.o.smem[None, None, wg]
         self._registers_to_shared(consumer, sO)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
         if is_store_warp:
-            gO = cute.local_tile(
-                self.mO[None, None, head, batch],
-                (WARPGROUP_ROWS, config.head_dim_v),
-                (m_block * config.consumers + wg, 0),
-            )
-            tOsO, tOgO = cpasync.tma_partition(
-                self.atom_O, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-            )
-            cute.copy(self.atom_O, tOsO, tOgO)
+            rows_of_wg = m_block * config.consumers + wg
+            tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, config.head_dim_v), (rows_of_wg, 0), head, batch)
+            cute.copy(self.o.atom, tOsO[None, wg], tOgO)
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(config.o_shares_q):
                 # Whichever lane issued the store, no lane of the warp goes on before it has been read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
         if const_expr(config.o_shares_q):
-            consumer.pipe_q.consumer_release(PipelineState(config.consumers, Int32(0), wg, q_phase))
+            consumer.pipes.q.consumer_release(q_state(config, wg, q_phase))
 
     @cute.jit
     def drain(self):
@@ -77,10 +69,10 @@ class Epilogue(LoopInvariant):
 
     @cute.jit
     def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
-        dtype = self.sO.element_type
+        dtype = self.o.smem.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
-        copy = cute.make_tiled_copy_C(atom, consumer.mma_pv).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(consumer.acc_O, dtype)
         rO.store(consumer.acc_O.load().to(dtype))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))

@@ -13,14 +13,15 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.block_range import BlockRange
-from cute_kernels.fragments import ROW_STRIDE
+from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import LANES_PER_ROW, OnlineSoftmax
+from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.producer import Producer, TmaOperand
+from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand
+from hopper.forward.producer import Producer
 
 DSL_DTYPES = {
     "float16": cutlass.Float16,
@@ -150,8 +151,8 @@ class ForwardKernel:
 
         order = self._tile_order(mQ, mK)
         self.kernel(
-            (atom_Q, atom_K, atom_V, atom_O),
-            (tma_Q, tma_K, tma_V, tma_O),
+            PerOperand(atom_Q, atom_K, atom_V, atom_O),
+            PerOperand(tma_Q, tma_K, tma_V, tma_O),
             mLSE,
             tile_counter,
             scales,
@@ -170,8 +171,8 @@ class ForwardKernel:
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,
-        tensors: tuple,
+        atoms: PerOperand,
+        tensors: PerOperand,
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
         scales: tuple,
@@ -218,9 +219,9 @@ class ForwardKernel:
             if warp_idx == 0:
                 producer = Producer(
                     c,
-                    TmaOperand(atoms[0], tensors[0], sQ),
-                    TmaOperand(atoms[1], tensors[1], sK),
-                    TmaOperand(atoms[2], tensors[2], sVt),
+                    TmaOperand(atoms.q, tensors.q, sQ),
+                    TmaOperand(atoms.k, tensors.k, sK),
+                    TmaOperand(atoms.v, tensors.v, sVt),
                     pipes,
                 )
                 kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
@@ -240,18 +241,18 @@ class ForwardKernel:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1
             warp_in_group = warp_idx % WARPS_PER_WARPGROUP
-            mma_qk, mma_pv = self._tiled_mmas()
-            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+            mmas = self._tiled_mmas()
+            thr_qk, thr_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
             operands = (
-                mma_qk.make_fragment_A(thr_qk.partition_A(sQ[None, None, wg])),
-                mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
-                mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
+                mmas.qk.make_fragment_A(thr_qk.partition_A(sQ[None, None, wg])),
+                mmas.qk.make_fragment_B(thr_qk.partition_B(sK)),
+                mmas.pv.make_fragment_B(thr_pv.partition_B(sVt)),
             )
             softmax = self._make_softmax(scale_log2, scales)
-            consumer = Consumer(c, (mma_qk, mma_pv), operands, pipes, softmax, wg)
-            epilogue = Epilogue(atoms[3], tensors[3], sO, mLSE, lane, warp_in_group)
-            row_in_tile = wg * WARPGROUP_ROWS + warp_in_group * 2 * ROW_STRIDE + lane // LANES_PER_ROW
-            col_in_block = lane % LANES_PER_ROW * 2
+            consumer = Consumer(c, mmas, operands, pipes, softmax, wg)
+            epilogue = Epilogue(TmaOperand(atoms.o, tensors.o, sO), mLSE, lane, warp_in_group)
+            row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
+            col_in_block = first_column_of_thread(lane)
             kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
             mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
             q_phase = Int32(0)
@@ -305,8 +306,8 @@ class ForwardKernel:
 
         return SharedStorage
 
-    def _make_pipelines(self, storage) -> tuple:
-        """(pipe_q, pipe_k, pipe_v); the class docstring has their table."""
+    def _make_pipelines(self, storage) -> Pipelines:
+        """The class docstring has their table."""
         c = self.config
         warps_of_one = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP)
         warps_of_all = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
@@ -322,7 +323,7 @@ class ForwardKernel:
                 defer_sync=True,
             )
 
-        pipes = (
+        pipes = Pipelines(
             create(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
             create(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
             create(storage.barriers_v, c.stages, warps_of_all, c.tile_n * c.head_dim_v),
@@ -331,7 +332,7 @@ class ForwardKernel:
         cute.arch.sync_threads()
         return pipes
 
-    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
         one_warpgroup = (1, 1, 1)
@@ -354,7 +355,7 @@ class ForwardKernel:
             (WARPGROUP_ROWS, c.head_dim_v),
             a_source=warpgroup.OperandSource.RMEM,
         )
-        return qk, pv
+        return Mmas(qk, pv)
 
     def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
         c = self.config

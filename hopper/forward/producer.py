@@ -1,37 +1,13 @@
 """The producer warp of the forward kernel: issues every TMA load, tile after tile."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.invariant import LoopInvariant
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
-
-
-@dataclass(frozen=True)
-class TmaOperand(LoopInvariant):
-    """A TMA atom with the coordinate tensor it reads from and the staged shared memory it writes to."""
-
-    atom: cute.CopyAtom
-    gmem: cute.Tensor
-    smem: cute.Tensor
-
-    def partition(
-        self, tiler: tuple, coord: tuple, head: Int32, batch: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared stages, global tiles) of one head, each with the copied tile as mode 0."""
-        tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
-        return cpasync.tma_partition(
-            self.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(self.smem, 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
+from hopper.forward.operands import Pipelines, TmaOperand, q_state
 
 
 class Producer(LoopInvariant):
@@ -41,10 +17,10 @@ class Producer(LoopInvariant):
     as possible, and K runs ahead of V as the pipelined consumer reads them.
     """
 
-    def __init__(self, config: ForwardConfig, q: TmaOperand, k: TmaOperand, v: TmaOperand, pipes: tuple):
+    def __init__(self, config: ForwardConfig, q: TmaOperand, k: TmaOperand, v: TmaOperand, pipes: Pipelines):
         self.config = config
         self.q, self.k, self.v = q, k, v
-        self.pipe_q, self.pipe_k, self.pipe_v = pipes
+        self.pipes = pipes
 
     @cute.jit
     def load_tile(
@@ -63,15 +39,15 @@ class Producer(LoopInvariant):
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, batch)
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
-        self._load(self.pipe_k, self.k.atom, tKsK, tKgK, n_end - 1, kv_state)
+        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_end - 1, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
-        self._load(self.pipe_v, self.v.atom, tVsV, tVgV, n_end - 1, kv_state)
+        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_end - 1, kv_state)
         kv_state.advance()
         for step in cutlass.range(n_end - 1, unroll=1):
             n_block = n_end - 2 - step
-            self._load(self.pipe_k, self.k.atom, tKsK, tKgK, n_block, kv_state)
-            self._load(self.pipe_v, self.v.atom, tVsV, tVgV, n_block, kv_state)
+            self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
+            self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
         return kv_state
 
@@ -79,8 +55,8 @@ class Producer(LoopInvariant):
     def _load_q(
         self, tQsQ: cute.Tensor, tQgQ: cute.Tensor, m_block: Int32, wg: cutlass.Constexpr[int], phase: Int32
     ):
-        state = pipeline.PipelineState(self.config.consumers, Int32(0), Int32(wg), phase)
-        self._load(self.pipe_q, self.q.atom, tQsQ, tQgQ, m_block * self.config.consumers + wg, state)
+        state = q_state(self.config, wg, phase)
+        self._load(self.pipes.q, self.q.atom, tQsQ, tQgQ, m_block * self.config.consumers + wg, state)
 
     @cute.jit
     def _load(

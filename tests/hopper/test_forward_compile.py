@@ -13,6 +13,7 @@ from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 from hopper.config import (
     ForwardConfig,
     select_forward_config,
+    select_fp8_forward_config,
     shipped_forward_configs,
     shipped_fp8_forward_configs,
 )
@@ -20,6 +21,7 @@ from hopper.forward import compile_forward
 from hopper.forward.barriers import NamedBarrier
 from hopper.forward.kernel import ForwardKernel
 from hopper.inspection import ResourceUsage, resource_usage
+from tests.hopper.wgmma_hazards import find_hazards
 
 SHIPPED = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
 
@@ -118,3 +120,38 @@ def test_ping_pong_off_emits_no_turn(tmp_path):
             )
         )
     assert ptx[True] > 0 and ptx[False] == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        select_forward_config("bfloat16", 64, 64, True, 8192),
+        select_forward_config("bfloat16", 128, 128, False, 8192),
+        select_forward_config("bfloat16", 256, 256, True, 8192),
+        select_fp8_forward_config(128, 128, True, "bfloat16"),
+    ],
+    ids=lambda config: config.name,
+)
+def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config, tmp_path):
+    ptx = compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    steps = 32 // config.element_bytes
+    of_block = config.head_dim // steps + config.tile_n // steps
+    count, hazards = find_hazards(ptx)
+    # First block, last P V, and one block in each loop: with and without a mask.
+    assert count == of_block * (3 if config.causal else 2)
+    assert hazards == []
+
+
+def test_hazards_are_found():
+    wgmma = "wgmma.mma_async.sync.aligned {%f1, %f2}, {%r1}, %rd1, p, 1, 1;"
+    flight = [wgmma, "wgmma.commit_group.sync.aligned;"]
+    use, wait = "add.f32 %f9, %f1, %f3;", "wgmma.wait_group.sync.aligned 0;"
+    assert find_hazards("\n".join([*flight, wait, use])) == (1, [])
+    assert find_hazards("\n".join([*flight, use, wait])) == (1, [use])
+    overwrite, read = "mov.b32 %r1, %r7;", "mov.b32 %r7, %r1;"
+    assert find_hazards("\n".join([*flight, read, overwrite, wait])) == (1, [overwrite])
+    second = [wgmma.replace("%f", "%g").replace("%r1", "%r2"), "wgmma.commit_group.sync.aligned;"]
+    one_left = "wgmma.wait_group.sync.aligned 1;"
+    assert find_hazards("\n".join([*flight, *second, one_left, use, use.replace("%f1", "%g1")]))[1] == [
+        use.replace("%f1", "%g1")
+    ]

@@ -1,0 +1,63 @@
+"""What the roles of the forward kernel share: its operands, and the pipelines between them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
+
+from cute_kernels.invariant import LoopInvariant
+from hopper.config import ForwardConfig
+
+
+class PerOperand(NamedTuple):
+    """One thing for each operand: its TMA atom, its coordinate tensor, its layout in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+class Pipelines(NamedTuple):
+    """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table."""
+
+    q: PipelineTmaAsync
+    k: PipelineTmaAsync
+    v: PipelineTmaAsync
+
+
+class Mmas(NamedTuple):
+    """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class TmaOperand(LoopInvariant):
+    """A TMA atom with the coordinate tensor and the staged shared memory between which it copies."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor
+    smem: cute.Tensor
+
+    def partition(
+        self, tiler: tuple, coord: tuple, head: Int32, batch: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """(shared stages, global tiles) of one head, each with the copied tile as mode 0."""
+        tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
+        return cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.smem, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+
+
+def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:
+    """Where Q's pipeline stands for warpgroup ``wg``, which owns the stage of its number; a tile is a phase."""
+    return PipelineState(config.consumers, Int32(0), Int32(wg), phase)
