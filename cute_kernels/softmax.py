@@ -105,5 +105,6 @@ def normalize_rows(acc: cute.Tensor, inverse_sum: cute.Tensor):
     rows = as_rows(acc)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         is_empty = inverse_sum[r] == Float32(0.0)
-        for i in cutlass.range_constexpr(cute.size(rows[r, None])):
-            rows[r, i] = Float32(0.0) if is_empty else rows[r, i] * inverse_sum[r]
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for e in cutlass.range_constexpr(rows.shape[1][0]):
+                rows[r, (e, j)] = Float32(0.0) if is_empty else rows[r, (e, j)] * inverse_sum[r]
