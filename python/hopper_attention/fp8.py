@@ -17,7 +17,13 @@ from hopper_attention import checks, compile_cache, launch
 from hopper_attention.backends import Choice, Target, target_of, why_not_hopper
 from hopper_attention.dispatch import DTYPE_NAMES
 from hopper_attention.notices import warn_once
-from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
+from hopper_attention.quantization import (
+    Fp8Quantization,
+    QuantizedQKV,
+    QuantizedTensor,
+    quantize_qkv,
+    rotate_back,
+)
 from hopper_attention.reference.fp8 import MIN_V_RATIO, attention_tiled_fp8
 
 KEYS_PER_STEP = 32
@@ -83,7 +89,8 @@ def flash_attn_quantized_func(
 ) -> Any:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
 
-    The output has the dtype that q had before it was quantized.
+    The output has the dtype that q had before it was quantized. A rotation of V is undone here, in PyTorch, and the
+    mean of K goes back into the LSE.
     """
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
@@ -94,6 +101,11 @@ def flash_attn_quantized_func(
         out, lse = _run_kernel(parts, scale, causal)
     else:
         out, lse = attention_tiled_fp8(parts, causal=causal, softmax_scale=scale)
+    # A row without keys stays at -inf and 0: both steps below leave those as they are.
+    if parts.shift.numel():
+        lse = lse + scale * parts.shift
+    if parts.quantization.rotate_v:
+        out = rotate_back(out, parts.quantization.seed).to(out.dtype)
     return (out, lse) if return_attn_probs else out
 
 

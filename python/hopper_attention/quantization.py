@@ -14,7 +14,7 @@ the definition that every quantizer of the project follows, fused kernels includ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
@@ -43,6 +43,10 @@ class Fp8Quantization:
         block_q: rows of Q in a block, and queries of the FP8 kernel's tile.
         block_k: rows of K and V in a block, and keys of the FP8 kernel's tile.
         seed: of the rotation's signs.
+        smooth_k: subtract from K its mean over the keys, for each head. The softmax does not notice, because a row
+            of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
+            have offsets of their own get smaller. (SageAttention's name for it.)
+        rotate_v: rotate V along head_dim_v as Q and K are, and the output back.
     """
 
     rotate: bool = True
@@ -50,6 +54,8 @@ class Fp8Quantization:
     block_q: int = 128
     block_k: int = 128
     seed: int = 0
+    smooth_k: bool = False
+    rotate_v: bool = False
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -96,13 +102,18 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class QuantizedQKV:
-    """Q, K and V of one attention problem in e4m3, how they were made, and the dtype of its output."""
+    """Q, K and V of one attention problem in e4m3, how they were made, and the dtype of its output.
+
+    ``shift`` float32 (batch, heads, seqlen_q) is what every score of a query, not yet scaled, lost with the mean of
+    K; it has no elements where nothing was subtracted.
+    """
 
     q: QuantizedTensor
     k: QuantizedTensor
     v: QuantizedTensor
     quantization: Fp8Quantization
     dtype: torch.dtype
+    shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:
@@ -149,6 +160,20 @@ def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.cat([_hadamard(part) for part in signed.split(hadamard_blocks(x.shape[-1]), -1)], -1)
 
 
+def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """The inverse of :func:`rotate_head_dim`, float32: Hadamard matrices are symmetric, the signs their own inverse."""
+    parts = x.float().split(hadamard_blocks(x.shape[-1]), -1)
+    return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)
+
+
+def _without_mean(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k less its mean over the keys, float32; the product of q with that mean, (b, h, sq))."""
+    k32 = k.float()
+    mean = k32.mean(1, keepdim=True)
+    of_query_head = mean.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return k32 - mean, (q.float() * of_query_head).sum(-1).transpose(1, 2).contiguous()
+
+
 def _finite_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest finite magnitude of each row: (b, s, h, d) -> (b, h, s)."""
     return x.abs().masked_fill(~torch.isfinite(x), 0.0).amax(-1).transpose(1, 2)
@@ -188,7 +213,8 @@ def quantize_qkv(
 ) -> QuantizedQKV:
     """Quantize the inputs of attention to e4m3 by the rules at the top of this module.
 
-    Q and K are rotated first if asked for; V never is. All is computed in float32.
+    What is asked for is done in this order: the mean of K is subtracted, Q and K are rotated, V is rotated. All is
+    computed in float32.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, on any device.
@@ -207,13 +233,18 @@ def quantize_qkv(
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
     c = quantization
+    shift = torch.empty(0, device=q.device)
+    if c.smooth_k and shape.seqlen_k:
+        k, shift = _without_mean(q, k)
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
+    v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     return QuantizedQKV(
         q=_quantize(q32, c.granularity, c.block_q, shape.kv_heads),
         k=_quantize(k32, c.granularity, c.block_k, shape.kv_heads),
-        v=_quantize(v.float(), c.granularity, c.block_k, shape.kv_heads),
+        v=_quantize(v32, c.granularity, c.block_k, shape.kv_heads),
         quantization=c,
         dtype=q.dtype,
+        shift=shift,
     )
 
 

@@ -40,6 +40,42 @@ def test_quantize_and_attend_is_the_emulation_here(causal: bool) -> None:
     assert ((out - oracle).norm() / oracle.norm()).item() < 0.08
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_smooth_k_helps_where_channels_have_offsets_and_keeps_the_lse(causal: bool) -> None:
+    q, k, v = qkv()
+    k = (k.float() + 8 * torch.linspace(-1, 1, 64).roll(7)).half()
+    oracle, oracle_lse = attention_naive(q, k, v, causal=causal)
+    errors, lse_errors = {}, {}
+    for smooth in (False, True):
+        c = Fp8Quantization(smooth_k=smooth)
+        out, lse = flash_attn_fp8_func(q, k, v, None, causal, True, quantization=c)
+        errors[smooth] = ((out - oracle).norm() / oracle.norm()).item()
+        lse_errors[smooth] = (lse - oracle_lse).abs().max().item()
+    assert errors[True] < 0.08 and errors[True] < errors[False] / 2
+    assert lse_errors[True] < 0.1 and lse_errors[True] < lse_errors[False]
+
+
+def test_rows_without_keys_stay_empty_with_every_option() -> None:
+    q, k, v = qkv(seqlen_k=10)
+    c = Fp8Quantization(smooth_k=True, rotate_v=True)
+    out, lse = flash_attn_fp8_func(q, k, v, None, True, True, quantization=c)
+    assert not out[:, :103].any() and bool((lse[:, :, :103] == -torch.inf).all())
+    assert bool(lse[:, :, 103:].isfinite().all())
+    assert flash_attn_fp8_func(q, k[:, :0], v[:, :0], quantization=c).count_nonzero() == 0
+
+
+def test_rotated_v_comes_back() -> None:
+    q, k, v = qkv()
+    v[:, :, :, 3] *= 60
+    oracle, _ = attention_naive(q, k, v)
+    errors = {}
+    for rotate_v in (False, True):
+        c = Fp8Quantization(granularity="tensor", rotate_v=rotate_v)
+        out = flash_attn_fp8_func(q, k, v, quantization=c)
+        errors[rotate_v] = ((out - oracle).norm() / oracle.norm()).item()
+    assert errors[True] < 0.08 and errors[False] < 0.08
+
+
 def test_gradients_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="k requires grad"):

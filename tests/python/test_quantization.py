@@ -14,6 +14,7 @@ from hopper_attention.quantization import (
     from_descales,
     hadamard_blocks,
     quantize_qkv,
+    rotate_back,
     rotate_head_dim,
     rotation_signs,
     to_e4m3,
@@ -195,3 +196,20 @@ def test_bad_input_is_named(make, error, message):
     data = torch.ones(1, 8, 2, 16).to(torch.float8_e4m3fn)
     with pytest.raises(error, match=message):
         make(data, torch.ones(1, 2, 2))
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 96, 128])
+def test_rotation_is_undone(head_dim):
+    x = torch.randn(3, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(rotate_back(rotate_head_dim(x, 7), 7), x, atol=1e-5)
+
+
+def test_smooth_k_takes_out_the_mean_and_remembers_what_it_did_to_the_scores():
+    q, k, v = draw(seqlen_k=64)
+    k = k + torch.linspace(-20, 20, 16)
+    parts = quantize_qkv(q, k, v, quantization=dataclasses.replace(PLAIN, smooth_k=True))
+    assert parts.k.dequantize().mean(1).abs().max() < 0.05
+    mean = k.mean(1).repeat_interleave(2, 1)
+    assert torch.allclose(parts.shift, torch.einsum("bqhd,bhd->bhq", q, mean), atol=1e-3)
+    assert quantize_qkv(q, k, v, quantization=PLAIN).shift.numel() == 0
+    assert (parts.k.scale < quantize_qkv(q, k, v, quantization=PLAIN).k.scale / 3).all()
