@@ -53,22 +53,13 @@ def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Co
         words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
 
 
-KEYS_PER_FP8_STEP = 32
-KEY_ORDER = tuple(
-    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
-    for slot in range(KEYS_PER_FP8_STEP)
-)
-"""Slot of the k of an FP8 WGMMA -> key of 32: the order in which V's keys must lie for
-``store_row_as_operand_a_e4m3``."""
-
-
 @cute.jit
 def store_row_as_operand_a_e4m3(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Constexpr[int]):
     """Round row ``r`` of an accumulator into the register A operand of the next FP8 WGMMA (k = 32).
 
     A thread's four bytes of a word should be the keys 4 t .. 4 t + 3 of 16, with t its lane in the row, but it
     holds the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. Those are stored as they are; V comes with its keys in the
-    same order (KEY_ORDER), so that no register has to change hands.
+    same order within each 32, so that no register has to change hands.
     """
     words = cute.recast_tensor(operand, Int32)
     rows = as_rows(acc)

@@ -22,6 +22,14 @@ BARRIER_BYTES = 1_024
 
 DTYPES = ("float16", "bfloat16")
 FP8_DTYPE = "float8_e4m3fn"
+FP8_KEYS_PER_STEP = 32
+FP8_KEY_ORDER = tuple(
+    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
+    for slot in range(FP8_KEYS_PER_STEP)
+)
+"""Slot of the k of an FP8 WGMMA -> key of 32: how V's keys must lie for ``store_row_as_operand_a_e4m3``, which leaves
+P in the order of the accumulator."""
+
 SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest

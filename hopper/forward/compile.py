@@ -62,7 +62,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     """Compile the e4m3 kernel of ``config`` for sm_90a.
 
     Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_log2, v_max, block_q, block_k, softmax_scale,
-    num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``fragments.KEY_ORDER`` within each
+    num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``FP8_KEY_ORDER`` within each
     32 and padded with zeros to a multiple of 32. Strides and head_dims are multiples of 16. The scales are those of
     ``BlockScales``: block_q a multiple of 64 and block_k of tile_n, or at least the sequence. The rest is as for
     ``compile_forward``.

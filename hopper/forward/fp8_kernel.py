@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax, BlockScales
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS
-from hopper.forward.kernel import ForwardKernel, SmemLayouts, _swizzled
+from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -51,8 +51,8 @@ class Fp8ForwardKernel(ForwardKernel):
     def _smem_layouts(self) -> SmemLayouts:
         c = self.config
         return SmemLayouts(
-            q=_swizzled(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
-            k=_swizzled(c.tile_n, c.head_dim, c.stages, self.dtype),
-            vt=_swizzled(c.head_dim_v, c.tile_n, c.stages, self.dtype),
-            o=_swizzled(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype),
+            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
+            vt=swizzled_layout(c.head_dim_v, c.tile_n, c.stages, self.dtype),
+            o=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype),
         )

@@ -43,7 +43,7 @@ class SmemLayouts(NamedTuple):
     o: cute.ComposedLayout
 
 
-def _swizzled(
+def swizzled_layout(
     rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None
 ) -> cute.ComposedLayout:
     """Row-major (rows, cols, stages) in the widest swizzle that divides a row."""
@@ -279,13 +279,15 @@ class ForwardKernel:
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
         c = self.config
-        v = _swizzled(c.tile_n, c.head_dim_v, c.stages, self.dtype)
+        v = swizzled_layout(c.tile_n, c.head_dim_v, c.stages, self.dtype)
         o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
         return SmemLayouts(
-            q=_swizzled(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
-            k=_swizzled(c.tile_n, c.head_dim, c.stages, self.dtype),
+            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
             vt=cute.make_composed_layout(v.inner, 0, cute.select(v.outer, mode=[1, 0, 2])),
-            o=_swizzled(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride),
+            o=swizzled_layout(
+                WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride
+            ),
         )
 
     def _shared_storage(self, layouts: SmemLayouts) -> type:

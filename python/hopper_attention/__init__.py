@@ -8,7 +8,8 @@ from hopper_attention.rooms import check_rooms
 
 check_rooms()
 
-from hopper_attention.api import (  # noqa: E402  (a foreign `hopper` must be found out before ours is imported)
+# E402, here and below: a foreign `hopper` must be found out before ours is imported.
+from hopper_attention.api import (  # noqa: E402
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hopper.config import WARPGROUP_ROWS, check_problem_size, select_fp8_forward_config
+from hopper.config import (
+    FP8_KEY_ORDER,
+    FP8_KEYS_PER_STEP,
+    WARPGROUP_ROWS,
+    check_problem_size,
+    select_fp8_forward_config,
+)
 from hopper_attention import checks, compile_cache, launch
 from hopper_attention.backends import Choice, Target, target_of, why_not_hopper
 from hopper_attention.dispatch import DTYPE_NAMES
+from hopper_attention.layout import make_addressable
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import (
     Fp8Quantization,
@@ -26,16 +33,10 @@ from hopper_attention.quantization import (
 )
 from hopper_attention.reference.fp8 import MIN_V_RATIO, attention_tiled_fp8
 
-KEYS_PER_STEP = 32
-KEY_ORDER = tuple(
-    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2 for slot in range(KEYS_PER_STEP)
-)
-"""Where the kernel expects which of 32 keys of V; ``cute_kernels.fragments`` says why. A test holds both equal."""
-
 DEFAULT_QUANTIZATION = Fp8Quantization()
 
 HEAD_DIM_STEP = 16
-"""TMA counts in 16 bytes."""
+"""TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
 
 
 def flash_attn_fp8_func(
@@ -145,10 +146,10 @@ def why_not_kernel(parts: QuantizedQKV) -> str:
 
 
 def transpose_for_kernel(v: Tensor) -> Tensor:
-    """e4m3 V (b, s, hk, dv) -> (b, hk, dv, keys), in KEY_ORDER within each 32 keys, the last 32 padded with zeros."""
+    """e4m3 V (b, s, hk, dv) -> (b, hk, dv, keys), each 32 keys in the kernel's order, the last padded with zeros."""
     keys = v.view(torch.uint8).permute(0, 2, 3, 1)
-    steps = pad(keys, (0, -v.shape[1] % KEYS_PER_STEP)).unflatten(-1, (-1, KEYS_PER_STEP))
-    order = torch.tensor(KEY_ORDER, device=v.device)
+    steps = pad(keys, (0, -v.shape[1] % FP8_KEYS_PER_STEP)).unflatten(-1, (-1, FP8_KEYS_PER_STEP))
+    order = torch.tensor(FP8_KEY_ORDER, device=v.device)
     return steps[..., order].flatten(-2).contiguous().view(v.dtype)
 
 
@@ -158,14 +159,6 @@ def v_scales_for_kernel(v: QuantizedTensor) -> tuple[Tensor, Tensor]:
     ratio = (v.scale / largest.unsqueeze(-1)).clamp_min(MIN_V_RATIO)
     ratio = torch.where(v.scale == largest.unsqueeze(-1), 1.0, ratio)
     return ratio.log2().contiguous(), largest.contiguous()
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """x, or a copy that TMA can address: strides and address in multiples of 16 bytes."""
-    is_good = x.stride(3) == 1 and all(s and s % HEAD_DIM_STEP == 0 for s in x.stride()[:3])
-    return (
-        x if is_good and x.data_ptr() % HEAD_DIM_STEP == 0 else x.clone(memory_format=torch.contiguous_format)
-    )
 
 
 def _run_kernel(parts: QuantizedQKV, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -180,8 +173,8 @@ def _run_kernel(parts: QuantizedQKV, softmax_scale: float, causal: bool) -> tupl
         out = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=parts.dtype, device=q.device)
         lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
         kernel(
-            _addressable(q),
-            _addressable(k),
+            make_addressable(q),
+            make_addressable(k),
             transpose_for_kernel(v),
             out,
             lse,

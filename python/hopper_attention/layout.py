@@ -1,8 +1,8 @@
 """Which tensors TMA can address as they are, and what is done with the others.
 
 A TMA descriptor wants a base address in multiples of 16 bytes and strides in multiples of 16 bytes, which
-is 8 elements here. The stride of a dimension of size 1 is never used, so it is replaced. Anything else is
-copied.
+is 8 elements of 16 bits or 16 of e4m3. The stride of a dimension of size 1 is never used, so it is
+replaced. Anything else is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from hopper_attention.checks import TensorSpec
 
 TMA_BYTES = 16
-TMA_ELEMENTS = 8
 
 
 class Repair(NamedTuple):
@@ -43,11 +42,18 @@ def repair_for(spec: TensorSpec) -> Repair:
     """What a tensor of this shape and these strides needs, wherever it lies."""
     if _bad_strides(spec):
         return Repair(copy=True, strides=())
+    step = _step(spec)
     fixed = tuple(
-        TMA_ELEMENTS if size == 1 and not _addressable(stride) else stride
+        step if size == 1 and not _addressable(stride, step) else stride
         for size, stride in zip(spec.shape[:3], spec.strides[:3], strict=True)
     )
     return Repair(copy=False, strides=() if fixed == tuple(spec.strides[:3]) else (*fixed, 1))
+
+
+def make_addressable(tensor: Tensor) -> Tensor:
+    """The tensor with what it needs done to it."""
+    repaired = repair_for(TensorSpec.of(tensor)).apply(tensor)
+    return contiguous_copy(repaired) if repaired.data_ptr() % TMA_BYTES else repaired
 
 
 def copy_reason(spec: TensorSpec, address: int) -> str:
@@ -55,7 +61,7 @@ def copy_reason(spec: TensorSpec, address: int) -> str:
     bad = _bad_strides(spec)
     if bad:
         dim, stride = bad[0]
-        wanted = f"a multiple of {TMA_ELEMENTS} elements other than 0"
+        wanted = f"a multiple of {_step(spec)} elements other than 0"
         return f"its stride in dimension {dim} is {stride}, and TMA needs {wanted}"
     if address % TMA_BYTES:
         return f"its address is {address % TMA_BYTES} bytes past a multiple of {TMA_BYTES}"
@@ -64,9 +70,15 @@ def copy_reason(spec: TensorSpec, address: int) -> str:
 
 def _bad_strides(spec: TensorSpec) -> list[tuple[int, int]]:
     """(dimension, stride) of those that are used and that TMA cannot take."""
+    step = _step(spec)
     dims = enumerate(zip(spec.shape[:3], spec.strides[:3], strict=True))
-    return [(dim, stride) for dim, (size, stride) in dims if size > 1 and not _addressable(stride)]
+    return [(dim, stride) for dim, (size, stride) in dims if size > 1 and not _addressable(stride, step)]
 
 
-def _addressable(stride: int) -> bool:
-    return stride > 0 and stride % TMA_ELEMENTS == 0
+def _step(spec: TensorSpec) -> int:
+    """Elements in 16 bytes."""
+    return TMA_BYTES // spec.dtype.itemsize
+
+
+def _addressable(stride: int, step: int) -> bool:
+    return stride > 0 and stride % step == 0

@@ -34,7 +34,8 @@ def find_differences(parts: QuantizedQKV, causal: bool) -> list[str]:
     visible = like_lse > -math.inf
     if not bool(torch.equal(lse > -math.inf, visible)):
         wrong.append("LSE of rows without keys")
-    # FP8 WGMMA accumulates S with fewer bits than float32, in proportion to its size; the emulation does not.
+    # Seen so far: 2.0e-3 on N(0, 1), 2.0e-2 where scores are in the tens. Presumably FP8 WGMMA's accumulation, which
+    # keeps fewer bits than float32 and which the emulation leaves out; the allowance is not derived from it.
     if not bool(((lse - like_lse)[visible].abs() <= 5e-3 + 2e-3 * like_lse[visible].abs()).all()):
         wrong.append(f"LSE differs by {(lse - like_lse)[visible].abs().max().item():.3e}")
     if not bool((out.transpose(1, 2)[~visible] == 0).all()):

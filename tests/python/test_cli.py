@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_rmse_of_other_inputs(distribution: str) -> None:
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A compile cache in which the last config fails and every other is built at once from its name."""
 
-    def build(configs, jobs, on_progress):  # type: ignore[no-untyped-def]
+    def build(configs: Any, jobs: int, on_progress: Any) -> Any:
         assert jobs == 3
         results = []
         for config in configs:

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import fragments
-from hopper.config import Fp8ForwardConfig, select_fp8_forward_config, shipped_fp8_forward_configs
+from hopper.config import (
+    FP8_KEY_ORDER,
+    Fp8ForwardConfig,
+    select_fp8_forward_config,
+    shipped_fp8_forward_configs,
+)
 from hopper_attention import fp8
 from hopper_attention.backends import Target
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
@@ -93,11 +97,15 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="backend is 'hopper', but cpu is not an NVIDIA GPU"):
         flash_attn_fp8_func(q, k, v, backend="hopper")
     with pytest.raises(TypeError, match="q"):
-        flash_attn_fp8_func(None, k, v)  # type: ignore[arg-type]
+        flash_attn_fp8_func(None, k, v)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_both_rooms_agree_on_the_order_of_keys() -> None:
-    assert fp8.KEY_ORDER == fragments.KEY_ORDER and sorted(fp8.KEY_ORDER) == list(range(32))
+def test_each_word_of_p_meets_the_keys_that_its_thread_holds() -> None:
+    # Thread t of a quad holds, of each 8 columns, 2 t and 2 t + 1; a word of the operand is slots 4 t to 4 t + 3.
+    for half, t in ((half, t) for half in (0, 1) for t in range(4)):
+        word = FP8_KEY_ORDER[16 * half + 4 * t :][:4]
+        assert word == tuple(16 * half + 8 * group + 2 * t + e for group in (0, 1) for e in (0, 1))
+    assert sorted(FP8_KEY_ORDER) == list(range(32))
 
 
 def test_v_is_transposed_ordered_and_padded() -> None:
@@ -105,7 +113,7 @@ def test_v_is_transposed_ordered_and_padded() -> None:
     moved = fp8.transpose_for_kernel(v)
     assert moved.shape == (1, 1, 16, 96) and moved.is_contiguous()
     for slot in (0, 1, 2, 3, 5, 17, 40, 69 // 32 * 32 + 1):
-        key = slot // 32 * 32 + fp8.KEY_ORDER[slot % 32]
+        key = slot // 32 * 32 + FP8_KEY_ORDER[slot % 32]
         expected = v[0, key, 0].float() if key < 70 else torch.zeros(16)
         assert torch.equal(moved[0, 0, :, slot].float(), expected)
     assert moved[0, 0, :, 64:].float().count_nonzero() == v[0, 64:].float().count_nonzero()

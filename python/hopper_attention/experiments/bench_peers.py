@@ -6,6 +6,7 @@ runs only the kernel through that peer's own entry point. A new peer is one more
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable
@@ -189,7 +190,7 @@ def why_no_fa4(setting: Setting) -> str:
     if needs_gpu(setting):
         return needs_gpu(setting)
     try:
-        from flash_attn.cute import flash_attn_func  # noqa: F401
+        importlib.import_module("flash_attn.cute")
     except Exception as error:  # a version that does not fit the others can raise anything
         return f"not installed (flash-attn-4): {error}"
     return ""

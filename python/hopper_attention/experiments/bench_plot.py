@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hopper_attention.experiments.bench_render import measured_peers, short_length
 from hopper_attention.experiments.bench_results import (
@@ -39,9 +40,8 @@ def plot_forward(report: ForwardReport, path: Path) -> Path:
     cells = {(c.problem.head_dim, c.problem.causal, c.problem.seqlen_q): c for c in grid_cells(report)}
     with house_style():
         width, height = 14.0, 7.6
-        figure = Figure(figsize=(width, height), layout="constrained")
-        layout = {"rect": (0.01, 0.01, 0.98, 1 - 0.95 / height), "hspace": 0.07}
-        figure.get_layout_engine().set(**layout)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 1 - 0.95 / height), hspace=0.07)
+        figure = Figure(figsize=(width, height), layout=layout)
         figure.text(0.018, 1 - 0.2 / height, "Attention forward, bf16", size=14, weight="bold", va="top")
         note = f"{report.machine['gpu']} · 16384 tokens · heads × head_dim = 2048 · TFLOP/s, higher is better"
         figure.text(0.018, 1 - 0.5 / height, note, size=9.5, color=MUTED, va="top")

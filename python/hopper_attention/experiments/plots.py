@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 INK = "#1c2430"
 MUTED = "#6b7686"
@@ -64,8 +65,8 @@ def house_style() -> Iterator[None]:
 
 def titled_figure(title: str, subtitle: str, width: float, height: float) -> tuple[Figure, Axes]:
     """A figure of ``width`` x ``height`` inches with one axes below a left-aligned title and subtitle."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(rect=(0.015, 0.02, 0.97, 1 - 0.82 / height))  # type: ignore[union-attr,call-arg]
+    layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, 1 - 0.82 / height))
+    figure = Figure(figsize=(width, height), layout=layout)
     figure.text(0.022, 1 - 0.22 / height, title, size=14, weight="bold", va="top")
     figure.text(0.022, 1 - 0.50 / height, subtitle, size=9.5, color=MUTED, va="top")
     return figure, figure.add_subplot()
