@@ -25,9 +25,9 @@ def multiply_rounded(a: Float32, b: Float32) -> Float32:
     )
 
 
-def pin(x: Float32) -> Float32:
+def pin(x: Float32 | Int32, dtype: type[cutlass.Numeric] = Float32) -> Float32 | Int32:
     """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
-    return cute.arch.inline_ptx("mov.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[dtype], read_only_args=[x])
 
 
 def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
@@ -43,16 +43,35 @@ def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     )
 
 
-def pack_e4m3(values: tuple[Float32, Float32, Float32, Float32]) -> Int32:
-    """Four values rounded to e4m3, saturating, in one register, the first in its lowest byte."""
-    low, high = (
-        cute.arch.inline_ptx(
-            "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
-            write_only_types=[cutlass.Int16],
-            read_only_args=[values[i + 1], values[i]],
-        )
-        for i in (0, 2)
+def unpack(word: Int32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:
+    """The two values of ``pack``: what is in the lower half, and in the upper."""
+    widen = {
+        cutlass.Float16: "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }",
+        cutlass.BFloat16: "{ .reg .b32 l, h; shl.b32 l, {$r0}, 16; and.b32 h, {$r0}, 0xffff0000; "
+        "mov.b32 {$w0}, l; mov.b32 {$w1}, h; }",
+    }
+    return cute.arch.inline_ptx(widen[dtype], write_only_types=[Float32, Float32], read_only_args=[word])
+
+
+def pack_e4m3(low: Float32, high: Float32) -> cutlass.Int16:
+    """Two values rounded to e4m3, saturating, ``low`` in the lower byte."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[cutlass.Int16],
+        read_only_args=[high, low],
     )
+
+
+def pack_e4m3_of_float16(pair: Int32) -> cutlass.Int16:
+    """``pack_e4m3`` of two float16 in a word."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.satfinite.e4m3x2.f16x2 {$w0}, {$r0};",
+        write_only_types=[cutlass.Int16],
+        read_only_args=[pair],
+    )
+
+
+def join(low: cutlass.Int16, high: cutlass.Int16) -> Int32:
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, { {$r0}, {$r1} };", write_only_types=[Int32], read_only_args=[low, high]
     )

@@ -7,9 +7,10 @@ the pair, row, j.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
-from cute_kernels.fast_math import pack, pack_e4m3
+from cute_kernels.exp2_pairs import is_polynomial
+from cute_kernels.fast_math import join, pack, pack_e4m3, pack_e4m3_of_float16
 
 ROWS_PER_THREAD = 2
 LANES_PER_ROW = 4
@@ -54,16 +55,27 @@ def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Co
 
 
 @cute.jit
-def store_row_as_operand_a_e4m3(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Constexpr[int]):
+def store_row_as_operand_a_e4m3(
+    operand: cute.Tensor,
+    acc: cute.Tensor,
+    r: cutlass.Constexpr[int],
+    polynomial_pairs: cutlass.Constexpr[int],
+):
     """Round row ``r`` of an accumulator into the register A operand of the next FP8 WGMMA (k = 32).
 
     A thread's four bytes of a word should be the keys 4 t .. 4 t + 3 of 16, with t its lane in the row, but it
     holds the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. Those are stored as they are; V comes with its keys in the
-    same order within each 32, so that no register has to change hands.
+    same order within each 32, so that no register has to change hands. Pairs that ``is_polynomial`` picks
+    lie as two float16 in the place of the first.
     """
     words = cute.recast_tensor(operand, Int32)
     rows = as_rows(acc)
-    for pair in cutlass.range_constexpr(rows.shape[1][1] // 2):
-        j = 2 * pair
-        quad = (rows[r, (0, j)], rows[r, (1, j)], rows[r, (0, j + 1)], rows[r, (1, j + 1)])
-        words[r + rows.shape[0] * pair] = pack_e4m3(quad)
+    packed = as_rows(cute.recast_tensor(acc, Int32))
+    for word in cutlass.range_constexpr(rows.shape[1][1] // 2):
+        halves = []
+        for j in cutlass.range_constexpr(2 * word, 2 * word + 2):
+            if const_expr(is_polynomial(j, polynomial_pairs)):
+                halves.append(pack_e4m3_of_float16(packed[r, (0, j)]))
+            else:
+                halves.append(pack_e4m3(rows[r, (0, j)], rows[r, (1, j)]))
+        words[r + rows.shape[0] * word] = join(*halves)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded, pin
-from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows, store_row_as_operand_a
 from cute_kernels.invariant import LoopInvariant
 
 LN_2 = math.log(2.0)
@@ -28,33 +28,38 @@ class OnlineSoftmax(LoopInvariant):
             cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(5)
         )
 
-    def enter_tile(self, row: Int32, head: Int32, head_kv: Int32, batch: Int32):
+    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
         """Called once a tile: what a subclass has to look up for it. ``row`` is the first of the warpgroup."""
 
-    def enter_block(self, n_block: Int32):
-        """Called once a key block, while its scores are being computed."""
+    def enter_block(self, slot: Int32):
+        """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
 
     @cute.jit
-    def update_max(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        """Take a block's scores into the running maximum; sets ``row_scale`` and shrinks ``row_sum``.
-
-        The exponents of a row that is all -inf so far are measured from 0, so that exp2(-inf - 0) is 0 and not NaN.
-        A row whose maximum stays gets a scale of exactly 1: both shifts are the
-        same rounded product. (A residue of 1e-7 here, from an FMA, is an error of 5e-4 after a million keys.)
-        """
+    def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """Take a block's scores into the running maximum; sets ``row_scale`` and shrinks ``row_sum``."""
         scores = as_rows(acc_S)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             start = -Float32.inf if const_expr(is_first) else self.row_max[r]
             row_max = max_over_lanes(maximum_of(scores[r, None], start), LANES_PER_ROW)
-            shift = multiply_rounded(row_max, self.scale_log2)
-            origin = Float32(0.0) if row_max == -Float32.inf else shift
-            if const_expr(is_first):
-                self.row_scale[r] = Float32(1.0)
-                self.row_sum[r] = Float32(0.0)
-            else:
-                self.row_scale[r] = exp2(self.shift[r] - origin)
-                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-            self.row_max[r], self.shift[r], self.origin[r] = row_max, shift, origin
+            self._move_origin(r, multiply_rounded(row_max, self.scale_log2), is_first)
+            self.row_max[r] = row_max
+
+    @cute.jit
+    def _move_origin(self, r: cutlass.Constexpr[int], shift: Float32, is_first: cutlass.Constexpr[bool]):
+        """Measure the exponents of row ``r`` from its new scaled maximum.
+
+        Those of a row that is all -inf so far are measured from 0, so that exp2(-inf - 0) is 0 and not NaN.
+        A row whose maximum stays gets a scale of exactly 1: both shifts are the
+        same rounded product. (A residue of 1e-7 here, from an FMA, is an error of 5e-4 after a million keys.)
+        """
+        origin = Float32(0.0) if shift == -Float32.inf else shift
+        if const_expr(is_first):
+            self.row_scale[r] = Float32(1.0)
+            self.row_sum[r] = Float32(0.0)
+        else:
+            self.row_scale[r] = exp2(self.shift[r] - origin)
+            self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+        self.shift[r], self.origin[r] = shift, origin
 
     @cute.jit
     def rescale_if_needed(self, acc_O: cute.Tensor):
@@ -68,7 +73,7 @@ class OnlineSoftmax(LoopInvariant):
             scale_rows(acc_O, self.row_scale)
 
     @cute.jit
-    def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+    def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
         """Turn the scores of row ``r`` into exp2 of their distance to the maximum, in place, and sum them.
 
         The block is summed on its own before it joins the running sum, which over millions of keys grows too
@@ -81,7 +86,12 @@ class OnlineSoftmax(LoopInvariant):
         self.row_sum[r] = self.row_sum[r] + pin(row.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
 
     @cute.jit
-    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor):
+    def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """Round row ``r`` of P, which ``exponentiate`` has made, into the A operand of the second GEMM."""
+        store_row_as_operand_a(operand, acc_S, r)
+
+    @cute.jit
+    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
         """Write 1 / row sum, 0 for a row without keys, and the natural-log LSE of the thread's rows."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)

@@ -61,6 +61,8 @@ class ForwardConfig:
     own second GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers,
     so that one's softmax runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for
     a new maximum not with the softmax that found it but under the next Q K^T, and not at all if a warp found none.
+    Without ``warp_specialized`` there is no producer warp: the first consumer warp loads between its own steps, and
+    all threads keep the registers of the launch. Such a kernel is for comparison, as in the paper's ablation.
     """
 
     dtype: str
@@ -74,6 +76,7 @@ class ForwardConfig:
     pipelined: bool = True
     ping_pong: bool = True
     late_rescale: bool = False
+    warp_specialized: bool = True
 
     @property
     def consumers(self) -> int:
@@ -82,7 +85,12 @@ class ForwardConfig:
 
     @property
     def threads(self) -> int:
-        return WARPGROUP_THREADS * (self.consumers + 1)
+        return WARPGROUP_THREADS * (self.consumers + self.warp_specialized)
+
+    @property
+    def launched_registers(self) -> int:
+        """Registers a thread has before ``setmaxnreg``."""
+        return min(REGISTERS_PER_SM // self.threads // 8 * 8, MAX_REGISTERS)
 
     @property
     def out_dtype(self) -> str:
@@ -130,18 +138,28 @@ class ForwardConfig:
         parts += [] if self.pipelined else ["nopipe"]
         parts += [] if self.ping_pong else ["nopingpong"]
         parts += ["late"] if self.late_rescale else []
+        parts += [] if self.warp_specialized else ["nows"]
         return "_".join(parts)
 
 
 @dataclass(frozen=True)
 class Fp8ForwardConfig(ForwardConfig):
-    """A forward kernel on e4m3 inputs with block scales. ``output`` is the dtype of O."""
+    """A forward kernel on e4m3 inputs with block scales.
+
+    ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
+    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``).
+    """
 
     output: str = "bfloat16"
+    polynomial_pairs: int = 0
 
     @property
     def out_dtype(self) -> str:
         return self.output
+
+    @property
+    def name(self) -> str:
+        return super().name + (f"_poly{self.polynomial_pairs}" if self.polynomial_pairs else "")
 
 
 def validate_forward_config(config: ForwardConfig) -> None:
@@ -152,14 +170,18 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(allowed)}")
     if c.out_dtype not in DTYPES:
         raise ValueError(f"output is {c.out_dtype!r}, allowed: {', '.join(DTYPES)}")
-    if c.dtype == FP8_DTYPE and c.tile_n % 32:
-        raise ValueError(f"tile_n is {c.tile_n}, allowed for {FP8_DTYPE}: multiples of 32")
+    if isinstance(c, Fp8ForwardConfig):
+        _validate_fp8(c)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
             raise ValueError(f"{name} is {value}, allowed: multiples of 32 from 32 to {MAX_HEAD_DIM}")
-    if c.tile_m not in (128, 192):
-        raise ValueError(f"tile_m is {c.tile_m}, allowed: 128 or 192 (two or three consumer warpgroups)")
+    if c.tile_m not in (64, 128, 192):
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: 64, 128 or 192 (one to three consumer warpgroups)")
+    if c.ping_pong and c.consumers < 2:
+        raise ValueError(
+            f"ping_pong is True, allowed with tile_m {c.tile_m}: False, as there is one warpgroup"
+        )
     if c.tile_n % 16 or not 16 <= c.tile_n <= 256:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 256")
     if c.stages < 2:
@@ -173,10 +195,22 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
+def _validate_fp8(config: Fp8ForwardConfig) -> None:
+    if config.tile_n % FP8_KEYS_PER_STEP:
+        raise ValueError(
+            f"tile_n is {config.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
+        )
+    if not 0 <= config.polynomial_pairs <= 8:
+        raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed: 0 to 8")
+
+
 def _validate_registers(config: ForwardConfig) -> None:
     """setmaxnreg can only lower the producer's share of what the launch gives, and raise the consumers'."""
-    launched = REGISTERS_PER_SM // config.threads // 8 * 8
-    r = config.registers
+    launched, r = config.launched_registers, config.registers
+    if not config.warp_specialized:
+        if r != Registers(launched, 0):
+            raise ValueError(f"registers are {r}, allowed without a producer: {Registers(launched, 0)}")
+        return
     total = WARPGROUP_THREADS * (r.consumer * config.consumers + r.producer)
     in_order = MIN_REGISTERS <= r.producer <= launched <= r.consumer <= MAX_REGISTERS
     if r.consumer % 8 or r.producer % 8 or not in_order or total > REGISTERS_PER_SM:
@@ -279,28 +313,86 @@ def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> Forw
     return config
 
 
-FP8_TILINGS: dict[int, Tiling] = {64: Tiling(192, 128, 4), 128: Tiling(128, 128, 3), 256: Tiling(128, 128, 2)}
-"""By head_dim, the larger of both; not tuned yet. Key tiles are as long as the default blocks of K and V."""
+@dataclass(frozen=True)
+class Fp8Tiling(Tiling):
+    """``Tiling`` of an e4m3 kernel."""
+
+    late_rescale: bool = True
+    polynomial_pairs: int = 0
 
 
-def select_fp8_forward_config(head_dim: int, head_dim_v: int, causal: bool, output: str) -> Fp8ForwardConfig:
-    """The config that serves an e4m3 problem with an output of dtype ``output``."""
-    fits = [size for size in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
+FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
+    (64, False): (
+        Fp8Tiling(192, 128, 4, polynomial_pairs=3, max_seqlen_k=6144),
+        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
+        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
+    ),
+    (64, True): (
+        Fp8Tiling(128, 128, 4, polynomial_pairs=3, max_seqlen_k=1536),
+        Fp8Tiling(192, 128, 4, polynomial_pairs=3, max_seqlen_k=6144),
+        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
+        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
+    ),
+    (128, False): (
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=3072),
+        Fp8Tiling(128, 192, 2, polynomial_pairs=2),
+        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
+    ),
+    (128, True): (
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=3072),
+        Fp8Tiling(128, 192, 2, polynomial_pairs=2),
+        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
+    ),
+    (256, False): (
+        Fp8Tiling(128, 128, 2, max_seqlen_k=1536),
+        Fp8Tiling(128, 128, 2, polynomial_pairs=1, ping_pong=False),
+        Fp8Tiling(128, 64, 4, ping_pong=False),
+    ),
+    (256, True): (Fp8Tiling(128, 128, 2), Fp8Tiling(128, 64, 4, ping_pong=False)),
+}
+"""By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
+those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the first. The width that is chosen for
+blocks of any size is the one that our quantizer gives its blocks, so it may not depend on causal."""
+
+
+def select_fp8_forward_config(
+    head_dim: int, head_dim_v: int, causal: bool, output: str, seqlen_k: int, block_k: int = 0
+) -> Fp8ForwardConfig:
+    """The config that serves an e4m3 problem with an output of dtype ``output``.
+
+    ``block_k`` keys share a scale; 0 says that all do.
+
+    Raises:
+        ValueError: a head dimension is too large, or no tiling divides ``block_k``.
+    """
+    fits = [size for size, _ in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
     if not fits:
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    tiling = FP8_TILINGS[min(fits)]
+    tilings = FP8_TILINGS[min(fits), causal]
+    dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
+    if not dividing:
+        widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
+        raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
+    long_enough = (tiling for tiling in dividing if seqlen_k <= tiling.max_seqlen_k)
+    return _make_fp8_config(min(fits), causal, output, next(long_enough, dividing[0]))
+
+
+def _make_fp8_config(head_dim: int, causal: bool, output: str, tiling: Fp8Tiling) -> Fp8ForwardConfig:
     config = Fp8ForwardConfig(
         dtype=FP8_DTYPE,
-        head_dim=min(fits),
-        head_dim_v=min(fits),
+        head_dim=head_dim,
+        head_dim_v=head_dim,
         causal=causal,
         tile_m=tiling.tile_m,
         tile_n=tiling.tile_n,
         stages=tiling.stages,
         registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
+        ping_pong=tiling.ping_pong,
+        late_rescale=tiling.late_rescale,
         output=output,
+        polynomial_pairs=tiling.polynomial_pairs,
     )
     validate_forward_config(config)
     return config
@@ -309,10 +401,10 @@ def select_fp8_forward_config(head_dim: int, head_dim_v: int, causal: bool, outp
 def shipped_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
     """Every config that ``select_fp8_forward_config`` can return, each once."""
     return tuple(
-        select_fp8_forward_config(size, size, causal, output)
+        _make_fp8_config(head_dim, causal, output, tiling)
         for output in DTYPES
-        for size in FP8_TILINGS
-        for causal in (False, True)
+        for (head_dim, causal), tilings in FP8_TILINGS.items()
+        for tiling in tilings
     )
 
 

@@ -61,7 +61,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     """Compile the e4m3 kernel of ``config`` for sm_90a.
 
-    Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_log2, v_max, block_q, block_k, softmax_scale,
+    Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, block_q, block_k, softmax_scale,
     num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``FP8_KEY_ORDER`` within each
     32 and padded with zeros to a multiple of 32. Strides and head_dims are multiples of 16. The scales are those of
     ``BlockScales``: block_q a multiple of 64 and block_k of tile_n, or at least the sequence. The rest is as for
@@ -87,8 +87,8 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
         strided(Float32, (b, h, nq), 1),
         strided(Float32, (b, hk, nk), 1),
-        strided(Float32, (b, hk, nk), 1),
-        strided(Float32, (b, hk), 1),
+        strided(Float32, (b, hk, cute.sym_int()), 1),
+        strided(Float32, (b, hk, cute.sym_int()), 1),
         Int32(0),
         Int32(0),
         Float32(0.0),

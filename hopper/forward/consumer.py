@@ -6,17 +6,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fragments import (
-    ROWS_PER_THREAD,
-    store_row_as_operand_a,
-    store_row_as_operand_a_e4m3,
-)
+from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax, scale_rows
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
-from hopper.forward.operands import Mmas, Pipelines, q_state
+from hopper.forward.feeder import NoFeeder
+from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.wgmma import issue_gemm
 
 
@@ -34,6 +31,7 @@ class Consumer(LoopInvariant):
         operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         pipes: Pipelines,
         softmax: OnlineSoftmax,
+        feeder: NoFeeder,
         wg: Int32,
     ):
         self.config = config
@@ -41,6 +39,7 @@ class Consumer(LoopInvariant):
         self.tSrQ, self.tSrK, self.tOrV = operands
         self.pipes = pipes
         self.softmax = softmax
+        self.feeder = feeder
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.acc_O = cute.make_rmem_tensor(
@@ -102,14 +101,14 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
-        self.softmax.enter_block(n_block)
+        self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)
         mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=True)
+        self.softmax.take_scores(acc_S, is_first=True)
         self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self._exponentiate(acc_S, r)
+            self._exponentiate(acc_S, r, is_first=True)
 
     @cute.jit
     def _overlapped_block(
@@ -132,18 +131,19 @@ class Consumer(LoopInvariant):
             self.softmax.rescale_if_needed(self.acc_O)
         issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
         self.ping_pong.pass_turn()
-        self.softmax.enter_block(n_block)
+        self.softmax.enter_block(consumer_slot(k_state))
         warpgroup.wait_group(1)
         self.pipes.k.consumer_release(k_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=False)
-        self.softmax.exponentiate(acc_S, 0)
+        self.softmax.take_scores(acc_S, is_first=False)
+        self.softmax.exponentiate(acc_S, 0, is_first=False)
+        self.feeder.feed()
         self.pipes.v.consumer_wait(k_state)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v_state)
-        self._store_P(acc_S, 0)
-        self._exponentiate(acc_S, 1)
+        self.softmax.store_P(self.tOrP, acc_S, 0)
+        self._exponentiate(acc_S, 1, is_first=False)
         if const_expr(not self.config.late_rescale):
             scale_rows(self.acc_O, self.softmax.row_scale)
         return k_state
@@ -183,15 +183,16 @@ class Consumer(LoopInvariant):
         self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
-        self.softmax.enter_block(n_block)
+        self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()
         self.pipes.k.consumer_release(kv_state)
         if const_expr(is_masked):
             mask.apply(acc_S, n_block)
-        self.softmax.update_max(acc_S, is_first=is_first)
+        self.softmax.take_scores(acc_S, is_first)
+        self.feeder.feed()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self._exponentiate(acc_S, r)
+            self._exponentiate(acc_S, r, is_first)
         if const_expr(self.config.late_rescale):
             self.softmax.rescale_if_needed(self.acc_O)
         elif const_expr(not is_first):
@@ -215,14 +216,7 @@ class Consumer(LoopInvariant):
         )
 
     @cute.jit
-    def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+    def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
         """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
-        self.softmax.exponentiate(acc_S, r)
-        self._store_P(acc_S, r)
-
-    @cute.jit
-    def _store_P(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
-        if const_expr(self.tOrP.element_type.width == 8):
-            store_row_as_operand_a_e4m3(self.tOrP, acc_S, r)
-        else:
-            store_row_as_operand_a(self.tOrP, acc_S, r)
+        self.softmax.exponentiate(acc_S, r, is_first)
+        self.softmax.store_P(self.tOrP, acc_S, r)

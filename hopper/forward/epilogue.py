@@ -29,7 +29,7 @@ class Epilogue(LoopInvariant):
     warp_in_group: Int32
 
     @cute.jit
-    def store(self, consumer: Consumer, coordinates: tuple, row: Int32, q_phase: Int32):
+    def store(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
         """Normalise and store O and LSE; release Q where O was staged in its place.
 
         ``row`` is the query index of the thread's first row.
@@ -37,7 +37,7 @@ class Epilogue(LoopInvariant):
         m_block, head, batch = coordinates
         config, wg = consumer.config, consumer.wg
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
-        consumer.softmax.finalize(inverse_sum, lse)
+        consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.acc_O, inverse_sum)
         self._store_lse(lse, self.mLSE[None, head, batch], row)
 

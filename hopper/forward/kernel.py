@@ -20,8 +20,10 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand
+from hopper.forward.feeder import Feeder, NoFeeder
+from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand, Work
 from hopper.forward.producer import Producer
+from hopper.forward.scales import SLOT_FLOATS, NoScales
 
 DSL_DTYPES = {
     "float16": cutlass.Float16,
@@ -97,6 +99,7 @@ class ForwardKernel:
     """
 
     v_major = OperandMajorMode.MN
+    scale_slots = 0
 
     def __init__(self, config: ForwardConfig):
         validate_forward_config(config)
@@ -195,6 +198,7 @@ class ForwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
+        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO)))
         lane = cute.arch.lane_idx()
         scheduler = TileScheduler(
             tile_counter,
@@ -213,68 +217,98 @@ class ForwardKernel:
             longest_first=c.causal,
         )
         blocks = BlockRange(c.tile_m, c.tile_n, c.causal)
-
-        if warp_idx < WARPS_PER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(c.registers.producer)
-            if warp_idx == 0:
-                producer = Producer(
-                    c,
-                    TmaOperand(atoms.q, tensors.q, sQ),
-                    TmaOperand(atoms.k, tensors.k, sK),
-                    TmaOperand(atoms.v, tensors.v, sVt),
-                    pipes,
-                )
-                kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-                mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
-                q_phase = Int32(1)
-                tile = scheduler.first()
-                while tile < order.num_tiles:
-                    m_block, head, batch = order.coordinates(tile)
-                    n_end = blocks.end(m_block, seqlen_q, seqlen_k)
-                    head_kv = head // heads_per_kv_head
-                    kv_state = producer.load_tile((m_block, head, batch), head_kv, n_end, kv_state, q_phase)
-                    q_phase ^= 1
-                    tile = scheduler.claim(mail_state)
-                    mail_state.advance()
-                scheduler.finish()
+        work = Work(scheduler, order, blocks, seqlen_q, seqlen_k, heads_per_kv_head)
+        if const_expr(not c.warp_specialized):
+            producer = Producer(c, operands, pipes, self._make_scales(scales, storage))
+            softmax = self._make_softmax(scale_log2, scales, storage)
+            feeder = Feeder(c, producer, warp_idx)
+            self._consume(work, (operands, pipes, softmax, feeder), mLSE, warp_idx)
         else:
-            cute.arch.setmaxregister_increase(c.registers.consumer)
-            wg = warp_idx // WARPS_PER_WARPGROUP - 1
-            warp_in_group = warp_idx % WARPS_PER_WARPGROUP
-            mmas = self._tiled_mmas()
-            thr_qk, thr_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
-            operands = (
-                mmas.qk.make_fragment_A(thr_qk.partition_A(sQ[None, None, wg])),
-                mmas.qk.make_fragment_B(thr_qk.partition_B(sK)),
-                mmas.pv.make_fragment_B(thr_pv.partition_B(sVt)),
-            )
-            softmax = self._make_softmax(scale_log2, scales)
-            consumer = Consumer(c, mmas, operands, pipes, softmax, wg)
-            epilogue = Epilogue(TmaOperand(atoms.o, tensors.o, sO), mLSE, lane, warp_in_group)
-            row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
-            col_in_block = first_column_of_thread(lane)
-            kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-            mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
-            q_phase = Int32(0)
-            consumer.ping_pong.prime()
-            tile = scheduler.first()
-            while tile < order.num_tiles:
-                m_block, head, batch = order.coordinates(tile)
-                row = m_block * c.tile_m + row_in_tile
-                mask = TileMask(c.causal, c.tile_n, seqlen_q, seqlen_k, row, col_in_block)
-                first_row = m_block * c.tile_m + wg * WARPGROUP_ROWS
-                softmax.enter_tile(first_row, head, head // heads_per_kv_head, batch)
-                n_end = blocks.end(m_block, seqlen_q, seqlen_k)
-                n_unmasked = blocks.unmasked_end(m_block, seqlen_q, seqlen_k)
-                kv_state = consumer.attend(mask, n_end, n_unmasked, kv_state, q_phase)
-                epilogue.store(consumer, (m_block, head, batch), row, q_phase)
-                q_phase ^= 1
-                tile = scheduler.receive(mail_state)
-                mail_state.advance()
-            epilogue.drain()
+            if warp_idx < WARPS_PER_WARPGROUP:
+                cute.arch.setmaxregister_decrease(c.registers.producer)
+                if warp_idx == 0:
+                    self._produce(work, Producer(c, operands, pipes, self._make_scales(scales, storage)))
+            else:
+                cute.arch.setmaxregister_increase(c.registers.consumer)
+                softmax = self._make_softmax(scale_log2, scales, storage)
+                self._consume(
+                    work, (operands, pipes, softmax, NoFeeder()), mLSE, warp_idx - WARPS_PER_WARPGROUP
+                )
 
-    def _make_softmax(self, scale_log2: Float32, scales: tuple) -> OnlineSoftmax:
+    @cute.jit
+    def _produce(self, work: Work, producer: Producer):
+        """The producer warp: claims tiles and loads them."""
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
+        q_phase = Int32(1)
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            m_block, head, batch = work.order.coordinates(tile)
+            head_kv = head // work.heads_per_kv_head
+            kv_state = producer.load_tile(
+                (m_block, head, batch), head_kv, work.n_end(m_block), kv_state, q_phase
+            )
+            q_phase ^= 1
+            tile = work.scheduler.claim(mail_state)
+            mail_state.advance()
+        work.scheduler.finish()
+
+    @cute.jit
+    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, warp: Int32):
+        """The consumer warps, numbered from 0: attend to each tile and store it.
+
+        ``parts`` are the operands, their pipelines, the softmax, and the feeder.
+        """
+        c = self.config
+        operands, pipes, softmax, feeder = parts
+        lane = cute.arch.lane_idx()
+        wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
+        mmas = self._tiled_mmas()
+        thr_qk, thr_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
+        fragments = (
+            mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg])),
+            mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem)),
+            mmas.pv.make_fragment_B(thr_pv.partition_B(operands.v.smem)),
+        )
+        consumer = Consumer(c, mmas, fragments, pipes, softmax, feeder, wg)
+        epilogue = Epilogue(operands.o, mLSE, lane, warp_in_group)
+        row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
+        col_in_block = first_column_of_thread(lane)
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
+        claim_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
+        q_phase = Int32(0)
+        consumer.ping_pong.prime()
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            m_block, head, batch = work.order.coordinates(tile)
+            head_kv = head // work.heads_per_kv_head
+            n_end = work.n_end(m_block)
+            feeder.begin((m_block, head, batch), head_kv, n_end, q_phase ^ 1)
+            row = m_block * c.tile_m + row_in_tile
+            mask = TileMask(c.causal, c.tile_n, work.seqlen_q, work.seqlen_k, row, col_in_block)
+            # A warpgroup may lie past the end altogether, where no scale belongs to its rows.
+            first_row = cutlass.min(m_block * c.tile_m + wg * WARPGROUP_ROWS, work.seqlen_q - 1)
+            softmax.enter_tile(first_row, head, batch)
+            kv_state = consumer.attend(mask, n_end, work.n_unmasked(m_block), kv_state, q_phase)
+            epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
+            q_phase ^= 1
+            if const_expr(not c.warp_specialized):
+                if warp == 0:
+                    work.scheduler.claim(claim_state)
+                claim_state.advance()
+            tile = work.scheduler.receive(mail_state)
+            mail_state.advance()
+        if const_expr(not c.warp_specialized):
+            if warp == 0:
+                work.scheduler.finish()
+        epilogue.drain()
+
+    def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         return OnlineSoftmax(scale_log2)
+
+    def _make_scales(self, scales: tuple, storage) -> NoScales:
+        return NoScales()
 
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
@@ -301,6 +335,7 @@ class ForwardKernel:
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scale_slots * SLOT_FLOATS], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]

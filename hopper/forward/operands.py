@@ -8,7 +8,9 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
+from cute_kernels.block_range import BlockRange
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
 
 
@@ -58,6 +60,34 @@ class TmaOperand(LoopInvariant):
         )
 
 
+@dataclass(frozen=True)
+class Work(LoopInvariant):
+    """The tiles of a launch: who hands them out, in which order, and how many key blocks each has."""
+
+    scheduler: TileScheduler
+    order: TileOrder
+    blocks: BlockRange
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_kv_head: Int32
+
+    def n_end(self, m_block: Int32) -> Int32:
+        return self.blocks.end(m_block, self.seqlen_q, self.seqlen_k)
+
+    def n_unmasked(self, m_block: Int32) -> Int32:
+        return self.blocks.unmasked_end(m_block, self.seqlen_q, self.seqlen_k)
+
+
 def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:
     """Where Q's pipeline stands for warpgroup ``wg``, which owns the stage of its number; a tile is a phase."""
     return PipelineState(config.consumers, Int32(0), Int32(wg), phase)
+
+
+def consumer_slot(state: PipelineState) -> Int32:
+    """A number in 0 .. 2 stages - 1 that a consumer's state and the producer's agree on (``producer_slot``)."""
+    return state.index + state.stages * state.phase
+
+
+def producer_slot(state: PipelineState) -> Int32:
+    """``consumer_slot`` of the block that a producer is about to load: its phase runs opposite to theirs."""
+    return state.index + state.stages * (state.phase ^ 1)

@@ -7,7 +7,8 @@ from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
-from hopper.forward.operands import Pipelines, TmaOperand, q_state
+from hopper.forward.operands import PerOperand, Pipelines, producer_slot, q_state
+from hopper.forward.scales import NoScales
 
 
 class Producer(LoopInvariant):
@@ -17,10 +18,11 @@ class Producer(LoopInvariant):
     as possible, and K runs ahead of V as the pipelined consumer reads them.
     """
 
-    def __init__(self, config: ForwardConfig, q: TmaOperand, k: TmaOperand, v: TmaOperand, pipes: Pipelines):
+    def __init__(self, config: ForwardConfig, operands: PerOperand, pipes: Pipelines, scales: NoScales):
         self.config = config
-        self.q, self.k, self.v = q, k, v
+        self.q, self.k, self.v = operands.q, operands.k, operands.v
         self.pipes = pipes
+        self.scales = scales
 
     @cute.jit
     def load_tile(
@@ -39,6 +41,7 @@ class Producer(LoopInvariant):
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, batch)
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        self.scales.publish(head_kv, batch, n_end - 1, producer_slot(kv_state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_end - 1, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
@@ -46,10 +49,31 @@ class Producer(LoopInvariant):
         kv_state.advance()
         for step in cutlass.range(n_end - 1, unroll=1):
             n_block = n_end - 2 - step
+            self.scales.publish(head_kv, batch, n_block, producer_slot(kv_state))
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def load_queries(self, m_block: Int32, head: Int32, batch: Int32, q_phase: Int32):
+        """Issue the loads of Q for one output tile."""
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, batch)
+        for wg in cutlass.range_constexpr(self.config.consumers):
+            self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+
+    @cute.jit
+    def load_keys(self, head_kv: Int32, batch: Int32, n_block: Int32, state: pipeline.PipelineState):
+        """Issue the load of one block of K."""
+        tKsK, tKgK = self.k.partition((self.config.tile_n, self.config.head_dim), (None, 0), head_kv, batch)
+        self.scales.publish(head_kv, batch, n_block, producer_slot(state))
+        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, state)
+
+    @cute.jit
+    def load_values(self, head_kv: Int32, batch: Int32, n_block: Int32, state: pipeline.PipelineState):
+        """Issue the load of one block of V."""
+        tVsV, tVgV = self.v.partition((self.config.head_dim_v, self.config.tile_n), (0, None), head_kv, batch)
+        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, state)
 
     @cute.jit
     def _load_q(

@@ -60,7 +60,9 @@ def test_cover_is_the_pair_of_least_work():
         ({"dtype": "float32"}, "dtype is 'float32'"),
         ({"head_dim": 40}, "head_dim is 40"),
         ({"head_dim_v": 288}, "head_dim_v is 288"),
-        ({"tile_m": 64}, "tile_m is 64"),
+        ({"tile_m": 96}, "tile_m is 96"),
+        ({"tile_m": 64}, "ping_pong is True, allowed with tile_m 64: False"),
+        ({"warp_specialized": False}, "allowed without a producer: Registers\\(consumer=256, producer=0\\)"),
         ({"tile_n": 100}, "tile_n is 100"),
         ({"stages": 1}, "stages is 1"),
         ({"registers": Registers(consumer=256, producer=24)}, "consumer 168 to 256, 65536 in all"),
@@ -95,7 +97,7 @@ def test_sizes_that_32_bit_tile_numbers_cannot_count_are_refused():
 
 
 def test_invalid_fp8_fields_are_named():
-    config = select_fp8_forward_config(128, 128, False, "bfloat16")
+    config = select_fp8_forward_config(128, 128, False, "bfloat16", 8192)
     for change, message in (
         ({"dtype": "float16"}, "dtype is 'float16', allowed: float8_e4m3fn"),
         ({"output": "float32"}, "output is 'float32'"),

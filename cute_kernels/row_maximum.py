@@ -1,0 +1,57 @@
+"""The largest score of a row of a tile, by integer comparisons."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.fragments import LANES_PER_ROW, as_rows
+
+
+@cute.jit
+def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
+    """The largest bits, as signed integers, of a thread's scores in its row ``r``.
+
+    Hopper compares three integers in one instruction (VIMNMX3) but only two floats (FMNMX), at the same rate.
+    """
+    return _reduce(_bits_of_row(acc_S, r, Int32), cutlass.max)
+
+
+@cute.jit
+def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
+    """The largest score of row ``r`` over all its lanes, from what ``thread_maximum`` found.
+
+    The bits of floats are ordered as signed integers wherever one of them is positive. A warp with a row that has
+    none takes the smallest unsigned bits of that row instead, in a branch. A positive NaN, which is what
+    WGMMA gives, is the maximum of its row.
+    """
+    top = _over_lanes(of_thread, cutlass.max)
+    if cute.arch.vote_any_sync(top < 0):
+        of_negatives = _over_lanes(_reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
+        top = Int32(of_negatives) if top < 0 else top
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[top])
+
+
+def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> list:
+    rows = as_rows(cute.recast_tensor(acc_S, Int32))
+    return [dtype(rows[r, i]) for i in range(cute.size(rows, mode=[1]))]
+
+
+def _reduce(values: list, operation):
+    """A tree of threes."""
+    while len(values) > 1:
+        values = [_reduce_three(values[i : i + 3], operation) for i in range(0, len(values), 3)]
+    return values[0]
+
+
+def _reduce_three(values: list, operation):
+    first, *others = values
+    for other in others:
+        first = operation(first, other)
+    return first
+
+
+def _over_lanes(x, operation):
+    """Of the lanes that hold a row, in each of them."""
+    for i in range(LANES_PER_ROW.bit_length() - 1):
+        x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=LANES_PER_ROW >> (i + 1)))
+    return x

@@ -1,0 +1,78 @@
+"""Loads without a producer warp, for comparison with warp specialization."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.invariant import LoopInvariant
+from hopper.config import ForwardConfig
+from hopper.forward.producer import Producer
+
+
+class NoFeeder(LoopInvariant):
+    """What a consumer has where a producer warp loads."""
+
+    def begin(self, coordinates: tuple, head_kv: Int32, n_end: Int32, q_phase: Int32):
+        """Called once a tile, before its first block is awaited."""
+
+    def feed(self):
+        """Called once a key block, while its softmax runs."""
+
+
+class Feeder(NoFeeder):
+    """The loads of a tile, issued by the first warp of the CTA between the steps of its own softmax.
+
+    Before a tile it fills the stages of K, and all but one of V. Each ``feed`` then loads one block of each into the
+    stages that the block before freed: K of ``stages`` blocks ahead of it, and V of the one before that.
+    """
+
+    def __init__(self, config: ForwardConfig, producer: Producer, warp_idx: Int32):
+        self.config, self.producer = config, producer
+        self.is_loader = warp_idx == 0
+        self.k_state, self.v_state = (cute.make_rmem_tensor(3, Int32) for _ in range(2))
+        self.head = cute.make_rmem_tensor(2, Int32)
+        for state in (self.k_state, self.v_state):
+            state[0], state[1] = Int32(0), Int32(1)
+
+    @cute.jit
+    def begin(self, coordinates: tuple, head_kv: Int32, n_end: Int32, q_phase: Int32):
+        """Load Q and the first blocks of a tile."""
+        m_block, head, batch = coordinates
+        self.head[0], self.head[1] = head_kv, batch
+        self.k_state[2], self.v_state[2] = n_end - 1, n_end - 1
+        if self.is_loader:
+            self.producer.load_queries(m_block, head, batch, q_phase)
+        for _ in cutlass.range_constexpr(self.config.stages - 1):
+            self.feed()
+        self._feed_k()
+
+    @cute.jit
+    def feed(self):
+        self._feed_k()
+        self._feed_v()
+
+    @cute.jit
+    def _feed_k(self):
+        c, n_block = self.config, self.k_state[2]
+        if self.is_loader and n_block >= 0:
+            state = PipelineState(c.stages, Int32(0), self.k_state[0], self.k_state[1])
+            self.producer.load_keys(self.head[0], self.head[1], n_block, state)
+        self._advance(self.k_state)
+
+    @cute.jit
+    def _feed_v(self):
+        c, n_block = self.config, self.v_state[2]
+        if self.is_loader and n_block >= 0:
+            state = PipelineState(c.stages, Int32(0), self.v_state[0], self.v_state[1])
+            self.producer.load_values(self.head[0], self.head[1], n_block, state)
+        self._advance(self.v_state)
+
+    @cute.jit
+    def _advance(self, state: cute.Tensor):
+        """To the next stage and block; past block 0 nothing moves, as nothing is loaded."""
+        if state[2] >= 0:
+            is_last = state[0] == self.config.stages - 1
+            state[0] = Int32(0) if is_last else state[0] + 1
+            state[1] = state[1] ^ 1 if is_last else state[1]
+            state[2] = state[2] - 1

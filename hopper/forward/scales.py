@@ -1,0 +1,55 @@
+"""Scales of FP8 blocks, from global memory to the consumers."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.invariant import LoopInvariant
+
+SLOT_FLOATS = 2
+"""A slot: the scale of a block of K, and log2 of that of V."""
+
+
+class BlockScales(NamedTuple):
+    """Scales in global memory, float32, and how many rows share one.
+
+    ``q`` (batch, heads, blocks of Q) and ``k`` (batch, kv_heads, blocks of K) multiply S, ``v`` (batch, kv_heads,
+    blocks of K) multiplies V and is positive; ``o`` (batch, kv_heads, 1) multiplies the output.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    block_q: Int32
+    block_k: Int32
+
+
+class NoScales(LoopInvariant):
+    """What the producer of a 16-bit kernel publishes."""
+
+    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
+        """Called by the producer warp before it acquires the stage of K of block ``n_block``."""
+
+
+@dataclass(frozen=True)
+class ScalePublisher(NoScales):
+    """Writes the scales of each key block to shared memory, so that no consumer waits for global memory or divides.
+
+    There are twice as many slots as stages of K. The slot of a block was last used 2 ``stages`` blocks ago, and
+    the block ``stages`` + 1 ago has been released before the stage of the last block was acquired; so a slot
+    can be written before its stage is acquired. The arrival with which the producer acquires the stage publishes it.
+    """
+
+    scales: BlockScales
+    tile_n: int
+    slots: cute.Tensor
+
+    @cute.jit
+    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
+        s = self.scales
+        block = n_block * self.tile_n // s.block_k
+        self.slots[slot, 0] = s.k[batch, head_kv, block]
+        self.slots[slot, 1] = cute.math.log2(s.v[batch, head_kv, block], fastmath=True)
