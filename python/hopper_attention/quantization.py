@@ -1,34 +1,49 @@
 """FP8 (e4m3) inputs for attention: scales by block, and the rotation that spreads outliers.
 
-Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are
-the definition that every quantizer of the project follows, fused kernels included:
+Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are the
+definition that the fused kernel follows to the bit, and its twin in PyTorch:
 
-- scale = amax / 448 over the finite values of a block, and at least 2^-126, which an all-zero block gets:
+- scale = amax * (1 / 448) over the finite values of a block, and at least 2^-80, which an all-zero block gets:
   in V a block with a larger one would take the range of P from the blocks that hold something.
-- data = value / scale, rounded to the nearest e4m3, ties to even; value is about data * scale.
+- data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
   Hadamard block.
+- Each of these operations, and each sum and difference of a rotation, is rounded to float32 by itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
 
+from hopper.config import FP8_KEY_ORDER, FP8_KEYS_PER_STEP, select_fp8_forward_config
+from hopper.quantize.config import DEFAULT_BLOCK_Q, E4M3_MAX, INVERSE_E4M3_MAX, MIN_SCALE, hadamard_blocks
 from hopper_attention.shapes import attention_shape
 
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 
-MIN_SCALE = 2.0**-126
-"""The smallest normal float32: the scale of an all-zero block."""
+TILE = "tile"
+"""``block_k`` of as many rows as the attention kernel has keys in a tile."""
+
+BLOCK_K_WITHOUT_KERNEL = 128
 
 GRANULARITIES = ("tensor", "head", "block")
+QUANTIZERS = ("fused", "torch")
 SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def default_block_k(head_dim: int, head_dim_v: int, seqlen_k: int) -> int:
+    """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel."""
+    try:
+        return select_fp8_forward_config(head_dim, head_dim_v, False, "bfloat16", seqlen_k).tile_n
+    except ValueError:
+        return BLOCK_K_WITHOUT_KERNEL
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Fp8Quantization:
             group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
             a key/value head.
         block_q: rows of Q in a block, and queries of the FP8 kernel's tile.
-        block_k: rows of K and V in a block, and keys of the FP8 kernel's tile.
+        block_k: rows of K and V in a block, and keys of the FP8 kernel's tile; "tile" for :func:`default_block_k`.
         seed: of the rotation's signs.
         smooth_k: subtract from K its mean over the keys, for each head. The softmax does not notice, because a row
             of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
@@ -51,8 +66,8 @@ class Fp8Quantization:
 
     rotate: bool = True
     granularity: str = "block"
-    block_q: int = 128
-    block_k: int = 128
+    block_q: int = DEFAULT_BLOCK_Q
+    block_k: int | str = TILE
     seed: int = 0
     smooth_k: bool = False
     rotate_v: bool = False
@@ -60,9 +75,17 @@ class Fp8Quantization:
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}, allowed: {', '.join(GRANULARITIES)}")
-        for name in ("block_q", "block_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed: 1 or more")
+        if isinstance(self.block_k, str) and self.block_k != TILE:
+            raise ValueError(f"block_k is {self.block_k!r}, allowed: 1 or more, or {TILE!r}")
+        for name, block in (("block_q", self.block_q), ("block_k", self.block_k)):
+            if isinstance(block, int) and block < 1:
+                raise ValueError(f"{name} is {block}, allowed: 1 or more")
+
+    def keys_per_block(self, head_dim: int, head_dim_v: int, seqlen_k: int) -> int:
+        """``block_k`` as a number."""
+        if isinstance(self.block_k, int):
+            return self.block_k
+        return default_block_k(head_dim, head_dim_v, seqlen_k)
 
 
 @dataclass(frozen=True)
@@ -80,20 +103,18 @@ class QuantizedTensor:
     block: int
 
     def __post_init__(self) -> None:
-        if self.data.dtype != E4M3:
-            raise TypeError(f"data has dtype {self.data.dtype}, allowed: {E4M3}")
-        if self.scale.dtype != torch.float32:
-            raise TypeError(f"scale has dtype {self.scale.dtype}, allowed: torch.float32")
-        if self.block < 1:
-            raise ValueError(f"block is {self.block}, allowed: 1 or more")
-        if self.data.dim() != 4:
-            raise ValueError(
-                f"data has shape {tuple(self.data.shape)}, allowed: (batch, seqlen, heads, head_dim)"
-            )
+        _check_parts(self.data, self.scale, self.block, "(batch, seqlen, heads, head_dim)")
         batch, seqlen, heads, _ = self.data.shape
-        expected = (batch, heads, math.ceil(seqlen / self.block))
-        if self.scale.shape != expected:
-            raise ValueError(f"scale has shape {tuple(self.scale.shape)}, allowed for this data: {expected}")
+        _check_scale_shape(self.scale, (batch, heads, math.ceil(seqlen / self.block)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, seqlen, heads, head_dim)."""
+        return tuple(self.data.shape)
+
+    def row_major(self) -> QuantizedTensor:
+        """Itself: its data have a row of head_dim elements for each position."""
+        return self
 
     def dequantize(self) -> torch.Tensor:
         """data * scale, float32 (batch, seqlen, heads, head_dim). A rotated tensor stays rotated."""
@@ -101,19 +122,94 @@ class QuantizedTensor:
 
 
 @dataclass(frozen=True)
+class TransposedV:
+    """V in e4m3 as the FP8 attention kernel reads it, contiguous along the keys.
+
+    Attributes:
+        data: float8_e4m3fn (batch, kv_heads, head_dim_v, keys), where keys is seqlen rounded up to a multiple of 32.
+            Each 32 keys come in the order ``hopper.config.FP8_KEY_ORDER``; those past seqlen are zeros.
+        scale: float32 (batch, kv_heads, ceil(seqlen / block)), positive; multiplies the data.
+        block: keys that share a scale.
+        seqlen: keys that are meant.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    block: int
+    seqlen: int
+
+    def __post_init__(self) -> None:
+        _check_parts(self.data, self.scale, self.block, "(batch, kv_heads, head_dim_v, keys)")
+        batch, heads, _, keys = self.data.shape
+        if keys != padded_keys(self.seqlen):
+            raise ValueError(
+                f"data has {keys} keys, allowed for a seqlen of {self.seqlen}: {padded_keys(self.seqlen)}"
+            )
+        _check_scale_shape(self.scale, (batch, heads, math.ceil(self.seqlen / self.block)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, seqlen, kv_heads, head_dim_v)."""
+        batch, heads, head_dim, _ = self.data.shape
+        return batch, self.seqlen, heads, head_dim
+
+    def row_major(self) -> QuantizedTensor:
+        """The same bytes as (batch, seqlen, kv_heads, head_dim_v)."""
+        steps = self.data.view(torch.uint8).unflatten(-1, (-1, FP8_KEYS_PER_STEP))
+        slots = torch.tensor(FP8_KEY_ORDER, device=self.data.device).argsort()
+        keys = steps[..., slots].flatten(-2)[..., : self.seqlen]
+        rows = keys.permute(0, 3, 1, 2).contiguous().view(self.data.dtype)
+        return QuantizedTensor(rows, self.scale, self.block)
+
+    def dequantize(self) -> torch.Tensor:
+        """data * scale, float32 (batch, seqlen, kv_heads, head_dim_v). A rotated V stays rotated."""
+        return self.row_major().dequantize()
+
+
+def _check_parts(data: torch.Tensor, scale: torch.Tensor, block: int, dimensions: str) -> None:
+    if data.dtype != E4M3:
+        raise TypeError(f"data has dtype {data.dtype}, allowed: {E4M3}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale has dtype {scale.dtype}, allowed: torch.float32")
+    if block < 1:
+        raise ValueError(f"block is {block}, allowed: 1 or more")
+    if data.dim() != 4:
+        raise ValueError(f"data has shape {tuple(data.shape)}, allowed: {dimensions}")
+
+
+def _check_scale_shape(scale: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if scale.shape != expected:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}, allowed for this data: {expected}")
+
+
+@dataclass(frozen=True)
 class QuantizedQKV:
     """Q, K and V of one attention problem in e4m3, how they were made, and the dtype of its output.
 
-    ``shift`` float32 (batch, heads, seqlen_q) is what every score of a query, not yet scaled, lost with the mean of
-    K; it has no elements where nothing was subtracted.
+    ``v`` is transposed where :func:`quantize_qkv` made it, and has rows where it came as FP8. ``shift`` float32
+    (batch, heads, seqlen_q) is what every score of a query, not yet scaled, lost with the mean of K; it has no
+    elements where nothing was subtracted.
     """
 
     q: QuantizedTensor
     k: QuantizedTensor
-    v: QuantizedTensor
+    v: QuantizedTensor | TransposedV
     quantization: Fp8Quantization
     dtype: torch.dtype
     shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def padded_keys(seqlen: int) -> int:
+    """Keys of a transposed V: whole steps of 32."""
+    return -(-seqlen // FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP
+
+
+def transpose_for_kernel(v: torch.Tensor) -> torch.Tensor:
+    """e4m3 V (b, s, hk, dv) -> (b, hk, dv, keys), each 32 keys in the kernel's order, the last padded with zeros."""
+    keys = v.view(torch.uint8).permute(0, 2, 3, 1)
+    steps = pad(keys, (0, -v.shape[1] % FP8_KEYS_PER_STEP)).unflatten(-1, (-1, FP8_KEYS_PER_STEP))
+    order = torch.tensor(FP8_KEY_ORDER, device=v.device)
+    return steps[..., order].flatten(-2).contiguous().view(v.dtype)
 
 
 def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:
@@ -131,11 +227,6 @@ def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu")
     """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator) - 1.0).to(device)
-
-
-def hadamard_blocks(head_dim: int) -> list[int]:
-    """The powers of two that head_dim is the sum of, largest first: 96 -> [64, 32]."""
-    return [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1]
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -166,12 +257,15 @@ def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)
 
 
-def _without_mean(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k less its mean over the keys, float32; the product of q with that mean, (b, h, sq))."""
-    k32 = k.float()
-    mean = k32.mean(1, keepdim=True)
-    of_query_head = mean.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return k32 - mean, (q.float() * of_query_head).sum(-1).transpose(1, 2).contiguous()
+def mean_of_keys(k: torch.Tensor) -> torch.Tensor:
+    """The mean of k (b, s, hk, d) over the keys, float32 (b, hk, d)."""
+    return k.mean(1, dtype=torch.float32)
+
+
+def lost_scores(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What every score of a query loses with the mean of K (b, hk, d): float32 (b, h, sq)."""
+    of_query_head = mean.repeat_interleave(q.shape[2] // mean.shape[1], 1).unsqueeze(1)
+    return (q.float() * of_query_head).sum(-1).transpose(1, 2).contiguous()
 
 
 def _finite_amax(x: torch.Tensor) -> torch.Tensor:
@@ -199,8 +293,25 @@ def _quantize(x: torch.Tensor, granularity: str, block: int, kv_heads: int) -> Q
         blocks = math.ceil(seqlen / block)
         return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block)
     amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
-    scale = (amax / E4M3_MAX).clamp_min(MIN_SCALE).contiguous()
-    return QuantizedTensor(to_e4m3(x / row_scale(scale, block, seqlen)), scale, block)
+    scale = (amax * INVERSE_E4M3_MAX).clamp_min(MIN_SCALE).contiguous()
+    return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block)
+
+
+def _quantize_by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, mean: torch.Tensor
+) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+    """The twin of the fused kernel, for every device and option; ``mean`` (b, hk, d) or () is subtracted from k."""
+    c, kv_heads = quantization, k.shape[2]
+    block_k = c.keys_per_block(k.shape[3], v.shape[3], k.shape[1])
+    k = k.float() - mean.unsqueeze(1) if mean.numel() else k
+    q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
+    v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
+    rows = _quantize(v32, c.granularity, block_k, kv_heads)
+    return (
+        _quantize(q32, c.granularity, c.block_q, kv_heads),
+        _quantize(k32, c.granularity, block_k, kv_heads),
+        TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
+    )
 
 
 @torch.no_grad()
@@ -210,42 +321,54 @@ def quantize_qkv(
     v: torch.Tensor,
     *,
     quantization: Fp8Quantization = Fp8Quantization(),
+    backend: str | None = None,
 ) -> QuantizedQKV:
     """Quantize the inputs of attention to e4m3 by the rules at the top of this module.
 
     What is asked for is done in this order: the mean of K is subtracted, Q and K are rotated, V is rotated. All is
     computed in float32.
 
+    PyTorch does it, in several passes. With ``backend="fused"`` one kernel for Hopper GPUs does it in one pass, reading
+    float16 or bfloat16 and writing e4m3, where ``granularity`` is "block" (the other two need a maximum before anything
+    is written) and the sizes suit it (:func:`hopper_attention.quantization_launch.why_not_fused`). Its bits are
+    the same, but only a simulation of its machine code has been tested so far, which is why it has to be asked for.
+    The mean of K may differ in its last bit between devices.
+
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, on any device.
         k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v).
         quantization: rotation, what shares a scale, and the block sizes.
+        backend: "fused", "torch", or None for the default.
 
     Returns:
-        The three quantized tensors; ``dtype`` is the dtype of q. Not differentiable.
+        The quantized tensors, V transposed; ``dtype`` is the dtype of q, and ``quantization`` what was asked for with
+        ``block_k`` as a number. Not differentiable.
 
     Raises:
-        ValueError: shapes or devices of q, k and v do not fit together.
+        ValueError: shapes or devices of q, k and v do not fit together, or ``backend`` cannot do the problem.
         TypeError: q, k and v differ in dtype, or it is not one of the three above.
     """
+    # It imports the rules from here.
+    from hopper_attention.quantization_launch import quantize_fused, why_not_fused_here
+
     shape = attention_shape(q, k, v)
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
-    c = quantization
-    shift = torch.empty(0, device=q.device)
-    if c.smooth_k and shape.seqlen_k:
-        k, shift = _without_mean(q, k)
-    q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
-    v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
-    return QuantizedQKV(
-        q=_quantize(q32, c.granularity, c.block_q, shape.kv_heads),
-        k=_quantize(k32, c.granularity, c.block_k, shape.kv_heads),
-        v=_quantize(v32, c.granularity, c.block_k, shape.kv_heads),
-        quantization=c,
-        dtype=q.dtype,
-        shift=shift,
+    c = replace(
+        quantization, block_k=quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
     )
+    mean = shift = torch.empty(0, device=q.device)
+    if c.smooth_k and shape.seqlen_k:
+        mean = mean_of_keys(k)
+        shift = lost_scores(q, mean)
+    if backend not in (None, *QUANTIZERS):
+        raise ValueError(f"backend is {backend!r}, allowed: {', '.join(map(repr, QUANTIZERS))} or None")
+    reason = why_not_fused_here(q, k, v, c) if backend == "fused" else ""
+    if reason:
+        raise ValueError(f"backend is 'fused', but {reason}; allowed here: 'torch' or None")
+    run = quantize_fused if backend == "fused" else _quantize_by_torch
+    return QuantizedQKV(*run(q, k, v, c, mean), quantization=c, dtype=q.dtype, shift=shift)
 
 
 def from_descales(

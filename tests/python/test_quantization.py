@@ -6,11 +6,14 @@ import math
 import pytest
 import torch
 
+from hopper.config import FP8_KEY_ORDER, select_fp8_forward_config
 from hopper_attention.quantization import (
     E4M3_MAX,
     MIN_SCALE,
     Fp8Quantization,
     QuantizedTensor,
+    TransposedV,
+    default_block_k,
     from_descales,
     hadamard_blocks,
     quantize_qkv,
@@ -18,6 +21,7 @@ from hopper_attention.quantization import (
     rotate_head_dim,
     rotation_signs,
     to_e4m3,
+    transpose_for_kernel,
 )
 
 PLAIN = Fp8Quantization(rotate=False, block_q=16, block_k=32)
@@ -52,7 +56,7 @@ def test_reconstruction_within_half_an_ulp(granularity, rotate, dtype):
     quantization = dataclasses.replace(PLAIN, granularity=granularity, rotate=rotate)
     parts = quantize_qkv(*inputs, quantization=quantization)
     assert parts.dtype == dtype and parts.quantization == quantization
-    for name, x, part in zip("qkv", inputs, (parts.q, parts.k, parts.v), strict=True):
+    for name, x, part in zip("qkv", inputs, (parts.q, parts.k, parts.v.row_major()), strict=True):
         exact = rotate_head_dim(x, quantization.seed) if rotate and name != "v" else x.float()
         ones = dataclasses.replace(
             part, data=torch.ones_like(part.data, dtype=torch.float32).to(part.data.dtype)
@@ -91,6 +95,61 @@ def test_an_all_zero_block_has_the_least_scale():
     assert (part.scale[:, :, :2] == MIN_SCALE).all() and (part.scale[:, :, 2] > 1e-4).all()
     assert (part.dequantize()[:, 32:64] == 0).all()
     assert ((part.dequantize() - v)[:, :32].abs() <= 448 * MIN_SCALE * 2.0**-4).all()
+
+
+def test_rounded_operations_of_the_definition():
+    """In float64, rounded to float32 after each operation: what the fused kernel does too."""
+    q, k, v = draw(dtype=torch.bfloat16)
+    parts = quantize_qkv(q, k, v, quantization=PLAIN)
+    amax = k[1, 32:64, 0].double().abs().max()
+    scale = (amax * torch.tensor(1 / 448).double()).float()
+    inverse = (1 / scale.double()).float()
+    assert parts.k.scale[1, 0, 1] == scale
+    scaled = (k[1, 32:64, 0].double() * inverse.double()).float()
+    assert torch.equal(parts.k.data[1, 32:64, 0].float(), scaled.to(torch.float8_e4m3fn).float())
+
+
+def test_blocks_of_keys_follow_the_tile_of_the_kernel():
+    for dims in ((64, 64), (128, 64), (80, 256)):
+        for seqlen_k in (500, 5000, 50000):
+            expected = select_fp8_forward_config(*dims, True, "float16", seqlen_k).tile_n
+            assert default_block_k(*dims, seqlen_k) == expected
+    assert default_block_k(320, 64, 500) == 128
+    parts = quantize_qkv(*draw(seqlen_k=500))
+    tile = default_block_k(16, 16, 500)
+    assert parts.quantization == Fp8Quantization(block_k=tile)
+    assert parts.k.block == parts.v.block == tile and parts.v.scale.shape == (2, 2, -(-500 // tile))
+    assert Fp8Quantization().keys_per_block(64, 64, 9000) == default_block_k(64, 64, 9000)
+    assert Fp8Quantization(block_k=96).keys_per_block(64, 64, 9000) == 96
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 31, 32, 70])
+def test_v_is_transposed_ordered_and_padded(seqlen):
+    v = (
+        torch.arange(seqlen * 32, dtype=torch.float32)
+        .remainder(61)
+        .view(1, seqlen, 2, 16)
+        .to(torch.float8_e4m3fn)
+    )
+    moved = transpose_for_kernel(v).float()
+    assert moved.shape == (1, 2, 16, -(-seqlen // 32) * 32)
+    for slot in range(moved.shape[3]):
+        key = slot // 32 * 32 + FP8_KEY_ORDER[slot % 32]
+        expected = v[0, key].float() if key < seqlen else torch.zeros(2, 16)
+        assert torch.equal(moved[0, :, :, slot], expected), slot
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 31, 32, 70])
+def test_transposed_v_gives_its_rows_back(seqlen):
+    q, k, v = draw(seqlen_k=seqlen)
+    parts = quantize_qkv(q, k, v, quantization=PLAIN)
+    assert isinstance(parts.v, TransposedV) and parts.v.seqlen == seqlen
+    assert parts.v.shape == (2, seqlen, 2, 16) and parts.q.shape == (2, 50, 4, 16)
+    rows = parts.v.row_major()
+    assert torch.equal(transpose_for_kernel(rows.data).view(torch.uint8), parts.v.data.view(torch.uint8))
+    of_k = quantize_qkv(q, v, v, quantization=PLAIN).k
+    assert torch.equal(rows.data.float(), of_k.data.float()) and torch.equal(rows.scale, of_k.scale)
+    assert torch.equal(parts.v.dequantize(), of_k.dequantize()) and rows.row_major() is rows
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -152,11 +211,12 @@ def test_signs_depend_on_the_seed_alone():
 def test_from_descales_takes_one_scale_a_kv_head():
     parts = quantize_qkv(*draw(), quantization=Fp8Quantization(granularity="head"))
     descales = [part.scale[:, :: part.scale.shape[1] // 2, 0] for part in (parts.q, parts.k, parts.v)]
-    again = from_descales(parts.q.data, parts.k.data, parts.v.data, *descales, torch.bfloat16)
+    data = parts.q.data, parts.k.data, parts.v.row_major().data
+    again = from_descales(*data, *descales, torch.bfloat16)
     assert again.dtype == torch.bfloat16 and not again.quantization.rotate
     for part, other in ((parts.q, again.q), (parts.k, again.k), (parts.v, again.v)):
         assert torch.equal(part.dequantize(), other.dequantize())
-    ones = from_descales(parts.q.data, parts.k.data, parts.v.data, None, None, None, torch.float16)
+    ones = from_descales(*data, None, None, None, torch.float16)
     assert torch.equal(ones.k.dequantize(), parts.k.data.float())
 
 
@@ -169,6 +229,22 @@ def test_from_descales_takes_one_scale_a_kv_head():
             "granularity is 'row', allowed: tensor",
         ),
         (lambda d, s: Fp8Quantization(block_k=0), ValueError, "block_k is 0, allowed"),
+        (
+            lambda d, s: Fp8Quantization(block_k="tiles"),
+            ValueError,
+            "block_k is 'tiles', allowed: 1 or more, or 'tile'",
+        ),
+        (
+            lambda d, s: TransposedV(d, s, 4, 8),
+            ValueError,
+            "data has 16 keys, allowed for a seqlen of 8: 32",
+        ),
+        (
+            lambda d, s: TransposedV(d.repeat(1, 1, 1, 2), s, 4, 30),
+            ValueError,
+            r"scale has shape .*allowed.*\(1, 8, 8\)",
+        ),
+        (lambda d, s: TransposedV(d.float(), s, 4, 8), TypeError, "data has dtype torch.float32, allowed"),
         (lambda d, s: quantize_qkv(d, d, d), TypeError, "q has dtype torch.float8_e4m3fn, allowed"),
         (lambda d, s: QuantizedTensor(d.float(), s, 4), TypeError, "data has dtype torch.float32, allowed"),
         (lambda d, s: QuantizedTensor(d, s.double(), 4), TypeError, "scale has dtype torch.float64, allowed"),

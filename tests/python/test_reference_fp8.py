@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hopper_attention.quantization import (
+    MIN_SCALE,
     Fp8Quantization,
+    default_block_k,
     from_descales,
     quantize_qkv,
 )
@@ -43,7 +45,7 @@ def assert_close_to_dequantized(parts, **options):
     out, lse = attention_tiled_fp8(parts, out_dtype=torch.float32, **options)
     expected, expected_lse = attention_naive(q, k, v, **options)
     of_p, _ = attention_naive(q, k, v.abs(), **options)
-    largest_v = parts.v.data.double().abs() * parts.v.scale.amax(-1)[:, None, :, None]
+    largest_v = parts.v.row_major().data.double().abs() * parts.v.scale.amax(-1)[:, None, :, None]
     subnormal = 2.0**-18 * largest_v.sum(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
     assert ((out.double() - expected).abs() <= 2.0**-4 * of_p + subnormal + 1e-5).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=2e-5)
@@ -72,9 +74,10 @@ def test_descales_by_head(causal):
     generator = torch.Generator().manual_seed(3)
     parts = quantize_qkv(*draw(113, 203), quantization=Fp8Quantization(rotate=False, granularity="head"))
     descales = [torch.rand(1, 2, generator=generator) * 0.02 + 0.001 for _ in range(3)]
-    scaled = from_descales(parts.q.data, parts.k.data, parts.v.data, *descales, torch.float16)
+    data = parts.q.data, parts.k.data, parts.v.row_major().data
+    scaled = from_descales(*data, *descales, torch.float16)
     assert_close_to_dequantized(scaled, causal=causal)
-    unit = from_descales(parts.q.data, parts.k.data, parts.v.data, None, None, descales[2], torch.float16)
+    unit = from_descales(*data, None, None, descales[2], torch.float16)
     assert_close_to_dequantized(unit, causal=causal, softmax_scale=1e-6)
 
 
@@ -85,13 +88,55 @@ def test_queries_without_keys_give_zero_and_minus_infinity():
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("ratio", [0.3, 2.0**-17, 2.0**-40, 2.0**-120])
+@pytest.mark.parametrize("ratio", [0.3, 2.0**-17, 2.0**-40, 2.0**-70, 2.0**-120])
 def test_v_blocks_of_very_different_scale(ratio, causal):
     q, k, v = draw(96, 96, dtype=torch.float32)
     v[:, 32:64] *= ratio
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=32, block_k=32))
-    assert parts.v.scale.min() < 2 * ratio * parts.v.scale.max()
+    assert parts.v.scale.min() < max(2 * ratio * parts.v.scale.max(), 1.01 * MIN_SCALE)
     assert_close_to_dequantized(parts, causal=causal)
+
+
+@pytest.mark.parametrize("seqlen_k", [40, 700])
+def test_a_v_of_zeros_gives_zeros_and_the_lse_of_any_other(seqlen_k):
+    q, k, v = draw(50, seqlen_k)
+    c = Fp8Quantization(block_q=32, block_k=32)
+    out, lse = attention_tiled_fp8(quantize_qkv(q, k, torch.zeros_like(v), quantization=c), causal=True)
+    _, expected = attention_tiled_fp8(quantize_qkv(q, k, v, quantization=c), causal=True)
+    visible = expected > -math.inf
+    assert (out == 0).all() and torch.equal(lse > -math.inf, visible) and visible.any()
+    torch.testing.assert_close(lse[visible], expected[visible], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("tile", [96, 224])
+def test_tiles_need_not_be_powers_of_two(tile):
+    quantization = Fp8Quantization(block_k=tile)
+    assert_close_to_dequantized(quantize_qkv(*draw(113, 700), quantization=quantization), causal=True)
+
+
+def test_tiles_of_the_kernel_are_the_default():
+    parts = quantize_qkv(*draw(64, 700))
+    assert parts.quantization.block_k == parts.v.block == default_block_k(32, 32, 700)
+    out, _ = attention_tiled_fp8(parts)
+    again = dataclasses.replace(parts, quantization=Fp8Quantization())
+    assert torch.equal(attention_tiled_fp8(again)[0], out)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_a_lone_descale_of_v_multiplies_the_output(sign):
+    parts = quantize_qkv(*draw(50, 90), quantization=Fp8Quantization(granularity="head"))
+    data = parts.q.data, parts.k.data, parts.v.row_major().data
+    descales = [part.scale[:, :: part.shape[2] // 2, 0] for part in (parts.q, parts.k, parts.v)]
+    unit, unit_lse = attention_tiled_fp8(from_descales(*data, *descales, torch.float32))
+    scaled = from_descales(*data, *descales[:2], sign * descales[2], torch.float32)
+    out, lse = attention_tiled_fp8(scaled)
+    assert torch.equal(out, sign * unit) and torch.equal(lse, unit_lse)
+
+
+def test_transposed_v_and_its_rows_are_the_same():
+    parts = quantize_qkv(*draw(50, 91), quantization=Fp8Quantization(block_k=32))
+    rows = dataclasses.replace(parts, v=parts.v.row_major())
+    assert torch.equal(attention_tiled_fp8(parts)[0], attention_tiled_fp8(rows)[0])
 
 
 def test_an_all_zero_v_block_costs_the_others_nothing():

@@ -29,19 +29,15 @@ from hopper_attention.shapes import attention_shape
 P_EXPONENT = 8
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448: fewer of its small values become subnormal."""
 
-MIN_V_RATIO = 2.0**-100
-"""Least ratio of V scales: the row sum divides by it and must stay within float32."""
 
-
-def _check_blocks(parts: QuantizedQKV) -> None:
+def _check_blocks(parts: QuantizedQKV, block_k: int) -> None:
     """Raise ValueError unless every tile of queries and of keys has one scale."""
-    c = parts.quantization
     for name, tensor, tile_name, tile in (
-        ("q", parts.q, "block_q", c.block_q),
-        ("k", parts.k, "block_k", c.block_k),
-        ("v", parts.v, "block_k", c.block_k),
+        ("q", parts.q, "block_q", parts.quantization.block_q),
+        ("k", parts.k, "block_k", block_k),
+        ("v", parts.v, "block_k", block_k),
     ):
-        if tensor.block % tile and tensor.block < tensor.data.shape[1]:
+        if tensor.block % tile and tensor.block < tensor.shape[1]:
             raise ValueError(
                 f"{name} has blocks of {tensor.block} rows, allowed: multiples of {tile}, "
                 f"quantization.{tile_name}"
@@ -53,12 +49,14 @@ def _tile_scale(tensor: QuantizedTensor, span: Span) -> torch.Tensor:
     return tensor.scale[:, :, span.start // tensor.block, None, None]
 
 
-def _v_ratio(v: QuantizedTensor) -> QuantizedTensor:
-    """v with its scales divided by the largest of their head, which is left for the end of the row."""
-    ratio = (v.scale / v.scale.amax(-1, keepdim=True)).clamp_min(MIN_V_RATIO)
-    # Also for a lone scale of zero or below, whose quotient would not be 1.
-    is_largest = v.scale == v.scale.amax(-1, keepdim=True)
-    return QuantizedTensor(v.data, ratio.masked_fill(is_largest, 1.0), v.block)
+def _split_scales(v: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
+    """(v with the scales that enter P, the factor of each head's output, (b, h)).
+
+    A head's only scale is a factor, whatever its sign. Scales of blocks are positive and enter P.
+    """
+    if v.scale.shape[-1] == 1:
+        return QuantizedTensor(v.data, torch.ones_like(v.scale), v.block), v.scale[..., 0]
+    return v, v.scale.new_ones(v.scale.shape[:2])
 
 
 @torch.no_grad()
@@ -66,9 +64,10 @@ def _forward(
     parts: QuantizedQKV, causal: bool, softmax_scale: float | None, out_dtype: torch.dtype, p_exponent: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tile loop; P is multiplied by 2^p_exponent before it is rounded to e4m3."""
-    q, k, v, config = parts.q, parts.k, parts.v, parts.quantization
+    q, k, (v, factor) = parts.q, parts.k, _split_scales(parts.v.row_major())
     shape = attention_shape(q.data, k.data, v.data)
-    _check_blocks(parts)
+    block_k = parts.quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
+    _check_blocks(parts, block_k)
     q_rows = fold_heads(q.data, shape.kv_heads, torch.float32)
     keys, values = (fold_heads(x.data, shape.kv_heads, torch.float32).squeeze(2) for x in (k, v))
     scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
@@ -77,27 +76,26 @@ def _forward(
     lse = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
     if shape.seqlen_k == 0:
         return unfold_heads(out, out_dtype), lse.flatten(1, 2)
-    v_ratio = _v_ratio(v)
-    v_max = v.scale.amax(-1)[:, :, None, None]
 
-    for rows in spans(0, shape.seqlen_q, config.block_q):
+    for rows in spans(0, shape.seqlen_q, parts.quantization.block_q):
         q_i = query_tile(q_rows, rows)
         length = rows.stop - rows.start
         s_q = (_tile_scale(q, rows) * scale_log2).unflatten(1, (shape.kv_heads, -1))
         s_q = s_q.expand(-1, -1, -1, length, -1).flatten(2, 3)
         softmax = OnlineSoftmax(q_i)
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
-        for cols in mask.key_tiles(rows, config.block_k):
+        for cols in mask.key_tiles(rows, block_k):
             k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
             visible = mask.visible(rows, cols, shape.group, q_i.device)
-            ratio = _tile_scale(v_ratio, cols)
+            s_v = _tile_scale(v, cols)
             x = q_i @ k_j.mT * (s_q * _tile_scale(k, cols))
             # The scale of the V block enters P through the exponent, so that no pass over O is needed, and
             # the running maximum, so that the largest P of a row is 2^8 whichever blocks the row sees.
-            p, rescale = softmax.step(masked(x, visible), ratio.log2(), p_exponent)
-            softmax.add(p.sum(-1, keepdim=True) / ratio, rescale)
+            p, rescale = softmax.step(masked(x, visible), s_v.log2(), p_exponent)
+            softmax.add(p.sum(-1, keepdim=True) / s_v, rescale)
             acc_o = acc_o * rescale + masked_matmul(to_e4m3(p).float(), v_j, visible)
-        out[:, :, :, rows.slice] = (softmax.normalize(acc_o) * v_max).unflatten(2, (shape.group, -1))
+        o_i = softmax.normalize(acc_o) * factor[:, :, None, None]
+        out[:, :, :, rows.slice] = o_i.unflatten(2, (shape.group, -1))
         lse[:, :, :, rows.slice] = softmax.lse(p_exponent).unflatten(2, (shape.group, -1))
     return unfold_heads(out, out_dtype), lse.flatten(1, 2)
 
@@ -112,12 +110,13 @@ def attention_tiled_fp8(
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
     Tiles are ``block_q`` queries by ``block_k`` keys of ``parts.quantization``, keys from the last tile down
-    to the first. The scales of Q and K multiply S, giving base-2 scores x. A V block of scale s_v weighs
-    w = s_v / (largest s_v of the head). P = exp2(x + log2(w) - m + 8) is rounded to e4m3, where m is the
-    exact running maximum of x + log2(w). The row sum is taken from the unrounded P, with w divided back; the
-    largest s_v multiplies the output, which is rounded once.
+    to the first. The scales of Q and K multiply S, giving base-2 scores x. P = exp2(x + log2(s_v) - m + 8), with s_v
+    the scale of the V block, is rounded to e4m3, where m is the exact running maximum of x + log2(s_v). The row
+    sum is taken from the unrounded P, with s_v divided back; the output is rounded once. Where all of a head's V
+    has one scale, it multiplies the output instead. No s_v below 2^-80 comes from :func:`quantize_qkv`, so
+    P / s_v stays within float32 for any number of keys.
 
-    m must include log2(w). Were it the maximum of x alone, the P of a row that sees quiet V blocks only would
+    m must include log2(s_v). Were it the maximum of x alone, the P of a row that sees quiet V blocks only would
     sink into e4m3's subnormals, and the P of the key that takes most of a row, no longer a power of two,
     would be rounded: on the paper's inputs that costs a fifth more error.
 

@@ -1,0 +1,62 @@
+"""Compile a quantizer for any sizes and strides, with or without a GPU."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from hopper.quantize.config import CHUNK, QuantizeConfig
+from hopper.quantize.kernel import QuantizeKernel
+
+DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+
+
+def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
+    """A tensor of free strides in multiples of ``divisibility`` elements, its last one 1."""
+    strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
+    alignment = max(4, divisibility * dtype.width // 8)
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=alignment)
+
+
+def compile_quantize(config: QuantizeConfig, options: str = ""):
+    """Compile the quantizer of ``config`` for sm_90a.
+
+    Returns a TVM FFI function ``fn(q, k, v, q8, k8, vt8, q_scale, k_scale, v_scale, signs, signs_v, mean, num_ctas)``
+    that launches on torch's current stream.
+
+    - q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv): the config's dtype, the last stride 1, other strides in
+      multiples of 8 elements, 16-byte aligned addresses.
+    - q8, k8: e4m3 of the shapes of q and k. vt8: e4m3 (b, hk, dv, keys), keys a multiple of 32 that covers sk, each 32
+      in the order ``FP8_KEY_ORDER``, zeros behind sk. Strides in multiples of 16, 16-byte aligned addresses.
+    - q_scale (b, h, ceil(sq / block_q)), k_scale and v_scale (b, hk, ceil(sk / block_k)): float32.
+    - signs int32 (d / 2,), with ``rotate``: what to XOR pairs of columns with; signs_v (dv / 2,) with ``rotate_v``.
+    - mean float32 (b, hk, d), with ``smooth_k``, 16-byte aligned.
+    - Whichever of these three a config does not use is int32 (any,).
+    - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
+
+    What its callers must check: no size is 0, h is a multiple of hk, there are fewer than 2^30 blocks.
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    d, dv = config.head_dim, config.head_dim_v
+    b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
+    signs, signs_v, unused = (
+        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) for _ in range(3)
+    )
+    return cute.compile(
+        QuantizeKernel(config),
+        _strided(dtype, (b, sq, h, d), CHUNK),
+        _strided(dtype, (b, sk, hk, d), CHUNK),
+        _strided(dtype, (b, sk, hk, dv), CHUNK),
+        _strided(Float8E4M3FN, (b, sq, h, d), 16),
+        _strided(Float8E4M3FN, (b, sk, hk, d), 16),
+        _strided(Float8E4M3FN, (b, hk, dv, cute.sym_int(divisibility=32)), 16),
+        _strided(Float32, (b, h, nq), 1),
+        _strided(Float32, (b, hk, nk), 1),
+        _strided(Float32, (b, hk, nk), 1),
+        signs,
+        signs_v,
+        _strided(Float32, (b, hk, d), 4) if config.smooth_k else unused,
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )

@@ -1,0 +1,296 @@
+"""Configuration of the quantizer as data, and where each element lies: plain integer arithmetic, traced or not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hopper.config import (
+    DTYPES,
+    FP8_KEYS_PER_STEP,
+    FP8_TILINGS,
+    MAX_HEAD_DIM,
+    NATIVE_HEAD_DIMS,
+    REGISTERS_PER_SM,
+    SHORT_NAMES,
+    SMEM_BYTES,
+    select_fp8_forward_config,
+)
+
+WARP_THREADS = 32
+CHUNK = 8
+"""Elements of a row that a thread loads at once: 16 bytes."""
+
+HEAD_DIM_STEP = 16
+BLOCK_STEP = FP8_KEYS_PER_STEP
+MAX_BLOCK = 256
+"""Blocks are whole steps of the transposed V, and a CTA holds one in its registers."""
+
+DEFAULT_BLOCK_Q = 128
+
+BANK_LINE = 128
+"""Bytes of shared memory that lie in different banks."""
+
+KEYS_PER_STORE = 16
+"""Keys that a thread stores at once for one dimension of V: 16 bytes."""
+
+E4M3_MAX = 448.0
+INVERSE_E4M3_MAX = 1.0 / E4M3_MAX
+MIN_SCALE = 2.0**-80
+"""The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
+
+WARPS_AND_ELEMENTS = ((4, 64), (8, 64), (16, 64), (12, 112), (8, 192))
+"""Warps of a CTA, and the elements that each thread may then hold: the first that fits serves."""
+
+WORKING_REGISTERS = 56
+"""Registers a thread needs beside its elements."""
+
+
+def is_power_of_two(x: float) -> bool:
+    return math.frexp(x)[0] == 0.5
+
+
+def hadamard_blocks(head_dim: int) -> list[int]:
+    """The powers of two that head_dim is the sum of, largest first: 96 -> [64, 32]."""
+    return [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1]
+
+
+@dataclass(frozen=True)
+class BlockTiling:
+    """How the threads of a CTA hold an item: ``rows`` rows of ``head_dim`` elements, which are ``blocks`` blocks.
+
+    ``lanes`` neighbouring threads share a row: thread t of them holds the chunks t, t + lanes, ..., so that neighbours
+    load neighbouring bytes. A warp takes ``rows_per_warp`` rows at once, the CTA ``rows_per_pass``.
+    """
+
+    head_dim: int
+    rows: int
+    lanes: int
+    warps: int
+    blocks: int = 1
+
+    @property
+    def rows_per_warp(self) -> int:
+        return WARP_THREADS // self.lanes
+
+    @property
+    def rows_per_pass(self) -> int:
+        return self.rows_per_warp * self.warps
+
+    @property
+    def passes(self) -> int:
+        return -(-self.rows // self.rows_per_pass)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row that a thread holds."""
+        return self.head_dim // (CHUNK * self.lanes)
+
+    @property
+    def elements(self) -> int:
+        """Elements that a thread holds."""
+        return self.passes * self.chunks * CHUNK
+
+    def first_row(self, index: int, warp: Any) -> Any:
+        """First row of the item that ``warp`` holds in pass ``index``."""
+        return (index * self.warps + warp) * self.rows_per_warp
+
+    def block(self, index: int) -> int:
+        """The block whose rows are held in pass ``index``."""
+        return index * self.blocks // self.passes
+
+    def is_full(self, index: int) -> bool:
+        """Whether every warp holds rows in pass ``index``."""
+        return (index + 1) * self.rows_per_pass <= self.rows
+
+    def row(self, index: int, warp: Any, lane: Any) -> Any:
+        return self.first_row(index, warp) + lane // self.lanes
+
+    def column(self, chunk: int, lane: Any) -> Any:
+        """First column of a thread's chunk."""
+        return (chunk * self.lanes + lane % self.lanes) * CHUNK
+
+
+@dataclass(frozen=True)
+class TransposeTiling:
+    """A block of bytes (rows, head_dim) in shared memory, written by rows and read by columns.
+
+    A row is padded to a power of two of chunks of 8 bytes. The chunks of each 128 bytes, or of each row if that is
+    longer, are permuted by an XOR, so that those which a warp writes or reads at once lie in different banks: eight
+    rows when it writes, one of each 16 rows when it reads.
+    """
+
+    head_dim: int
+    rows: int
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between two rows."""
+        return 1 << (self.head_dim - 1).bit_length()
+
+    @property
+    def line(self) -> int:
+        """Bytes within which chunks are permuted."""
+        return max(self.pitch, BANK_LINE)
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.pitch
+
+    @property
+    def runs(self) -> int:
+        """Runs of 16 keys in a block."""
+        return self.rows // KEYS_PER_STORE
+
+    @property
+    def stores(self) -> int:
+        """Patches of 4 dimensions by 16 keys; a thread takes one at a time."""
+        return self.head_dim // 4 * self.runs
+
+    def store(self, index: Any) -> tuple[Any, Any]:
+        """(run of keys, first dimension) of a patch: neighbours hold neighbouring keys."""
+        return index % self.runs, index // self.runs * 4
+
+    def offset(self, run: Any, key: Any, column: Any) -> Any:
+        """Byte at which ``column``, a multiple of 4, of row 16 ``run`` + ``key`` lies."""
+        rows_of_line = self.line // self.pitch
+        number = run * (KEYS_PER_STORE // rows_of_line) + key // rows_of_line
+        chunk = key % rows_of_line * (self.pitch // CHUNK) + column // CHUNK
+        permuted = chunk ^ (run ^ key // rows_of_line % 4 * 4) & (self.line // CHUNK - 1)
+        return number * self.line + permuted * CHUNK + column % CHUNK
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Everything that is fixed when a quantizer is compiled.
+
+    ``dtype`` is that of the inputs. ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard
+    matrix; ``smooth_k`` subtracts a vector from each row of K before.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    rotate: bool = True
+    rotate_v: bool = False
+    smooth_k: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row. Each holds whole chunks of every Hadamard block, the smallest of which decides."""
+        return 2 if self.head_dim % 32 or self.head_dim_v % 32 else 4
+
+    @cached_property
+    def warps(self) -> int:
+        """Warps of a CTA.
+
+        Raises:
+            ValueError: the registers of a CTA do not hold the blocks.
+        """
+        for warps, elements in WARPS_AND_ELEMENTS:
+            if max(tiling.elements for tiling in self._tilings(warps)) <= elements:
+                return warps
+        raise ValueError(
+            f"blocks of {self.block_q} x {self.head_dim} and {self.block_k} x {self.head_dim_v} are more than the "
+            "registers of a CTA hold"
+        )
+
+    @property
+    def threads(self) -> int:
+        return WARP_THREADS * self.warps
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements that a thread holds of the largest block."""
+        return max(tiling.elements for tiling in self._tilings(self.warps))
+
+    @property
+    def q(self) -> BlockTiling:
+        """That of Q. An item has as many blocks as give a thread no more to do than one of K: they share what is done
+        once an item."""
+        one = self._tilings(self.warps)[0]
+        blocks = self.elements // one.elements if one.is_full(one.passes - 1) else 1
+        return replace(one, rows=blocks * one.rows, blocks=blocks)
+
+    @property
+    def k(self) -> BlockTiling:
+        return self._tilings(self.warps)[1]
+
+    @property
+    def v(self) -> BlockTiling:
+        return self._tilings(self.warps)[2]
+
+    @property
+    def vt(self) -> TransposeTiling:
+        return TransposeTiling(self.head_dim_v, self.block_k)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory into which the next block is loaded: 2 bytes an element."""
+        return 2 * self.threads * self.elements
+
+    @property
+    def smem_bytes(self) -> int:
+        signs = 2 * (self.head_dim + self.head_dim_v)
+        return self.staging_bytes + self.vt.size + signs + 1024
+
+    @cached_property
+    def ctas_per_sm(self) -> int:
+        by_registers = REGISTERS_PER_SM // (self.threads * (self.elements + WORKING_REGISTERS))
+        return max(1, min(by_registers, SMEM_BYTES // self.smem_bytes))
+
+    @cached_property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        )
+        parts = ["hopper_quantize", SHORT_NAMES[self.dtype], dims, f"q{self.block_q}k{self.block_k}"]
+        parts += [flag for flag in ("rotate", "rotate_v", "smooth_k") if getattr(self, flag)]
+        return "_".join(parts)
+
+    def _tilings(self, warps: int) -> tuple[BlockTiling, BlockTiling, BlockTiling]:
+        """Those of Q, K and V."""
+        return (
+            BlockTiling(self.head_dim, self.block_q, self.lanes, warps),
+            BlockTiling(self.head_dim, self.block_k, self.lanes, warps),
+            BlockTiling(self.head_dim_v, self.block_k, self.lanes, warps),
+        )
+
+
+def validate_quantize_config(config: QuantizeConfig) -> None:
+    """Raise ValueError naming the first field that no quantizer can be built from."""
+    if config.dtype not in DTYPES:
+        raise ValueError(f"dtype is {config.dtype!r}, allowed: {', '.join(DTYPES)}")
+    for name, step, largest in (
+        ("head_dim", HEAD_DIM_STEP, MAX_HEAD_DIM),
+        ("head_dim_v", HEAD_DIM_STEP, MAX_HEAD_DIM),
+        ("block_q", BLOCK_STEP, MAX_BLOCK),
+        ("block_k", BLOCK_STEP, MAX_BLOCK),
+    ):
+        value = getattr(config, name)
+        if value % step or not step <= value <= largest:
+            raise ValueError(f"{name} is {value}, allowed: multiples of {step} from {step} to {largest}")
+    if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
+        raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
+    """The configs of the default options at the native head_dims, each once."""
+    return tuple(
+        QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k)
+        for dtype in DTYPES
+        for dims in NATIVE_HEAD_DIMS
+        for block_k in default_block_sizes(*dims)
+    )
+
+
+def default_block_sizes(head_dim: int, head_dim_v: int) -> list[int]:
+    """Rows that K and V have in a block unless told otherwise: the key tiles of the attention kernel."""
+    lengths = {tiling.max_seqlen_k for tilings in FP8_TILINGS.values() for tiling in tilings}
+    dims = head_dim, head_dim_v
+    return sorted({select_fp8_forward_config(*dims, False, DTYPES[0], length).tile_n for length in lengths})

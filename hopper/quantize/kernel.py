@@ -1,0 +1,208 @@
+"""The quantizer's launch and its persistent loop over the blocks of Q, K and V."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, const_expr
+
+from cute_kernels.integers import ceil_div
+from cute_kernels.invariant import LoopInvariant
+from hopper.quantize.config import CHUNK, QuantizeConfig, validate_quantize_config
+from hopper.quantize.operand import CHUNK_WORDS, Cta, Operand, TransposedOperand
+
+PHASES = 4
+"""Groups of CTAs that are at different parts of their work at any time."""
+
+
+@dataclass(frozen=True)
+class Grid(LoopInvariant):
+    """Numbers the items of Q, then those of K, then those of V, and shares them out.
+
+    An item is a block, or some blocks that follow each other. Neighbours are heads of the same rows, whose memory is
+    neighbouring too. ``of_q`` and ``of_kv`` divide by the heads, and by the items of a sequence.
+
+    CTA c takes the items c, c + ctas, c + 2 ctas and so on, but begins in the middle of them and comes to the first
+    ones last, each quarter of the CTAs a quarter later: a rotation keeps the ALUs busy and V the memory, so the two
+    had better happen at the same time.
+    """
+
+    first_of_k: Int32
+    first_of_v: Int32
+    end: Int32
+    of_q: tuple
+    of_kv: tuple
+
+    def share(self, cta: Int32, ctas: Int32) -> tuple[Int32, Int32]:
+        """(items of a CTA, the one to begin with)."""
+        count = ceil_div(self.end - cta, ctas)
+        return count, cta + PHASES * cta // ctas * count // PHASES * ctas
+
+    @cute.jit
+    def place(self, item: Int32) -> tuple[Int32, Int32, Int32]:
+        """(item of the sequence, head, batch entry)."""
+        number, head, batch = Int32(0), Int32(0), Int32(0)
+        if item < self.first_of_k:
+            number, head, batch = split(item, *self.of_q)
+        else:
+            first = self.first_of_k if item < self.first_of_v else self.first_of_v
+            number, head, batch = split(item - first, *self.of_kv)
+        return number, head, batch
+
+
+def split(
+    index: Int32, heads: cute.FastDivmodDivisorV2, numbers: cute.FastDivmodDivisorV2
+) -> tuple[Int32, Int32, Int32]:
+    row, head = divmod(index, heads)
+    batch, number = divmod(Int32(row), numbers)
+    return Int32(number), Int32(head), Int32(batch)
+
+
+class QuantizeKernel:
+    """Q, K and V of 16 bits -> e4m3 with block scales, on sm_90a; ``hopper_attention.quantization`` has the rules.
+
+    The grid is persistent, and a CTA takes whole blocks. Each thread copies its part of the next item to where in
+    shared memory only it reads (``Cta.slots``), while it works on the current one in registers: no barrier and no
+    register waits for memory. One barrier an item joins the maxima, a second one precedes the transpose of V.
+
+    A row lies across a few lanes (``BlockTiling``), so most butterflies of a rotation stay within a thread.
+    """
+
+    def __init__(self, config: QuantizeConfig):
+        validate_quantize_config(config)
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mQ8: cute.Tensor,
+        mK8: cute.Tensor,
+        mVt8: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        signs: cute.Tensor,
+        signs_v: cute.Tensor,
+        mean: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch; ``compile_quantize`` says what the arguments are."""
+        c = self.config
+        batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
+        of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
+        first_of_k, items_of_k = batch * heads * of_q, batch * kv_heads * of_kv
+        end = first_of_k + 2 * items_of_k
+        self.kernel(
+            (mQ, mK, mV),
+            (mQ8, mK8, mVt8),
+            (q_scale, k_scale, v_scale),
+            (signs, signs_v),
+            mean,
+            (first_of_k, first_of_k + items_of_k, end),
+            tuple(cute.FastDivmodDivisorV2(x) for x in (heads, of_q, kv_heads, of_kv)),
+        ).launch(
+            grid=(cutlass.min(num_ctas, end), 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=c.ctas_per_sm,
+            # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        sources: tuple,
+        data: tuple,
+        scales: tuple,
+        signs: tuple,
+        mean: cute.Tensor,
+        bounds: tuple,
+        divisors: tuple,
+    ):
+        c = self.config
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
+        thread, _, _ = cute.arch.thread_idx()
+        cta = Cta(
+            c.warps,
+            thread,
+            cute.arch.make_warp_uniform(cute.arch.warp_idx()),
+            cute.arch.lane_idx(),
+            storage.slots.get_tensor(cute.make_layout((CHUNK_WORDS, c.threads, c.elements // CHUNK))),
+            storage.amax.get_tensor(cute.make_layout((c.warps, 2, c.q.blocks))),
+        )
+        shared_signs = self._share_signs(cta, signs, (storage.signs, storage.signs_v))
+        buffer = storage.buffer.get_tensor(cute.make_layout(c.vt.size // 4))
+        q, k, v = (
+            Operand(c.q, sources[0], data[0], scales[0], shared_signs[0], mean, c.rotate, False),
+            Operand(c.k, sources[1], data[1], scales[1], shared_signs[0], mean, c.rotate, c.smooth_k),
+            TransposedOperand(
+                c.v, sources[2], data[2], scales[2], shared_signs[1], mean, c.rotate_v, False, buffer, c.vt
+            ),
+        )
+        first_of_k, first_of_v, end = bounds
+        grid = Grid(first_of_k, first_of_v, end, divisors[:2], divisors[2:])
+        number, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        left, item = grid.share(number, ctas)
+
+        turn = Int32(0)
+        place = grid.place(item)
+        if item < first_of_k:
+            q.start_loads(cta, place)
+        elif item < first_of_v:
+            k.start_loads(cta, place)
+        else:
+            v.start_loads(cta, place)
+        cute.arch.cp_async_commit_group()
+        while left > 0:
+            words = cta.take_slots(c.elements // CHUNK)
+            following = item + ctas if item + ctas < end else number
+            next_place = grid.place(following)
+            if left > 1:
+                if following < first_of_k:
+                    q.start_loads(cta, next_place)
+                elif following < first_of_v:
+                    k.start_loads(cta, next_place)
+                else:
+                    v.start_loads(cta, next_place)
+            cute.arch.cp_async_commit_group()
+            if item < first_of_k:
+                q.quantize(cta, words, place, turn)
+            elif item < first_of_v:
+                k.quantize(cta, words, place, turn)
+            else:
+                v.quantize(cta, words, place, turn)
+            item, place, turn, left = following, next_place, turn ^ 1, left - 1
+
+    @cute.jit
+    def _share_signs(self, cta: Cta, signs: tuple, memory: tuple) -> tuple:
+        """Copy the signs that are used to shared memory; returns where they are."""
+        c = self.config
+        shared = tuple(
+            place.get_tensor(cute.make_layout(d // 2))
+            for place, d in zip(memory, (c.head_dim, c.head_dim_v), strict=True)
+        )
+        for i in cutlass.range_constexpr(2):
+            if const_expr((c.rotate, c.rotate_v)[i]):
+                if cta.thread < cute.size(shared[i]):
+                    shared[i][cta.thread] = signs[i][cta.thread]
+        cute.arch.sync_threads()
+        return shared
+
+    def _shared_storage(self) -> type:
+        c = self.config
+
+        @cute.struct
+        class SharedStorage:
+            amax: cute.struct.MemRange[Int32, 2 * c.warps * c.q.blocks]
+            signs: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim // 2], 16]
+            signs_v: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim_v // 2], 16]
+            slots: cute.struct.Align[cute.struct.MemRange[Int32, c.staging_bytes // 4], 128]
+            buffer: cute.struct.Align[cute.struct.MemRange[Int32, c.vt.size // 4], 128]
+
+        return SharedStorage

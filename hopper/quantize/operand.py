@@ -1,0 +1,315 @@
+"""What a CTA does to one item, a block or more of Q, K or V: load, rotate, find the scale, round, store."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_kernels.fast_math import join, pack_e4m3
+from cute_kernels.hadamard import hadamard, hadamard_factor, scale_part
+from cute_kernels.integers import ceil_div
+from cute_kernels.invariant import LoopInvariant
+from hopper.config import FP8_KEY_ORDER
+from hopper.quantize.config import (
+    BLOCK_STEP,
+    CHUNK,
+    INVERSE_E4M3_MAX,
+    KEYS_PER_STORE,
+    MIN_SCALE,
+    WARP_THREADS,
+    BlockTiling,
+    TransposeTiling,
+    hadamard_blocks,
+    is_power_of_two,
+)
+from hopper.quantize.words import load_async, reciprocal, transpose_bytes, widen, words_at
+
+CHUNK_BYTES = 2 * CHUNK
+CHUNK_WORDS = CHUNK // 2
+SIGN = -0x80000000
+
+
+@dataclass(frozen=True)
+class Cta(LoopInvariant):
+    """A thread's place in its CTA, and the shared memory that no operand owns.
+
+    ``slots`` are 16 bytes a thread and chunk, which only that thread reads and writes: (4 words, thread, chunk).
+    ``amax`` is (warp, 2, block): items take turns, so that one barrier an item is enough.
+    """
+
+    warps: int
+    thread: Int32
+    warp: Int32
+    lane: Int32
+    slots: cute.Tensor
+    amax: cute.Tensor
+
+    def take_slots(self, count: int) -> cute.Tensor:
+        """The thread's chunks, once they have arrived: words in registers."""
+        words = cute.make_rmem_tensor((CHUNK_WORDS, count), Int32)
+        cute.arch.cp_async_wait_group(0)
+        for i in range(count):
+            cute.autovec_copy(self.slots[None, self.thread, i], words[None, i])
+        return words
+
+    @cute.jit
+    def join(self, amax: cute.Tensor, turn: Int32):
+        """Put the CTA's largest in place of each x >= 0. As integers, floats of one sign keep their order."""
+        for b in cutlass.range_constexpr(cute.size(amax)):
+            bits = cute.arch.warp_redux_sync(amax[b].bitcast(Int32), "max")
+            if self.lane == 0:
+                self.amax[self.warp, turn, b] = bits
+        cute.arch.sync_threads()
+        for b in cutlass.range_constexpr(cute.size(amax)):
+            of_warp = self.amax[self.lane % self.warps, turn, b]
+            amax[b] = cute.arch.warp_redux_sync(of_warp, "max").bitcast(Float32)
+
+
+@dataclass(frozen=True)
+class Operand(LoopInvariant):
+    """Q or K: where its items come from and go to, and what is done to their rows.
+
+    ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
+    e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
+    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. A ``place`` is (item of the sequence, head,
+    batch entry).
+    """
+
+    tiling: BlockTiling
+    source: cute.Tensor
+    data: cute.Tensor
+    scale: cute.Tensor
+    signs: cute.Tensor
+    mean: cute.Tensor
+    rotate: bool
+    smooth: bool
+
+    def rows_present(self, place: tuple) -> Int32:
+        """Rows of an item that lie in the sequence."""
+        return cutlass.min(self.tiling.rows, self.source.shape[1] - place[0] * self.tiling.rows)
+
+    @property
+    def _late_factor(self) -> float:
+        """The rotation's factor where it is a power of two, and not applied to each value but to the maximum and
+        to the inverse scale. These products are exact, but for values too small to leave a trace."""
+        blocks = hadamard_blocks(self.tiling.head_dim)
+        factor = hadamard_factor(blocks[0])
+        return factor if self.rotate and len(blocks) == 1 and is_power_of_two(factor) else 1.0
+
+    @cute.jit
+    def start_loads(self, cta: Cta, place: tuple):
+        """Start loading an item into the slots. Rows behind the sequence become zeros."""
+        t = self.tiling
+        number, head, batch = place
+        present = self.rows_present(place)
+        first = Int64(batch) * self.source.stride[0] + Int64(number * t.rows) * self.source.stride[1]
+        first = first + Int64(head) * self.source.stride[2] + t.column(0, cta.lane)
+        for p in cutlass.range_constexpr(t.passes):
+            if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
+                row = t.row(p, cta.warp, cta.lane)
+                size = Int32(CHUNK_BYTES) if row < present else Int32(0)
+                offset = first + Int64(cutlass.min(row, present - 1)) * self.source.stride[1]
+                address = self.source.iterator.toint() + 2 * offset
+                for c in cutlass.range_constexpr(t.chunks):
+                    slot = cta.slots[None, cta.thread, p * t.chunks + c].iterator
+                    load_async(slot, address + c * t.lanes * CHUNK_BYTES, size)
+
+    @cute.jit
+    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32):
+        """Turn the words of an item, as ``Cta.take_slots`` gives them, into e4m3 and scales, and store both."""
+        t = self.tiling
+        values = cute.make_rmem_tensor((CHUNK * t.chunks, t.passes), Float32)
+        amax = cute.make_rmem_tensor(t.blocks, Float32)
+        amax.fill(0.0)
+        for p in cutlass.range_constexpr(t.passes):
+            row = values[None, p]
+            if const_expr(not t.is_full(p)):
+                row.fill(0.0)  # else what idle warps do not set would be carried around the loop of the grid
+            if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
+                self._widen(cta, row, words, p, place)
+                if const_expr(self.rotate):
+                    self._rotate(cta, row)
+                amax[t.block(p)] = cute.arch.fmax(amax[t.block(p)], finite_amax(row))
+        cta.join(amax, turn)
+        inverse = self._store_scales(cta, amax, place)
+        for p in cutlass.range_constexpr(t.passes):
+            self._put(cta, values[None, p], inverse[t.block(p)], p, place)
+        self._finish(cta, place)
+
+    @cute.jit
+    def _widen(self, cta: Cta, row: cute.Tensor, words: cute.Tensor, p: cutlass.Constexpr[int], place: tuple):
+        """The row of pass ``p`` in float32, less the mean, its signs flipped."""
+        t = self.tiling
+        for c in cutlass.range_constexpr(t.chunks):
+            flips = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+            if const_expr(self.rotate):
+                column = t.column(c, cta.lane)
+                cute.autovec_copy(cute.local_tile(self.signs, (CHUNK_WORDS,), (column // CHUNK,)), flips)
+            chunk = cute.make_tensor(row.iterator + c * CHUNK, cute.make_layout(CHUNK))
+            for w in cutlass.range_constexpr(CHUNK_WORDS):
+                word = words[w, p * t.chunks + c]
+                if const_expr(self.rotate and not self.smooth):
+                    word = word ^ flips[w]
+                chunk[2 * w], chunk[2 * w + 1] = widen(word, self.source.element_type)
+            if const_expr(self.smooth):
+                is_present = t.row(p, cta.warp, cta.lane) < self.rows_present(place)
+                self._subtract_mean(chunk, t.column(c, cta.lane), is_present, place)
+                if const_expr(self.rotate):
+                    flip_signs(chunk, flips)
+
+    @cute.jit
+    def _subtract_mean(self, chunk: cute.Tensor, column: Int32, is_present: Boolean, place: tuple):
+        """A chunk less the mean; a row behind the sequence stays zero."""
+        mean = cute.make_rmem_tensor(CHUNK, Float32)
+        of_head = self.mean[place[2], place[1], None]
+        cute.autovec_copy(cute.local_tile(of_head, (CHUNK,), (column // CHUNK,)), mean)
+        for i in cutlass.range_constexpr(CHUNK):
+            chunk[i] = chunk[i] - mean[i] if is_present else Float32(0.0)
+
+    @cute.jit
+    def _rotate(self, cta: Cta, row: cute.Tensor):
+        t = self.tiling
+        first = 0
+        for size in hadamard_blocks(t.head_dim):
+            of_lane = size // t.lanes
+            hadamard(row, first, of_lane, cta.lane % t.lanes, t.lanes, CHUNK)
+            if const_expr(self._late_factor == 1.0):
+                scale_part(row, first, of_lane, hadamard_factor(size))
+            first += of_lane
+
+    @cute.jit
+    def _store_scales(self, cta: Cta, amax: cute.Tensor, place: tuple) -> cute.Tensor:
+        """Store the scales of the blocks; returns what their rows are to be multiplied with."""
+        number, head, batch = place
+        blocks = self.tiling.blocks
+        inverse = cute.make_rmem_tensor(blocks, Float32)
+        for b in cutlass.range_constexpr(blocks):
+            largest = amax[b] * Float32(self._late_factor)
+            scale = cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE))
+            inverse[b] = reciprocal(scale) * Float32(self._late_factor)
+            if cta.thread == 0 and number * blocks + b < self.scale.shape[2]:
+                self.scale[batch, head, number * blocks + b] = scale
+        return inverse
+
+    @cute.jit
+    def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
+        """Round the row of pass ``p`` and store it."""
+        t = self.tiling
+        number, head, batch = place
+        row_of_item = t.row(p, cta.warp, cta.lane)
+        offset = (
+            Int64(batch) * self.data.stride[0] + Int64(number * t.rows + row_of_item) * self.data.stride[1]
+        )
+        offset = offset + Int64(head) * self.data.stride[2] + t.column(0, cta.lane)
+        address = self.data.iterator.toint() + offset
+        for c in cutlass.range_constexpr(t.chunks):
+            # Only the store is conditional: what an idle row computes is cheaper than registers that may be unset.
+            rounded = round_chunk(row, c, inverse)
+            if row_of_item < self.rows_present(place):
+                cute.autovec_copy(rounded, words_at(address + c * t.lanes * CHUNK, CHUNK // 4))
+
+    def _finish(self, cta: Cta, place: tuple):
+        """What is left to do once every row is put."""
+
+
+@dataclass(frozen=True)
+class TransposedOperand(Operand):
+    """V. ``data`` is (batch, heads, head_dim, keys), keys a multiple of 32, each 32 in the order FP8_KEY_ORDER.
+
+    Rounded rows go to ``buffer`` in shared memory, and from there by columns to global memory.
+    """
+
+    buffer: cute.Tensor
+    transposed: TransposeTiling
+
+    def _rows_stored(self, place: tuple) -> Int32:
+        """Rows of zeros fill up the last step of keys."""
+        return ceil_div(self.rows_present(place), BLOCK_STEP) * BLOCK_STEP
+
+    def _buffered(self, offset: Int32, words: int) -> cute.Tensor:
+        """Words of the buffer at an offset in bytes that is aligned to them."""
+        return cute.local_tile(self.buffer, (words,), (offset // (4 * words),))
+
+    @cute.jit
+    def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
+        """Round the row of pass ``p`` into the buffer. Zeros behind the sequence lose the signs of a rotation."""
+        t = self.tiling
+        row_of_item = t.row(p, cta.warp, cta.lane)
+        run, key = row_of_item // KEYS_PER_STORE, row_of_item % KEYS_PER_STORE
+        is_present = row_of_item < self.rows_present(place)
+        for c in cutlass.range_constexpr(t.chunks):
+            rounded = round_chunk(row, c, inverse)
+            if const_expr(self.rotate):
+                for i in cutlass.range_constexpr(CHUNK // 4):
+                    rounded[i] = rounded[i] if is_present else Int32(0)
+            if row_of_item < self._rows_stored(place):
+                offset = self.transposed.offset(run, key, t.column(c, cta.lane))
+                cute.autovec_copy(rounded, self._buffered(offset, CHUNK // 4))
+
+    @cute.jit
+    def _finish(self, cta: Cta, place: tuple):
+        """Store the buffer by columns, 16 keys at a time."""
+        number, head, batch = place
+        v, threads = self.transposed, cta.warps * WARP_THREADS
+        base = Int64(batch) * self.data.stride[0] + Int64(head) * self.data.stride[1] + number * v.rows
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(ceil_div(v.stores, threads)):
+            index = cta.thread + i * threads
+            run, column = v.store(index)
+            if index < v.stores and run * KEYS_PER_STORE < self._rows_stored(place):
+                columns = [cute.make_rmem_tensor(KEYS_PER_STORE // 4, Int32) for _ in range(4)]
+                for quad in cutlass.range_constexpr(KEYS_PER_STORE // 4):
+                    keys = FP8_KEY_ORDER[4 * quad : 4 * quad + 4]
+                    rows = [self._buffered(v.offset(run, key, column), 1)[0] for key in keys]
+                    for c, word in enumerate(transpose_bytes(rows)):
+                        columns[c][quad] = word
+                for c in cutlass.range_constexpr(4):
+                    offset = base + Int64(column + c) * self.data.stride[2] + run * KEYS_PER_STORE
+                    cute.autovec_copy(
+                        columns[c], words_at(self.data.iterator.toint() + offset, KEYS_PER_STORE // 4)
+                    )
+
+
+def flip_signs(chunk: cute.Tensor, flips: cute.Tensor):
+    """Flip the signs of float32 values as masks for pairs of 16-bit values say."""
+    for w in range(CHUNK_WORDS):
+        chunk[2 * w] = (chunk[2 * w].bitcast(Int32) ^ (flips[w] << 16)).bitcast(Float32)
+        chunk[2 * w + 1] = (chunk[2 * w + 1].bitcast(Int32) ^ (flips[w] & SIGN)).bitcast(Float32)
+
+
+@cute.jit
+def finite_amax(row: cute.Tensor) -> Float32:
+    """The largest finite magnitude of some registers, at least 0. Infinities among them become NaN.
+
+    The loop runs at most once. As a condition it would be turned into predicates, and be paid for every time.
+    """
+    amax = amax_without_nan(row)
+    while amax == Float32.inf:
+        nan_for_infinities(row)
+        amax = amax_without_nan(row)
+    return amax
+
+
+def nan_for_infinities(row: cute.Tensor):
+    """x + 0 x for each x."""
+    for i in range(cute.size(row)):
+        row[i] = cute.arch.inline_ptx(
+            "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[row[i]]
+        )
+
+
+def amax_without_nan(row: cute.Tensor) -> Float32:
+    amax = Float32(0.0)
+    for i in range(cute.size(row)):
+        amax = cute.arch.fmax(amax, cute.math.absf(row[i]))
+    return amax
+
+
+def round_chunk(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
+    """Chunk ``c`` of a row times ``inverse``, in e4m3: two words."""
+    x = [row[c * CHUNK + i] * inverse for i in range(CHUNK)]
+    words = cute.make_rmem_tensor(CHUNK // 4, Int32)
+    for w in range(CHUNK // 4):
+        words[w] = join(pack_e4m3(x[4 * w], x[4 * w + 1]), pack_e4m3(x[4 * w + 2], x[4 * w + 3]))
+    return words

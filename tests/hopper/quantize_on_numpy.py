@@ -1,0 +1,107 @@
+"""The quantizer's kernel, compiled to PTX and run on NumPy: no GPU takes part."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hopper.inspection import ResourceUsage, parse_ptxas
+from hopper.quantize.compile import compile_quantize
+from hopper.quantize.config import QuantizeConfig
+from hopper_attention.quantization import padded_keys
+from hopper_attention.quantization_launch import sign_masks
+from tests.hopper import ptx_machine
+
+POISON = 0xA5
+BUFFER_STEP = 1 << 40
+"""Buffers lie so far apart that an address cut to 32 bits misses all of them."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's PTX and what ptxas says about it."""
+
+    ptx: str
+    usage: ResourceUsage
+
+
+@cache
+def compiled(config: QuantizeConfig) -> Compiled:
+    report = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(report):
+        options = f"--gpu-arch sm_90a remarks{{ptx}} --keep-ptx --dump-dir {folder}"
+        ptx = compile_quantize(config, options).__ptx__
+    return Compiled(ptx, parse_ptxas(report.getvalue(), config.smem_bytes))
+
+
+class Arguments:
+    """Parameters of a kernel as the DSL packs them, and the memory that they point into."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, np.ndarray] = {}
+        self.packed: list[bytes] = []
+
+    def tensor(self, tensor: Tensor, dynamic: Sequence[int]) -> np.ndarray:
+        """Add a tensor whose sizes ``dynamic`` are read when running; returns the bytes of its storage."""
+        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().copy()
+        base = BUFFER_STEP * (len(self.buffers) + 1)
+        self.buffers[base] = storage
+        address = base + tensor.storage_offset() * tensor.element_size()
+        sizes = struct.pack(f"<Q{len(dynamic)}i", address, *(tensor.shape[i] for i in dynamic))
+        strides = struct.pack(f"<{tensor.dim() - 1}q", *tensor.stride()[:-1])
+        self.packed.append(sizes + b"\0" * (-len(sizes) % 8) + strides)
+        return storage
+
+    def integer(self, value: int) -> None:
+        self.packed.append(struct.pack("<i", value))
+
+    def divisor(self, value: int) -> None:
+        """A number to divide by, with the multiplier and the shifts that do it, and once more as it is."""
+        log2 = (value - 1).bit_length()
+        multiplier = (((1 << log2) - value) << 32) // value + 1
+        self.packed.append(struct.pack("<IIBB2x", value, multiplier, min(log2, 1), max(log2 - 1, 0)))
+        self.integer(value)
+
+
+def quantize_on_numpy(
+    config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, seed: int, mean: Tensor, ctas: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(bytes of q8, k8 and vt8, bits of their scales), as the kernel leaves them in contiguous tensors."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
+    arguments = Arguments()
+    for tensor in (q, k, v):
+        arguments.tensor(tensor, (0, 1, 2))
+    shapes = (q.shape, (0, 1, 2)), (k.shape, (0, 1, 2))
+    transposed = (batch, kv_heads, head_dim_v, padded_keys(seqlen_k)), (0, 1, 3)
+    data = [
+        arguments.tensor(torch.full(shape, POISON, dtype=torch.uint8), dynamic)
+        for shape, dynamic in (*shapes, transposed)
+    ]
+    blocks_q, blocks_k = -(-seqlen_q // config.block_q), -(-seqlen_k // config.block_k)
+    scales = [
+        arguments.tensor(torch.full(shape, float("nan")), (0, 1, 2))
+        for shape in ((batch, heads, blocks_q), *2 * [(batch, kv_heads, blocks_k)])
+    ]
+    for head_dim in (config.head_dim, config.head_dim_v):
+        arguments.tensor(sign_masks(head_dim, seed, q.device), (0,))
+    arguments.tensor(mean, (0, 1) if config.smooth_k else (0,))
+    of_q, of_kv = -(-seqlen_q // config.q.rows), -(-seqlen_k // config.k.rows)
+    of_k = batch * kv_heads * of_kv
+    bounds = [batch * heads * of_q + i * of_k for i in range(3)]
+    for bound in bounds:
+        arguments.integer(bound)
+    for divisor in (heads, of_q, kv_heads, of_kv):
+        arguments.divisor(divisor)
+    program = ptx_machine.parse(compiled(config).ptx)
+    memory = ptx_machine.Memory(arguments.buffers)
+    ptx_machine.run(program, arguments.packed, min(ctas, bounds[2]), memory, config.smem_bytes)
+    return data, [scale.view(np.int32) for scale in scales]

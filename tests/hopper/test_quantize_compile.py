@@ -1,0 +1,261 @@
+"""The quantizer compiles without a GPU, and run on NumPy it gives the bits of its twin in PyTorch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hopper.quantize.config import (
+    CHUNK,
+    WARP_THREADS,
+    BlockTiling,
+    QuantizeConfig,
+    TransposeTiling,
+    default_block_sizes,
+    hadamard_blocks,
+    shipped_quantize_configs,
+    validate_quantize_config,
+)
+from hopper_attention.quantization import Fp8Quantization, _quantize_by_torch, mean_of_keys
+from tests.hopper.ptx_machine import to_e4m3
+from tests.hopper.quantize_on_numpy import compiled, quantize_on_numpy
+
+D64 = QuantizeConfig("bfloat16", 64, 64, 128, 160)
+D128 = QuantizeConfig("bfloat16", 128, 128, 128, 192)
+ALL_OPTIONS = QuantizeConfig("float16", 96, 96, 64, 128, rotate=True, rotate_v=True, smooth_k=True)
+PLAIN = QuantizeConfig("float16", 192, 128, 128, 128, rotate=False)
+ODD = QuantizeConfig("bfloat16", 80, 48, 192, 64, rotate_v=True)
+D256 = QuantizeConfig("bfloat16", 256, 256, 128, 128, smooth_k=True)
+CONFIGS = (D64, D128, ALL_OPTIONS, PLAIN, ODD, D256)
+
+
+def draw(config: QuantizeConfig, batch=1, seqlens=(300, 500), heads=(2, 1)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(seqlens))
+    shapes = (
+        (batch, seqlens[0], heads[0], config.head_dim),
+        (batch, seqlens[1], heads[1], config.head_dim),
+        (batch, seqlens[1], heads[1], config.head_dim_v),
+    )
+    dtype = getattr(torch, config.dtype)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def find_differences(config: QuantizeConfig, inputs: list[torch.Tensor], ctas: int = 3) -> list[str]:
+    """Where the bits of the kernel are not those of its twin."""
+    q, k, v = inputs
+    c = Fp8Quantization(
+        rotate=config.rotate,
+        block_q=config.block_q,
+        block_k=config.block_k,
+        seed=7,
+        smooth_k=config.smooth_k,
+        rotate_v=config.rotate_v,
+    )
+    mean = mean_of_keys(k) if config.smooth_k else torch.zeros(1, dtype=torch.int32)
+    data, scales = quantize_on_numpy(config, q, k, v, c.seed, mean, ctas)
+    twins = _quantize_by_torch(q, k, v, c, mean if config.smooth_k else torch.empty(0))
+    wrong = []
+    for name, ours, scale, twin in zip("qkv", data, scales, twins, strict=True):
+        differing = (ours != twin.data.view(torch.uint8).numpy().reshape(-1)).sum()
+        if differing:
+            wrong.append(f"{differing} of {ours.size} bytes of {name}")
+        if not np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1)):
+            wrong.append(f"scales of {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_kernel_has_the_bits_of_its_twin(config: QuantizeConfig) -> None:
+    failures = {}
+    for seqlens, heads in (((300, 500), (2, 1)), ((1, 1), (3, 3)), ((31, 33), (4, 2)), ((257, 223), (1, 1))):
+        # Few CTAs, so that each works through items of Q, K and V; and one.
+        wrong = find_differences(config, draw(config, 2, seqlens, heads), ctas=1 if heads == (1, 1) else 5)
+        if wrong:
+            failures[seqlens, heads] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize("config", [D128, PLAIN], ids=lambda config: config.name)
+def test_values_that_are_no_numbers_or_hardly_any(config: QuantizeConfig) -> None:
+    q, k, v = draw(config)
+    q[0, 5, 0, 3], q[0, 200, 1, 77], q[0, 201, 1, 78] = math.inf, -math.inf, math.nan
+    q[0, 130:256, 0], q[0, 128:130, 0] = 0.0, -0.0
+    k[0, :192], k[0, 200], k[0, 201, 0, 5] = 0.0, math.inf, -math.nan
+    k[0, 384:] *= 2.0**-126 if config.dtype == "bfloat16" else 2.0**-20
+    v[0, 0], v[0, 230, 0, 9], v[0, 499, 0, 127] = -math.inf, math.inf, math.nan
+    v[0, 256:384] = torch.finfo(v.dtype).max
+    assert find_differences(config, [q, k, v]) == []
+    assert find_differences(config, [q, k, -v.sign()]) == []
+
+
+def test_strided_inputs() -> None:
+    q, k, v = draw(D64, 2)
+    larger = torch.full((2, 2, 302, 64 + 24), math.nan, dtype=q.dtype)
+    larger[:, :, 1:301, 8:72] = q.transpose(1, 2)
+    heads_first = larger[:, :, 1:301, 8:72].transpose(1, 2)
+    k, v = torch.stack((k, v), 2).unbind(2)
+    assert not heads_first.is_contiguous() and not k.is_contiguous()
+    assert find_differences(D64, [heads_first, k, v]) == []
+
+
+def test_the_machine_rounds_to_e4m3_as_torch_does() -> None:
+    steps = (
+        torch.arange(0x3A000000, 0x44000000, 0x4321, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
+    values = torch.cat(
+        (steps.clamp(max=448.0), torch.zeros(1), torch.tensor([2.0**-10, 2.0**-9, 3 * 2.0**-10]))
+    )
+    for x in (values, -values):
+        expected = x.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        assert np.array_equal(to_e4m3(x.numpy()), expected)
+    assert to_e4m3(np.array([np.inf, -np.inf, np.nan], np.float32)).tolist() == [0x7E, 0xFE, 0x7F]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_compiles_without_spills(config: QuantizeConfig) -> None:
+    usage = compiled(config).usage
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads * config.ctas_per_sm <= 65536
+    assert (config.smem_bytes + 1024) * config.ctas_per_sm <= 228 * 1024
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: QuantizeConfig) -> None:
+    ptx = compiled(config).ptx
+    loads = len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 16,", ptx))
+    chunks = sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k, config.v))
+    assert loads == 2 * chunks  # before the loop and in it
+    stores = re.findall(r"st\.global\.(\S+)", ptx)
+    scales, rows, columns = (stores.count(kind) for kind in ("b32", "v2.b32", "v4.b32"))
+    assert scales == config.q.blocks + 2 and scales + rows + columns == len(stores)
+    assert rows == sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k))
+    assert columns == 4 * math.ceil(config.vt.stores / config.threads)
+    # A product that is added to something could become an FMA, which rounds once: none is.
+    products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%\w+),", ptx))
+    added = {x for pair in re.findall(r"(?:add|sub)\.f32\s+%\w+, (%\w+), (%\w+);", ptx) for x in pair}
+    assert products and added.isdisjoint(products)
+
+
+def test_shipped_configs_are_what_default_options_ask_for() -> None:
+    configs = shipped_quantize_configs()
+    assert len({config.name for config in configs}) == len(configs)
+    for config in configs:
+        validate_quantize_config(config)
+        assert config.rotate and not config.rotate_v and not config.smooth_k
+        assert config.block_k in default_block_sizes(config.head_dim, config.head_dim_v)
+    assert {(c.dtype, c.head_dim) for c in configs} >= {("float16", 64), ("bfloat16", 256)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtype is 'float32', allowed: float16, bfloat16"),
+        ({"head_dim": 72}, "head_dim is 72, allowed: multiples of 16 from 16 to 256"),
+        ({"head_dim_v": 272}, "head_dim_v is 272, allowed"),
+        ({"block_q": 0}, "block_q is 0, allowed: multiples of 32 from 32 to 256"),
+        ({"block_k": 48}, "block_k is 48, allowed: multiples of 32 from 32 to 256"),
+        (
+            {"head_dim": 256, "block_q": 256},
+            "blocks of 256 x 256 .* are more than the registers of a CTA hold",
+        ),
+    ],
+)
+def test_configs_that_no_kernel_can_be_built_from(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validate_quantize_config(replace(D128, **change))
+
+
+def test_names_tell_configs_apart() -> None:
+    changes = [
+        {},
+        {"dtype": "float16"},
+        {"head_dim_v": 64},
+        {"block_q": 64},
+        {"block_k": 224},
+        {"rotate": False},
+        {"rotate_v": True},
+        {"smooth_k": True},
+    ]
+    names = {replace(D128, **change).name for change in changes}
+    assert len(names) == len(changes) and "hopper_quantize_bf16_d128_q128k192_rotate" in names
+
+
+# Where each element lies
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_every_element_of_a_block_is_held_once(config: QuantizeConfig, operand: str) -> None:
+    tiling: BlockTiling = getattr(config, operand)
+    held = np.zeros((tiling.rows, tiling.head_dim), int)
+    for p in range(tiling.passes):
+        for warp in range(tiling.warps):
+            if not tiling.is_full(p) and tiling.first_row(p, warp) >= tiling.rows:
+                continue
+            for lane in range(WARP_THREADS):
+                row = tiling.row(p, warp, lane)
+                assert row // (tiling.rows // tiling.blocks) == tiling.block(p)
+                for c in range(tiling.chunks):
+                    column = tiling.column(c, lane)
+                    held[row, column : column + CHUNK] += 1
+    assert (held == 1).all()
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_butterflies_of_a_lane_find_their_columns(head_dim: int) -> None:
+    """A Hadamard block's columns on a lane follow each other, and columns 8 lanes apart are neighbouring chunks."""
+    tiling = BlockTiling(head_dim, 32, 2 if head_dim % 32 else 4, 4)
+    columns = [
+        [tiling.column(c, lane) + i for c in range(tiling.chunks) for i in range(CHUNK)]
+        for lane in range(tiling.lanes)
+    ]
+    first = start = 0
+    for size in hadamard_blocks(head_dim):
+        of_lane = size // tiling.lanes
+        for lane, mine in enumerate(columns):
+            part = [column - start for column in mine[first : first + of_lane]]
+            expected = [8 * tiling.lanes * c + 8 * lane + i for c in range(of_lane // 8) for i in range(8)]
+            assert part == expected
+        first, start = first + of_lane, start + size
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), [(16, 32), (64, 160), (80, 96), (128, 192), (256, 128)])
+def test_the_transpose_has_a_place_for_every_byte(head_dim: int, rows: int) -> None:
+    tiling = TransposeTiling(head_dim, rows)
+    offsets = [
+        tiling.offset(row // 16, row % 16, column) + i
+        for row in range(rows)
+        for column in range(0, head_dim, 4)
+        for i in range(4)
+    ]
+    assert len(set(offsets)) == head_dim * rows and max(offsets) < tiling.size
+    patches = {tiling.store(index) for index in range(tiling.stores)}
+    assert patches == {(run, column) for run in range(rows // 16) for column in range(0, head_dim, 4)}
+
+
+def wavefronts(addresses: list[int], size: int) -> int:
+    """Passes of shared memory, of 32 banks of 4 bytes, that a warp's accesses of ``size`` bytes take."""
+    words = {address // 4 + i for address in addresses for i in range(size // 4)}
+    return max(np.bincount([word % 32 for word in words]))
+
+
+@pytest.mark.parametrize("config", [D64, D128, D256], ids=lambda config: config.name)
+def test_the_transpose_has_few_bank_conflicts(config: QuantizeConfig) -> None:
+    tiling, lanes = config.vt, range(WARP_THREADS)
+    rows = [config.v.row(0, 1, lane) for lane in lanes]
+    writes = [
+        tiling.offset(row // 16, row % 16, config.v.column(0, lane))
+        for row, lane in zip(rows, lanes, strict=True)
+    ]
+    assert wavefronts(writes, 8) == 2  # 256 bytes
+    for key in range(16):
+        reads = []
+        for index in lanes:
+            run, column = tiling.store(index)
+            reads.append(tiling.offset(run, key, column))
+        assert wavefronts(reads, 4) <= 2
