@@ -4,9 +4,9 @@ import contextlib
 import io
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from hopper.config import ForwardConfig
-from hopper.forward import compile_forward
+from hopper.compile import compile_kernel
 
 USED = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -31,7 +31,7 @@ class ResourceUsage:
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
 
 
-def resource_usage(config: ForwardConfig) -> ResourceUsage:
+def resource_usage(config: Any) -> ResourceUsage:
     """Compile ``config`` and read the assembler's report. Needs no GPU; takes seconds.
 
     Raises:
@@ -40,7 +40,7 @@ def resource_usage(config: ForwardConfig) -> ResourceUsage:
     # The report reaches Python's stderr among the DSL's remarks, and nowhere else.
     report = io.StringIO()
     with contextlib.redirect_stderr(report):
-        compile_forward(config, options="--gpu-arch sm_90a remarks{ptx}")
+        compile_kernel(config, options="--gpu-arch sm_90a remarks{ptx}")
     return parse_ptxas(report.getvalue(), config.smem_bytes)
 
 

@@ -17,9 +17,7 @@ import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from hopper.config import ForwardConfig
+from typing import Any, Protocol
 
 ARCH = "sm_90a"
 DSL_PACKAGE = "nvidia-cutlass-dsl"
@@ -32,13 +30,20 @@ Kernel = Callable[..., Any]
 """A compiled kernel, called with torch tensors; launches on torch's current stream."""
 
 
-def build_forward(config: ForwardConfig) -> bytes:
-    """The object file of the forward kernel of ``config``, for sm_90a. Takes seconds; needs no GPU."""
-    from hopper.forward import compile_forward
+class KernelConfig(Protocol):
+    """What a kernel is built from: a frozen dataclass whose name is like no other's."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def build(config: Any) -> bytes:
+    """The object file of the kernel of ``config``, for sm_90a. Takes seconds; needs no GPU."""
+    from hopper.compile import compile_kernel
     from hopper.object_code import export_object
 
     # The architecture is named here so that it never depends on the GPUs of this machine.
-    return export_object(compile_forward(config, options=f"--gpu-arch {ARCH}"), config.name)
+    return export_object(compile_kernel(config, options=f"--gpu-arch {ARCH}"), config.name)
 
 
 def load(data: bytes, name: str) -> Kernel:

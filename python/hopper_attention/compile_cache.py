@@ -21,14 +21,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 import cute_kernels
 import hopper
+from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.config import ForwardConfig
+from hopper.quantize.config import QuantizeConfig
 from hopper_attention import _kernels
-from hopper_attention._kernels import Kernel
+from hopper_attention._kernels import Kernel, KernelConfig
 from hopper_attention.notices import warn_once
 
 CACHE_DIR_VARIABLE = "HOPPER_ATTENTION_CACHE_DIR"
@@ -73,7 +76,7 @@ class CompileCache:
     def __init__(
         self,
         folder: Path,
-        build: Callable[[ForwardConfig], bytes] = _kernels.build_forward,
+        build: Callable[[Any], bytes] = _kernels.build,
         load: Callable[[bytes, str], Kernel] = _kernels.load,
     ) -> None:
         self.folder = folder
@@ -82,11 +85,11 @@ class CompileCache:
         self._loaded: dict[str, Kernel] = {}
         self._lock = threading.RLock()
 
-    def path(self, config: ForwardConfig) -> Path:
+    def path(self, config: KernelConfig) -> Path:
         """Where the entry of ``config`` is or would be."""
         return self.folder / f"{config.name}{SUFFIX}"
 
-    def contains(self, config: ForwardConfig) -> bool:
+    def contains(self, config: KernelConfig) -> bool:
         """Whether the disk holds an intact entry of ``config``."""
         try:
             read_entry(self.path(config))
@@ -94,7 +97,7 @@ class CompileCache:
             return False
         return True
 
-    def get(self, config: ForwardConfig) -> Kernel:
+    def get(self, config: KernelConfig) -> Kernel:
         """The kernel of ``config``: from memory, from disk, or compiled now, which takes seconds."""
         # The compiler takes one thread at a time, so one lock serves every config.
         with self._lock:
@@ -104,7 +107,7 @@ class CompileCache:
                 self._loaded[config.name] = kernel
             return kernel
 
-    def ensure(self, config: ForwardConfig) -> bool:
+    def ensure(self, config: KernelConfig) -> bool:
         """Make sure that the disk holds ``config``, without loading it. True if it had to be compiled.
 
         Raises:
@@ -116,7 +119,7 @@ class CompileCache:
             write_entry(self.path(config), self._build(config))
             return True
 
-    def _compile(self, config: ForwardConfig) -> Kernel:
+    def _compile(self, config: KernelConfig) -> Kernel:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._entry_lock(config))
@@ -134,7 +137,7 @@ class CompileCache:
                 self._warn_unwritable(error)
             return self._load(data, config.name)
 
-    def _from_disk(self, config: ForwardConfig) -> Kernel | None:
+    def _from_disk(self, config: KernelConfig) -> Kernel | None:
         path = self.path(config)
         try:
             return self._load(read_entry(path), config.name)
@@ -151,7 +154,7 @@ class CompileCache:
             return None
 
     @contextlib.contextmanager
-    def _entry_lock(self, config: ForwardConfig) -> Iterator[None]:
+    def _entry_lock(self, config: KernelConfig) -> Iterator[None]:
         # Only compiling needs it, and importing it is a tenth of what a warm first call may take.
         from filelock import FileLock
 
@@ -200,6 +203,16 @@ def get_forward(config: ForwardConfig) -> Kernel:
     return _cache_under(cache_dir()).get(config)
 
 
+def get_backward(config: BackwardConfig | BackwardStep) -> Kernel:
+    """The backward kernel of ``config`` or one of its steps, ready to be called; see ``hopper.backward.compile``."""
+    return _cache_under(cache_dir()).get(config)
+
+
+def get_quantize(config: QuantizeConfig) -> Kernel:
+    """The quantizer of ``config``, ready to be called; see ``hopper.quantize.compile.compile_quantize``."""
+    return _cache_under(cache_dir()).get(config)
+
+
 def cached_kernels() -> tuple[Path, ...]:
     """The cached kernels that this source and toolchain can use."""
     return tuple(sorted((cache_dir() / fingerprint()).glob(f"*{SUFFIX}")))
@@ -209,7 +222,7 @@ def cached_kernels() -> tuple[Path, ...]:
 class Compilation:
     """What became of one config in ``compile_all``. ``error`` is empty unless it failed."""
 
-    config: ForwardConfig
+    config: KernelConfig
     path: Path
     seconds: float
     was_cached: bool = False
@@ -217,11 +230,11 @@ class Compilation:
 
 
 def compile_all(
-    configs: Sequence[ForwardConfig],
+    configs: Sequence[KernelConfig],
     jobs: int,
     on_progress: Callable[[Compilation], None] = lambda compilation: None,
     *,
-    build: Callable[[ForwardConfig], bytes] = _kernels.build_forward,
+    build: Callable[[Any], bytes] = _kernels.build,
 ) -> tuple[Compilation, ...]:
     """Fill the cache on disk in parallel processes, with or without a GPU.
 
@@ -253,7 +266,7 @@ def compile_all(
     return tuple(results[config.name] for config in configs)
 
 
-def _compile_one(folder: Path, config: ForwardConfig, build: Callable[[ForwardConfig], bytes]) -> Compilation:
+def _compile_one(folder: Path, config: KernelConfig, build: Callable[[Any], bytes]) -> Compilation:
     cache = CompileCache(folder, build=build)
     start = time.perf_counter()
     try:

@@ -1,0 +1,39 @@
+"""Which query tiles see a key tile, and which of them need no mask: the transpose of ``block_range``.
+
+Plain arithmetic on integers: the same functions serve the kernels (traced) and the host tests (Python ints).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.integers import ceil_div, maximum, minimum
+
+
+@dataclass(frozen=True)
+class QueryRange:
+    """Query tiles of a key tile, visited from ``begin`` up to ``end``; those below ``unmasked_begin`` need a mask."""
+
+    tile_m: int
+    tile_n: int
+    causal: bool
+
+    def begin(self, n_block: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
+        """The first tile with a query that sees a key of the tile. Every key is seen by the last query."""
+        if not self.causal:
+            return 0 * n_block
+        return maximum(n_block * self.tile_n - seqlen_k + seqlen_q, 0) // self.tile_m
+
+    def end(self, seqlen_q: Any) -> Any:
+        return ceil_div(seqlen_q, self.tile_m)
+
+    def unmasked_begin(self, n_block: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
+        """The first tile from which on every query sees every key of the tile; none where keys are past the end."""
+        past_last_key = (n_block + 1) * self.tile_n
+        first = self.begin(n_block, seqlen_q, seqlen_k)
+        if self.causal:
+            first_full_query = maximum(past_last_key - 1 - seqlen_k + seqlen_q, 0)
+            first = maximum(first, ceil_div(first_full_query, self.tile_m))
+        end = self.end(seqlen_q)
+        # As arithmetic and not as a branch: 1 where the tile holds keys past the end.
+        is_ragged = minimum(maximum(past_last_key - seqlen_k, 0), 1)
+        return minimum(first + is_ragged * end, end)

@@ -1,0 +1,159 @@
+"""Configurations of the backward kernel, as data. Nothing here imports the DSL or touches a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hopper.config import (
+    BARRIER_BYTES,
+    DTYPES,
+    REGISTERS_PER_SM,
+    SHORT_NAMES,
+    SMEM_BYTES,
+    TWO_CONSUMERS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    Registers,
+)
+
+NATIVE_HEAD_DIMS = (64, 128)
+
+SCORE_BUFFERS = 2
+"""Tiles of dS in shared memory: one is read by the GEMM of dQ while the next is written."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything that is fixed when a backward kernel is compiled.
+
+    A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
+    tiles of ``tile_m``; Q and dO run through ``stages`` buffers.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    tile_m: int
+    tile_n: int
+    stages: int
+    registers: Registers = TWO_CONSUMERS
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups; each owns 64 keys of the tile."""
+        return self.tile_n // WARPGROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS * (self.consumers + 1)
+
+    @property
+    def rounds_probabilities(self) -> bool:
+        """Whether dS is computed from the rounded P, because there are no registers to keep it in float32."""
+        return self.tile_m > WARPGROUP_ROWS
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether the warpgroups share out the columns of a dQ tile, because its rows are too few."""
+        return self.tile_m < WARPGROUP_ROWS * self.consumers
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that one warpgroup computes, of 64 of its rows."""
+        return self.head_dim // self.consumers if self.splits_columns else self.head_dim
+
+    @property
+    def dq_words(self) -> int:
+        """float32 of a dQ tile that one warpgroup computes."""
+        return WARPGROUP_ROWS * self.dq_columns
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = self.tile_n + self.stages * self.tile_m
+        scores = SCORE_BUFFERS * self.tile_m * self.tile_n
+        vectors = 2 * self.stages * self.tile_m
+        elements = rows * (self.head_dim + self.head_dim_v) + scores
+        return 2 * elements + 4 * (vectors + self.consumers * self.dq_words) + BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        )
+        parts = ["hopper_bwd", SHORT_NAMES[self.dtype], dims, "causal" if self.causal else "full"]
+        parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
+        parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class BackwardStep:
+    """A small kernel on either side of the one of ``config``: "prepare" or "finish"."""
+
+    step: str
+    config: BackwardConfig
+
+    def __post_init__(self) -> None:
+        if self.step not in ("prepare", "finish"):
+            raise ValueError(f"step is {self.step!r}, allowed: 'prepare' or 'finish'")
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels; whether the kernel between is causal makes no difference."""
+        c = self.config
+        columns = c.head_dim_v if self.step == "prepare" else c.head_dim
+        return f"hopper_bwd_{self.step}_{SHORT_NAMES[c.dtype]}_d{columns}_m{c.tile_m}n{c.tile_n}"
+
+
+def validate_backward_config(config: BackwardConfig) -> None:
+    """Raise ValueError naming the first field that no backward kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(c, name)
+        if value % 32 or not 32 <= value <= 128:
+            raise ValueError(f"{name} is {value}, allowed: multiples of 32 from 32 to 128")
+    if c.tile_n != 2 * WARPGROUP_ROWS:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed: {2 * WARPGROUP_ROWS} (two consumer warpgroups)")
+    if c.tile_m not in (64, 128):
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: 64 or 128")
+    if c.stages < 2:
+        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
+    if total > REGISTERS_PER_SM:
+        raise ValueError(f"registers {c.registers} need {total}, allowed: {REGISTERS_PER_SM} in all")
+    if c.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def select_backward_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+    """The config that serves a problem.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes.
+    """
+    size = max(head_dim, head_dim_v)
+    fits = [native for native in NATIVE_HEAD_DIMS if native >= size]
+    if not fits:
+        raise ValueError(f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most 128")
+    tile_m = 128 if fits[0] == 64 else 64
+    config = BackwardConfig(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2)
+    validate_backward_config(config)
+    return config
+
+
+def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
+    """Every config that ``select_backward_config`` can return, each once."""
+    return tuple(
+        select_backward_config(dtype, size, size, causal)
+        for dtype in DTYPES
+        for size in NATIVE_HEAD_DIMS
+        for causal in (False, True)
+    )

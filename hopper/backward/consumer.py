@@ -1,0 +1,177 @@
+"""A consumer warpgroup of the backward kernel: 64 keys against all query tiles that see them."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fast_math import exp2, pack, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_mask import KeyMask
+from hopper.backward.barriers import sync_consumers
+from hopper.backward.config import BackwardConfig
+from hopper.backward.dq import GradientOfQ
+from hopper.backward.producer import BackwardPipelines
+from hopper.config import WARPGROUP_ROWS
+from hopper.wgmma import issue_gemm
+
+
+class BackwardMmas(NamedTuple):
+    """The tiled MMAs, each for one warpgroup: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K."""
+
+    s: cute.TiledMma
+    dp: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class BackwardFragments(NamedTuple):
+    """WGMMA operands in shared memory; those of Q and dO have a last mode over stages, those of dS over buffers.
+
+    ``k`` and ``v`` are A of S^T and dP^T for the keys of the warpgroup, ``q`` and ``do`` their B; ``do_t`` and ``q_t``
+    are B of dV and dK; ``ds`` and ``k_t`` are A and B of dQ.
+    """
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    do_t: cute.Tensor
+    q_t: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+
+
+class BackwardConsumer(LoopInvariant):
+    """The five GEMMs of a block and what lies between them, for the keys of one warpgroup.
+
+    S and dP are computed transposed, so that P^T and dS^T are register operands of dV and dK as they are. For dQ
+    the warpgroups meet: each writes its dS^T to shared memory, and each takes a part of dQ over all keys of the tile.
+    """
+
+    def __init__(
+        self,
+        config: BackwardConfig,
+        mmas: BackwardMmas,
+        fragments: BackwardFragments,
+        pipes: BackwardPipelines,
+        vectors: tuple[cute.Tensor, cute.Tensor],
+        sdS: cute.Tensor,
+        dq: GradientOfQ,
+        scale_log2: Float32,
+        thread: Int32,
+    ):
+        self.config, self.mmas, self.fragments, self.pipes = config, mmas, fragments, pipes
+        self.sLSE, self.sDelta = vectors
+        self.sdS, self.dq, self.scale_log2, self.thread = sdS, dq, scale_log2, thread
+        c, rows = config, WARPGROUP_ROWS
+        dtype = mmas.dv.op.a_dtype
+        self.acc_dV = cute.make_rmem_tensor(mmas.dv.partition_shape_C((rows, c.head_dim_v)), Float32)
+        self.acc_dK = cute.make_rmem_tensor(mmas.dk.partition_shape_C((rows, c.head_dim)), Float32)
+        self.tPrP = cute.make_rmem_tensor(mmas.dv.partition_shape_A((rows, c.tile_m)), dtype)
+        self.tSrdS = cute.make_rmem_tensor(mmas.dk.partition_shape_A((rows, c.tile_m)), dtype)
+
+    @cute.jit
+    def clear(self):
+        self.acc_dV.fill(0.0)
+        self.acc_dK.fill(0.0)
+
+    @cute.jit
+    def block(
+        self,
+        mask: KeyMask,
+        coordinates: tuple,
+        buffer: Int32,
+        state: PipelineState,
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
+
+        ``coordinates`` are (m_block, head, batch), ``buffer`` is the tile of dS in shared memory that is free.
+        Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the reduction of dQ under dK. Nothing
+        stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
+        """
+        f = self.fragments
+        acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)
+        self.pipes.q.consumer_wait(state)
+        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
+        self.pipes.do.consumer_wait(state)
+        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
+        warpgroup.wait_group(1)
+        m_block, head, batch = coordinates
+        if const_expr(is_masked):
+            mask.apply(acc_S, m_block)
+        self._probabilities(acc_S, state.index)
+        self._store_operand(self.tPrP, acc_S)
+        issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, state.index], True)
+        warpgroup.wait_group(1)
+        self._gradient_of_scores(acc_S, acc_dP, state.index)
+        self._store_operand(self.tSrdS, acc_dP)
+        self._share_gradient_of_scores(buffer)
+        acc_dQ = self.dq.make_accumulator(self.mmas.dq)
+        issue_gemm(self.mmas.dq, acc_dQ, f.ds[None, None, None, buffer], f.k_t, False)
+        issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, state.index], True)
+        warpgroup.wait_group(1)
+        self.pipes.do.consumer_release(state)
+        self.dq.add(acc_dQ, m_block, head, batch)
+        warpgroup.wait_group(0)
+        self.pipes.q.consumer_release(state)
+
+    @cute.jit
+    def _make_scores(self, mma: cute.TiledMma) -> cute.Tensor:
+        return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.tile_m)), Float32)
+
+    @cute.jit
+    def _probabilities(self, acc_S: cute.Tensor, stage: Int32):
+        """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
+        rows = as_rows(acc_S)
+        first = self.thread % 4 * 2
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for e in cutlass.range_constexpr(2):
+                lse = self.sLSE[first + COLUMNS_PER_GROUP * j + e, stage]
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse)
+
+    @cute.jit
+    def _gradient_of_scores(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, stage: Int32):
+        """dS^T = P^T (dP^T - delta) in the place of dP^T, with P as dV takes it where registers are short."""
+        p, dp = as_rows(acc_P), as_rows(acc_dP)
+        words, dtype = cute.recast_tensor(self.tPrP, Int32), self.tPrP.element_type
+        first = self.thread % 4 * 2
+        for j in cutlass.range_constexpr(dp.shape[1][1]):
+            delta = [self.sDelta[first + COLUMNS_PER_GROUP * j + e, stage] for e in range(2)]
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if const_expr(self.config.rounds_probabilities):
+                    pair = unpack(words[r + ROWS_PER_THREAD * j], dtype)
+                else:
+                    pair = p[r, (0, j)], p[r, (1, j)]
+                for e in cutlass.range_constexpr(2):
+                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e])
+
+    @cute.jit
+    def _store_operand(self, operand: cute.Tensor, acc: cute.Tensor):
+        """Round an accumulator into the register A operand of the next WGMMA, which holds the same elements."""
+        words = cute.recast_tensor(operand, Int32)
+        rows = as_rows(acc)
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
+
+    @cute.jit
+    def _share_gradient_of_scores(self, buffer: Int32):
+        """Write dS^T to shared memory and wait until all warpgroups have."""
+        target = self.sdS[None, None, buffer]
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
+        )
+        copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
+        # Operand and accumulator hold the same elements in the same order.
+        like_acc = cute.make_tensor(self.tSrdS.iterator, self._make_scores(self.mmas.s).layout)
+        cute.copy(atom, copy.retile(like_acc), copy.partition_D(target))
+        cute.arch.fence_view_async_shared()
+        sync_consumers(self.config)

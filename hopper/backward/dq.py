@@ -1,0 +1,90 @@
+"""dQ: summed over key tiles in global memory, in float32 and in the order of the accumulators.
+
+A key tile's part of dQ goes from the registers of a warpgroup to shared memory, four words of a thread next to each
+other and threads in order, and from there by one bulk reduction to the same place of the tile in global memory. No
+address has to be computed, and there are no bank conflicts. ``row_and_column`` says which element a word is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.invariant import LoopInvariant
+from hopper.backward.barriers import sync_warpgroup
+from hopper.backward.config import BackwardConfig
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+
+WORDS_PER_STORE = 4
+
+
+def row_and_column(config: BackwardConfig, wg: int, word: int) -> tuple[int, int]:
+    """Row in the query tile and column of word ``word`` of the part of warpgroup ``wg``."""
+    group, rest = divmod(word, WARPGROUP_THREADS * WORDS_PER_STORE)
+    thread, element = divmod(rest, WORDS_PER_STORE)
+    warp, lane = divmod(thread, 32)
+    row = 16 * warp + lane // 4 + 8 * (element // 2)
+    column = 8 * group + 2 * (lane % 4) + element % 2
+    if config.splits_columns:
+        return row, wg * config.dq_columns + column
+    return wg * WARPGROUP_ROWS + row, column
+
+
+class GradientOfQ(LoopInvariant):
+    """The part of dQ that one warpgroup computes, on its way to global memory.
+
+    ``sdQ`` is float32 (words,) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words, warpgroups,
+    query tiles, heads, batch), zero before the launch.
+    """
+
+    def __init__(self, config: BackwardConfig, sdQ: cute.Tensor, mdQ: cute.Tensor, wg: Int32, thread: Int32):
+        self.config, self.sdQ, self.mdQ, self.wg, self.thread = config, sdQ, mdQ, wg, thread
+
+    @cute.jit
+    def make_accumulator(self, mma: cute.TiledMma) -> cute.Tensor:
+        return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.dq_columns)), Float32)
+
+    @cute.jit
+    def add(self, acc_dQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32):
+        """Start the reduction of one tile's part, once that of the part before has been read."""
+        is_issuer = self.thread < cute.arch.WARP_SIZE
+        if is_issuer:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(self.wg)
+        words = cute.make_tensor(
+            acc_dQ.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(acc_dQ) // WORDS_PER_STORE))
+        )
+        target = cute.make_tensor(
+            self.sdQ.iterator,
+            cute.make_layout(
+                (
+                    WORDS_PER_STORE,
+                    WARPGROUP_THREADS,
+                    self.config.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE,
+                ),
+            ),
+        )
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            cute.autovec_copy(words[None, i], target[None, self.thread, i])
+        cute.arch.fence_view_async_shared()
+        sync_warpgroup(self.wg)
+        if is_issuer:
+            with cute.arch.elect_one():
+                self._reduce(self.mdQ[None, self.wg, m_block, head, batch])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def drain(self):
+        """Wait until the last reduction has been written; the CTA may end only then."""
+        if self.thread < cute.arch.WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _reduce(self, target: cute.Tensor):
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[
+                target.iterator.toint(),
+                self.sdQ.iterator.toint(),
+                Int32(4 * self.config.dq_words),
+            ],
+        )

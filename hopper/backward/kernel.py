@@ -1,0 +1,349 @@
+"""The Hopper backward kernel for 16-bit inputs."""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
+from cute_kernels.key_mask import KeyMask
+from cute_kernels.query_range import QueryRange
+from hopper.backward.barriers import sync_consumers
+from hopper.backward.config import SCORE_BUFFERS, BackwardConfig, validate_backward_config
+from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas
+from hopper.backward.dq import GradientOfQ
+from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.forward.operands import TmaOperand
+
+
+class BackwardLayouts(NamedTuple):
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    do: cute.ComposedLayout
+    ds: cute.ComposedLayout
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The first two modes of a (rows, columns, stages) tensor exchanged."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
+
+
+class BackwardKernel:
+    """dQ, dK and dV of softmax(softmax_scale Q K^T) V, on sm_90a (FlashAttention-2, algorithm 2).
+
+    Names in backticks are fields of ``BackwardConfig``.
+
+    | role | warps | registers a thread | does |
+    |---|---|---|---|
+    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA loads of K, V, and of Q, LSE, dO, delta |
+    | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | five GEMMs, softmax, epilogue of 64 keys |
+
+    | pipeline | stages | what a full stage holds |
+    |---|---|---|
+    | kv | 1 | K and V of the key tile |
+    | q | `stages` | Q of a query tile and its LSE |
+    | do | `stages` | dO of a query tile and its delta |
+
+    | named barrier | id | threads | orders |
+    |---|---|---|---|
+    | CONSUMERS | 1 | all consumers | dS^T in shared memory, complete before dQ = dS K reads it |
+    | WARPGROUP + wg | 2 | 128 | the staging of dQ in shared memory by warpgroup wg |
+
+    The grid has a CTA for each key tile of each key/value head; it visits the query heads that share the head in
+    turn, so that dK and dV need no reduction over them.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        validate_backward_config(config)
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        softmax_scale: Float32,
+        stream,
+    ):
+        """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
+        (batch, heads, padded seqlen_q); mdQ as ``GradientOfQ`` has it, in reverse order."""
+        c = self.config
+        seqlen_first = [1, 3, 2, 0]
+        mQ, mK, mV, mdO, mdK, mdV = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first))
+            for t in (mQ, mK, mV, mdO, mdK, mdV)
+        )
+        mLSE, mDelta = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
+        )
+        mdQ = cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[4, 3, 2, 1, 0]))
+        layouts = self._smem_layouts()
+        vector = cute.make_layout((c.tile_m, c.stages))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        loads = BackwardOperands(
+            cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (c.tile_m, c.head_dim)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (c.tile_n, c.head_dim_v)),
+            cpasync.make_tiled_tma_atom(load, mdO, layouts.do, (c.tile_m, c.head_dim_v)),
+            cpasync.make_tiled_tma_atom(load, mLSE, vector, (c.tile_m,)),
+            cpasync.make_tiled_tma_atom(load, mDelta, vector, (c.tile_m,)),
+        )
+        stores = (
+            cpasync.make_tiled_tma_atom(store, mdK, layouts.k, (c.tile_n, c.head_dim)),
+            cpasync.make_tiled_tma_atom(store, mdV, layouts.v, (c.tile_n, c.head_dim_v)),
+        )
+        self.kernel(
+            tuple(info.atom for info in (*loads, *stores)),
+            tuple(info.tma_tensor for info in (*loads, *stores)),
+            mdQ,
+            softmax_scale,
+            mQ.shape[0],
+            mK.shape[0],
+            mQ.shape[2] // mK.shape[2],
+        ).launch(
+            grid=(cute.ceil_div(mK.shape[0], c.tile_n), mK.shape[2], mK.shape[3]),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        tensors: tuple,
+        mdQ: cute.Tensor,
+        softmax_scale: Float32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_per_kv_head: Int32,
+    ):
+        c = self.config
+        layouts = self._smem_layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
+        sQ, sK, sV, sdO, sdS = (
+            memory.get_tensor(layout.outer, swizzle=layout.inner)
+            for memory, layout in zip(
+                (storage.sQ, storage.sK, storage.sV, storage.sdO, storage.sdS), layouts, strict=True
+            )
+        )
+        vector = cute.make_layout((c.tile_m, c.stages))
+        sLSE, sDelta = storage.sLSE.get_tensor(vector), storage.sDelta.get_tensor(vector)
+
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        pipes = self._make_pipelines(storage)
+        n_block, head_kv, batch = cute.arch.block_idx()
+        queries = QueryRange(c.tile_m, c.tile_n, c.causal)
+        m_begin = queries.begin(n_block, seqlen_q, seqlen_k)
+        m_end = queries.end(seqlen_q)
+        first_head = head_kv * heads_per_kv_head
+
+        if warp_idx < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(c.registers.producer)
+            if warp_idx == 0:
+                smem = (sQ, sK, sV, sdO, sLSE, sDelta)
+                operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
+                producer = BackwardProducer(c, operands, pipes)
+                kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+                producer.load_keys(n_block, head_kv, batch, kv_state)
+                for i in cutlass.range(heads_per_kv_head, unroll=1):
+                    state = producer.load_queries(first_head + i, batch, m_begin, m_end, state)
+        else:
+            cute.arch.setmaxregister_increase(c.registers.consumer)
+            wg = warp_idx // WARPS_PER_WARPGROUP - 1
+            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+            mmas = self._tiled_mmas()
+            sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
+            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.consumers)))
+            consumer = BackwardConsumer(
+                c,
+                mmas,
+                self._fragments(mmas, (sQ, sK, sV, sdO, sdS), wg),
+                pipes,
+                (sLSE, sDelta),
+                sdS_wg,
+                GradientOfQ(c, dq_memory[None, wg], mdQ, wg, thread),
+                softmax_scale * Float32(math.log2(math.e)),
+                thread,
+            )
+            lane = cute.arch.lane_idx()
+            first_key = n_block * c.tile_n + wg * WARPGROUP_ROWS
+            key = first_key + first_row_of_thread(warp_idx % WARPS_PER_WARPGROUP, lane)
+            col = first_column_of_thread(lane)
+            mask = KeyMask(c.causal, c.tile_m, seqlen_q, seqlen_k, key, col)
+            m_unmasked = queries.unmasked_begin(n_block, seqlen_q, seqlen_k)
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+            kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            buffer = Int32(0)
+            consumer.clear()
+            pipes.kv.consumer_wait(kv_state)
+            for i in cutlass.range(heads_per_kv_head, unroll=1):
+                head = first_head + i
+                for step in cutlass.range(m_unmasked - m_begin, unroll=1):
+                    consumer.block(mask, (m_begin + step, head, batch), buffer, state, True)
+                    buffer ^= 1
+                    state.advance()
+                for step in cutlass.range(m_end - m_unmasked, unroll=1):
+                    consumer.block(mask, (m_unmasked + step, head, batch), buffer, state, False)
+                    buffer ^= 1
+                    state.advance()
+            consumer.dq.drain()
+            self._store(
+                consumer, (sK, sV), (atoms[6:], tensors[6:]), softmax_scale, (n_block, head_kv, batch)
+            )
+
+    @cute.jit
+    def _store(
+        self,
+        consumer: BackwardConsumer,
+        smem: tuple[cute.Tensor, cute.Tensor],
+        targets: tuple,
+        softmax_scale: Float32,
+        coordinates: tuple,
+    ):
+        """dK and dV from registers through the memory of K and V, which every warpgroup has finished with."""
+        c = self.config
+        n_block, head_kv, batch = coordinates
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
+        scale = consumer.acc_dK.load() * softmax_scale
+        consumer.acc_dK.store(scale)
+        sync_consumers(c)
+        accumulators = (consumer.acc_dK, consumer.acc_dV)
+        mmas, columns = (consumer.mmas.dk, consumer.mmas.dv), (c.head_dim, c.head_dim_v)
+        for i in cutlass.range_constexpr(2):
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_C(atom, mmas[i]).get_slice(consumer.thread)
+            rounded = cute.make_rmem_tensor_like(accumulators[i], self.dtype)
+            rounded.store(accumulators[i].load().to(self.dtype))
+            rows = cute.local_tile(smem[i][None, None, 0], (WARPGROUP_ROWS, columns[i]), (wg, 0))
+            cute.copy(atom, copy.retile(rounded), copy.partition_D(rows))
+        cute.arch.fence_view_async_shared()
+        sync_consumers(c)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS_PER_WARPGROUP:
+            for i in cutlass.range_constexpr(2):
+                operand = TmaOperand(targets[0][i], targets[1][i], smem[i])
+                source, target = operand.partition((c.tile_n, columns[i]), (n_block, 0), head_kv, batch)
+                cute.copy(operand.atom, source[None, 0], target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _smem_layouts(self) -> BackwardLayouts:
+        c = self.config
+        return BackwardLayouts(
+            q=swizzled_layout(c.tile_m, c.head_dim, c.stages, self.dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, 1, self.dtype),
+            v=swizzled_layout(c.tile_n, c.head_dim_v, 1, self.dtype),
+            do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
+            ds=swizzled_layout(c.tile_n, c.tile_m, SCORE_BUFFERS, self.dtype),
+        )
+
+    def _shared_storage(self, layouts: BackwardLayouts) -> type:
+        c = self.config
+        vector = c.tile_m * c.stages
+
+        @cute.struct
+        class SharedStorage:
+            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            sLSE: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
+            sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v.outer)], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.do.outer)], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.ds.outer)], 1024]
+            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.consumers], 128]
+
+        return SharedStorage
+
+    def _make_pipelines(self, storage) -> BackwardPipelines:
+        c = self.config
+        warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
+
+        def create(barriers, stages, num_bytes):
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=warps,
+                tx_count=num_bytes,
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        pipes = BackwardPipelines(
+            create(storage.barriers_kv, 1, 2 * c.tile_n * (c.head_dim + c.head_dim_v)),
+            create(storage.barriers_q, c.stages, c.tile_m * (2 * c.head_dim + 4)),
+            create(storage.barriers_do, c.stages, c.tile_m * (2 * c.head_dim_v + 4)),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return pipes
+
+    def _tiled_mmas(self) -> BackwardMmas:
+        """Each for one warpgroup."""
+        c, dtype = self.config, self.dtype
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+
+        def make(a_major, b_major, columns, source=warpgroup.OperandSource.SMEM):
+            return hopper_helpers.make_trivial_tiled_mma(
+                dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (WARPGROUP_ROWS, columns), a_source=source
+            )
+
+        registers = warpgroup.OperandSource.RMEM
+        return BackwardMmas(
+            s=make(k_major, k_major, c.tile_m),
+            dp=make(k_major, k_major, c.tile_m),
+            dv=make(k_major, mn_major, c.head_dim_v, registers),
+            dk=make(k_major, mn_major, c.head_dim, registers),
+            dq=make(mn_major, mn_major, c.dq_columns),
+        )
+
+    def _fragments(self, mmas: BackwardMmas, smem: tuple, wg: Int32) -> BackwardFragments:
+        c = self.config
+        sQ, sK, sV, sdO, sdS = smem
+        row, column = (Int32(0), wg) if const_expr(c.splits_columns) else (wg, Int32(0))
+        ds = cute.local_tile(transposed(sdS), (WARPGROUP_ROWS, c.tile_n), (row, 0, None))
+        k_t = cute.local_tile(transposed(sK)[None, None, 0], (c.dq_columns, c.tile_n), (column, 0))
+        k_wg = cute.local_tile(sK[None, None, 0], (WARPGROUP_ROWS, c.head_dim), (wg, 0))
+        v_wg = cute.local_tile(sV[None, None, 0], (WARPGROUP_ROWS, c.head_dim_v), (wg, 0))
+
+        def a(mma, tensor):
+            return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
+
+        def b(mma, tensor):
+            return mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
+
+        return BackwardFragments(
+            k=a(mmas.s, k_wg),
+            q=b(mmas.s, sQ),
+            v=a(mmas.dp, v_wg),
+            do=b(mmas.dp, sdO),
+            do_t=b(mmas.dv, transposed(sdO)),
+            q_t=b(mmas.dk, transposed(sQ)),
+            ds=a(mmas.dq, ds),
+            k_t=b(mmas.dq, k_t),
+        )

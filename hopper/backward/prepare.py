@@ -1,0 +1,76 @@
+"""Before the backward kernel: what it needs to know of each row."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from hopper.backward.config import BackwardConfig
+from hopper.forward.kernel import DSL_DTYPES
+
+THREADS = 128
+ELEMENTS = 8
+"""Of 16 bits, in the 16 bytes that a lane loads."""
+
+
+class PrepareKernel:
+    """delta = rowsum(dO * O), and the log-sum-exp in base 2, for each row of a query tile, past the end too.
+
+    A row without keys, and one past the end, gets a log-sum-exp of +inf and a delta of 0: its probabilities are then 0
+    and it takes part in no gradient. ``lanes`` neighbouring lanes share a row.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+        self.lanes = config.head_dim_v // ELEMENTS
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        stream,
+    ):
+        """Launch. mO, mdO (batch, seqlen_q, heads, head_dim_v), mLSE (batch, heads, seqlen_q) in base e, mLSE2 and
+        mDelta (batch, heads, seqlen_q in whole query tiles)."""
+        self.kernel(mO, mdO, mLSE, mLSE2, mDelta).launch(
+            grid=(mDelta.shape[2] // self.config.tile_m, mO.shape[2], mO.shape[0]),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mLSE2: cute.Tensor, mDelta: cute.Tensor
+    ):
+        tile, head, batch = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % self.lanes
+        rows_at_once = THREADS // self.lanes
+        for i in cutlass.range_constexpr(self.config.tile_m // rows_at_once):
+            row = tile * self.config.tile_m + i * rows_at_once + thread // self.lanes
+            total = Float32(0.0)
+            if row < mO.shape[1] and lane * ELEMENTS < mO.shape[3]:
+                total = self._dot(mO[batch, row, head, None], mdO[batch, row, head, None], lane)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+            if lane == 0:
+                lse = -Float32.inf
+                if row < mO.shape[1]:
+                    lse = mLSE[batch, head, row]
+                is_empty = lse == -Float32.inf
+                mLSE2[batch, head, row] = Float32.inf if is_empty else lse * Float32(math.log2(math.e))
+                mDelta[batch, head, row] = Float32(0.0) if is_empty else total
+
+    @cute.jit
+    def _dot(self, o: cute.Tensor, do: cute.Tensor, lane: Int32) -> Float32:
+        parts = []
+        for source in (o, do):
+            part = cute.make_rmem_tensor(ELEMENTS, self.dtype)
+            cute.autovec_copy(cute.local_tile(source, (ELEMENTS,), (lane,)), part)
+            parts.append(part.load().to(Float32))
+        return (parts[0] * parts[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)

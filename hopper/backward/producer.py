@@ -1,0 +1,90 @@
+"""The producer warp of the backward kernel: issues every TMA load."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
+
+from cute_kernels.invariant import LoopInvariant
+from hopper.backward.config import BackwardConfig
+from hopper.forward.operands import TmaOperand
+
+
+class BackwardOperands(NamedTuple):
+    """What TMA loads: tiles of (rows, columns), and vectors of a number for each query."""
+
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    do: TmaOperand
+    lse: TmaOperand
+    delta: TmaOperand
+
+
+class BackwardPipelines(NamedTuple):
+    """From the producer to the consumers. A stage of Q comes with its LSE, one of dO with its delta."""
+
+    kv: PipelineTmaAsync
+    q: PipelineTmaAsync
+    do: PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class BackwardProducer(LoopInvariant):
+    """Loads K and V once, and Q and dO once a query tile of each query head that reads them."""
+
+    config: BackwardConfig
+    operands: BackwardOperands
+    pipes: BackwardPipelines
+
+    @cute.jit
+    def load_keys(self, n_block: Int32, head_kv: Int32, batch: Int32, state: PipelineState):
+        c, ops = self.config, self.operands
+        self.pipes.kv.producer_acquire(state)
+        for operand, columns in ((ops.k, c.head_dim), (ops.v, c.head_dim_v)):
+            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, batch)
+            self._copy(operand, gmem[None, n_block], smem[None, 0], self.pipes.kv, state)
+
+    @cute.jit
+    def load_queries(
+        self, head: Int32, batch: Int32, m_begin: Int32, m_end: Int32, state: PipelineState
+    ) -> PipelineState:
+        """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it."""
+        c, ops = self.config, self.operands
+        tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, batch)
+        tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, batch)
+        tLsL, tLgL = self._partition_vector(ops.lse, head, batch)
+        tDsD, tDgD = self._partition_vector(ops.delta, head, batch)
+        for step in cutlass.range(m_end - m_begin, unroll=1):
+            m_block = m_begin + step
+            self.pipes.q.producer_acquire(state)
+            self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
+            self._copy(ops.lse, tLgL[None, m_block], tLsL[None, state.index], self.pipes.q, state)
+            self.pipes.do.producer_acquire(state)
+            self._copy(ops.do, tOgO[None, m_block], tOsO[None, state.index], self.pipes.do, state)
+            self._copy(ops.delta, tDgD[None, m_block], tDsD[None, state.index], self.pipes.do, state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _partition_vector(
+        self, operand: TmaOperand, head: Int32, batch: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """(shared stages, global tiles) of a vector of one head."""
+        tiles = cute.local_tile(operand.gmem[None, head, batch], (self.config.tile_m,), (None,))
+        return cpasync.tma_partition(operand.atom, 0, cute.make_layout(1), operand.smem, tiles)
+
+    @cute.jit
+    def _copy(
+        self,
+        operand: TmaOperand,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        pipe: PipelineTmaAsync,
+        state: PipelineState,
+    ):
+        cute.copy(operand.atom, source, target, tma_bar_ptr=pipe.producer_get_barrier(state))

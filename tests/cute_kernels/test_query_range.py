@@ -1,0 +1,52 @@
+"""Query tiles of a key tile against brute force."""
+
+import itertools
+
+import pytest
+
+from cute_kernels.block_range import BlockRange
+from cute_kernels.query_range import QueryRange
+
+SIZES = list(itertools.product((1, 5, 64, 130), (1, 7, 128, 200)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tile_m,tile_n", [(16, 32), (64, 128), (128, 64)])
+def test_visited_and_unmasked_tiles(tile_m, tile_n, causal):
+    queries = QueryRange(tile_m, tile_n, causal)
+    for seqlen_q, seqlen_k in SIZES:
+        tiles = -(-seqlen_q // tile_m)
+
+        def sees(i, j, shift=seqlen_k - seqlen_q, last=seqlen_k):
+            return j < last and (not causal or j <= i + shift)
+
+        for n_block in range(-(-seqlen_k // tile_n)):
+            keys = range(n_block * tile_n, (n_block + 1) * tile_n)
+            begin = queries.begin(n_block, seqlen_q, seqlen_k)
+            unmasked = queries.unmasked_begin(n_block, seqlen_q, seqlen_k)
+            assert 0 <= begin <= unmasked <= queries.end(seqlen_q) == tiles and begin < tiles
+            for m_block in range(tiles):
+                rows = range(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
+                if any(sees(i, j) for i in rows for j in keys):
+                    assert m_block >= begin
+                elif causal:
+                    assert m_block < begin
+                if m_block >= unmasked:
+                    assert all(sees(i, j) for i in rows for j in keys)
+
+
+def test_it_is_the_transpose_of_the_block_range():
+    blocks, queries = BlockRange(64, 128, True), QueryRange(64, 128, True)
+    for seqlen_q, seqlen_k in SIZES:
+        forward = {
+            (m, n)
+            for m in range(-(-seqlen_q // 64))
+            for n in range(blocks.end(m, seqlen_q, seqlen_k))
+            if (m + 1) * 64 + seqlen_k - seqlen_q > 0
+        }
+        backward = {
+            (m, n)
+            for n in range(-(-seqlen_k // 128))
+            for m in range(queries.begin(n, seqlen_q, seqlen_k), queries.end(seqlen_q))
+        }
+        assert forward == backward
