@@ -12,10 +12,12 @@ from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
 from hopper.config import (
     ForwardConfig,
+    Registers,
     select_forward_config,
     select_fp8_forward_config,
     shipped_forward_configs,
     shipped_fp8_forward_configs,
+    validate_forward_config,
 )
 from hopper.forward import compile_forward
 from hopper.forward.barriers import NamedBarrier
@@ -101,12 +103,29 @@ def test_docstring_table_of_named_barriers():
         assert value(row[1], shipped_forward_configs()[0]) == barrier
 
 
-@pytest.mark.parametrize(
-    "change", [{"pipelined": False}, {"ping_pong": False}, {"pipelined": False, "ping_pong": False}]
-)
+ABLATION = [
+    {"pipelined": False},
+    {"ping_pong": False},
+    {"pipelined": False, "ping_pong": False},
+    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
+    {"tile_m": 192, "tile_n": 80, "registers": Registers(160, 32)},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+]
+
+
+@pytest.mark.parametrize("change", ABLATION)
 def test_schedules_of_the_ablation_compile_without_spills(change):
     config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
+    validate_forward_config(config)
     assert not resource_usage(config).spills
+
+
+def test_without_a_producer_every_warp_keeps_its_registers(tmp_path):
+    config = replace(select_forward_config("float16", 128, 128, False, 8192), **ABLATION[-2])
+    ptx = compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    assert config.threads == 256 and "setmaxnreg" not in ptx
+    assert "cp.async.bulk.tensor" in ptx and find_hazards(ptx)[1] == []
 
 
 def test_ping_pong_off_emits_no_turn(tmp_path):
@@ -128,7 +147,7 @@ def test_ping_pong_off_emits_no_turn(tmp_path):
         select_forward_config("bfloat16", 64, 64, True, 8192),
         select_forward_config("bfloat16", 128, 128, False, 8192),
         select_forward_config("bfloat16", 256, 256, True, 8192),
-        select_fp8_forward_config(128, 128, True, "bfloat16"),
+        select_fp8_forward_config(128, 128, True, "bfloat16", 8192),
     ],
     ids=lambda config: config.name,
 )

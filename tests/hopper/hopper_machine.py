@@ -1,0 +1,341 @@
+"""Runs the PTX of a warp-specialized Hopper kernel on NumPy: TMA, mbarriers, WGMMA and named barriers included.
+
+It knows the instructions of this project's kernels and refuses any other. Warps take turns, in an order drawn anew each
+time, and run until they wait. What is asynchronous happens at once, or as late as the waits allow, as ``Timing`` says:
+a product then reads its operands when it is waited for, and a copy arrives when nobody can go on without it. A kernel
+that gives the same in both has its waits in place. Shared memory that a thread wrote must be fenced before TMA or
+WGMMA reads it. Lanes of a warp that part meet again at the lowest program counter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LANES = 32
+QUANTUM = 400
+"""Instructions of a warp before another has its turn."""
+
+REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.uint32}
+SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
+"""By the code in a WGMMA descriptor: how many address bits, from bit 4, are flipped by those from bit 7."""
+
+Step = Callable[["Warp", np.ndarray], None]
+
+
+class Waiting(Exception):
+    """A warp cannot go on before another has done something."""
+
+
+@dataclass
+class TensorMap:
+    """What TMA knows of a tensor: its elements (innermost dimension first), the box that it copies, and its swizzle."""
+
+    data: np.ndarray
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    def places(self, start: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Element offsets of a box in its own order, and which of them lie inside of the tensor."""
+        grids = np.meshgrid(*(np.arange(n) + s for n, s in zip(self.box, start, strict=True)), indexing="ij")
+        inside = np.ones(self.box, bool)
+        offset = np.zeros(self.box, np.int64)
+        for grid, size, stride in zip(grids, self.sizes, self.strides, strict=True):
+            inside &= (grid >= 0) & (grid < size)
+            offset += grid * stride
+        return offset.ravel("F"), inside.ravel("F")
+
+
+@dataclass
+class Barrier:
+    """An mbarrier."""
+
+    count: int
+    pending: int
+    phase: int = 0
+    tx: int = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "more arrivals than a barrier expects"
+        if self.pending == 0 and self.tx == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+def swizzled(address: np.ndarray, bits: int) -> np.ndarray:
+    mask = (1 << bits) - 1
+    return address ^ ((address >> 7 & mask) << 4)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Whether what is asynchronous happens as late as it may, and the seed of the order in which warps take turns."""
+
+    is_late: bool = False
+    seed: int = 0
+
+
+AT_ONCE = Timing()
+
+
+@dataclass
+class Cta:
+    """Shared memory and barriers of one CTA, and the buffers of global memory by their first address.
+
+    ``unfenced`` is the warp, plus 1, that has written a byte of shared memory and not fenced it since. ``arriving`` are
+    loads under way.
+    """
+
+    parameters: dict[str, Any]
+    memory: dict[int, np.ndarray]
+    block: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    timing: Timing = AT_ONCE
+    shared: np.ndarray = field(default_factory=lambda: np.full(232448, 0xCB, np.uint8))
+    barriers: dict[int, Barrier] = field(default_factory=dict)
+    arrived: dict[int, int] = field(default_factory=dict)
+    generation: dict[int, int] = field(default_factory=dict)
+    unfenced: np.ndarray = field(default_factory=lambda: np.zeros(232448, np.uint8))
+    arriving: list[Callable[[], None]] = field(default_factory=list)
+
+    def read_async(self, cells: np.ndarray) -> np.ndarray:
+        """What TMA or WGMMA finds at these addresses."""
+        assert not self.unfenced[cells].any(), "shared memory is read through the async proxy without a fence"
+        return np.ascontiguousarray(self.shared[cells])
+
+    def buffer(self, address: int) -> tuple[np.ndarray, int]:
+        base = max(b for b in self.memory if b <= address)
+        return self.memory[base], address - base
+
+
+class Groups:
+    """Asynchronous work of a warp: committed in groups, finished in their order."""
+
+    def __init__(self, is_late: bool):
+        self.is_late = is_late
+        self.open: list[Callable[[], None]] = []
+        self.committed: list[list[Callable[[], None]]] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        if self.is_late:
+            self.open.append(work)
+        else:
+            work()
+
+    def commit(self) -> None:
+        self.committed.append(self.open)
+        self.open = []
+
+    def wait(self, pending: int) -> None:
+        """Finish all groups but the last ``pending``."""
+        while len(self.committed) > pending:
+            for work in self.committed.pop(0):
+                work()
+
+
+class Warp:
+    """Registers and program counters of 32 lanes."""
+
+    def __init__(self, program: Program, cta: Cta, number: int, threads: int):
+        self.program, self.cta, self.number = program, cta, number
+        self.registers: dict[str, np.ndarray] = {}
+        self.counter = np.zeros(LANES, np.int64)
+        self.done = np.zeros(LANES, bool)
+        self.awaited: tuple[int, int] | None = None
+        self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk")}
+        lane = np.arange(LANES, dtype=np.uint32)
+        same = {
+            f"%{name}.{axis}": value
+            for name, values in (("ctaid", cta.block), ("nctaid", cta.grid), ("ntid", (threads, 1, 1)))
+            for axis, value in zip("xyz", values, strict=True)
+        }
+        self.special = {name: np.full(LANES, value, np.uint32) for name, value in same.items()}
+        self.special |= {"%tid.x": lane + number * LANES, "%laneid": lane}
+        self.special |= {"%tid.y": lane * 0, "%tid.z": lane * 0}
+
+    def get(self, text: str, dtype: type) -> np.ndarray:
+        """An operand as 32 values of ``dtype``, whose bits a register of that size holds."""
+        if text in self.special:
+            return self.special[text].view(dtype)
+        if text in self.registers:
+            value = self.registers[text]
+            return value if value.dtype == dtype else _as(value, dtype)
+        if text.startswith("0f"):
+            return np.full(LANES, int(text[2:], 16), np.uint32).view(dtype)
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
+            bits = 8 * np.dtype(dtype).itemsize
+            if np.dtype(dtype).kind == "f":
+                return np.full(LANES, float(int(text, 0)), dtype)
+            return np.full(LANES, int(text, 0) % 2**bits, f"u{bits // 8}").view(dtype)
+        if re.fullmatch(r"-?\d+\.\d+(e[+-]?\d+)?", text):
+            return np.full(LANES, float(text), dtype)
+        if text.startswith("__dynamic_shmem__"):
+            return np.zeros(LANES, dtype)
+        if text in self.cta.parameters:
+            return np.full(LANES, self.program.parameters.index(text), dtype)
+        self.registers[text] = np.zeros(LANES, dtype)
+        return self.registers[text]
+
+    def set(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        if name == "_":
+            return
+        bits = value if value.dtype == np.bool_ else value.view(f"u{value.dtype.itemsize}")
+        old = self.registers.get(name)
+        if old is None or old.dtype != bits.dtype:
+            old = np.zeros(LANES, bits.dtype)
+        self.registers[name] = bits.copy() if mask.all() else np.where(mask, bits, old)
+
+    def turn(self) -> bool:
+        """Run until it waits, ends or has had its quantum; whether anything was done."""
+        if self.awaited is not None:
+            number, generation = self.awaited
+            if self.cta.generation.get(number, 0) == generation:
+                return False
+            self.awaited = None
+        code, done_before = self.program.code, 0
+        while not self.done.all() and done_before < QUANTUM:
+            live = ~self.done
+            at = int(self.counter[live].min())
+            mask = live & (self.counter == at)
+            try:
+                while True:
+                    guard, negated, step, target = code[at]
+                    taken = mask
+                    if guard:
+                        value = self.registers[guard]
+                        taken = mask & (~value if negated else value)
+                    at += 1
+                    done_before += 1
+                    if target is not None:
+                        self.counter[mask] = at
+                        if target < 0:
+                            self.done |= taken
+                        else:
+                            self.counter[taken] = target
+                        break
+                    if taken.any():
+                        step(self, taken)
+                    if self.awaited is not None or at in self.program.targets:
+                        self.counter[mask] = at
+                        break
+            except Waiting:
+                self.counter[mask] = at - 1
+                return done_before > 1
+            if self.awaited is not None:
+                return True
+        return done_before > 0
+
+
+def _as(value: np.ndarray, dtype: type) -> np.ndarray:
+    if value.dtype.itemsize == np.dtype(dtype).itemsize and dtype != np.bool_:
+        return value.view(dtype)
+    return value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Decoded instructions: (guard, whether it must be false, step, target of a branch or -1 for the end)."""
+
+    code: list[tuple[str, bool, Step | None, int | None]]
+    targets: frozenset[int]
+    parameters: list[str]
+    threads: int
+
+
+def parse(ptx: str) -> Program:
+    """The only kernel of a module."""
+    from tests.hopper.hopper_steps import decode
+
+    header, _, body = ptx.partition(".reqntid")
+    parameters = re.findall(r"\.param [^,)]*?(\w+_param_\d+)", header)
+    threads = int(re.match(r"\s*(\d+)", body)[1])
+    labels: dict[str, int] = {}
+    decoded: list[tuple[str, bool, str, str]] = []
+    for item in tidy(body):
+        if item.endswith(":"):
+            labels[item[:-1]] = len(decoded)
+            continue
+        match = re.match(r"(?:@(!?)([%\w.$]+)\s+)?([a-z][\w.:]*)\s*(.*)", item)
+        assert match, item
+        decoded.append((match[2] or "", match[1] == "!", match[3], match[4]))
+    code: list[tuple[str, bool, Step | None, int | None]] = []
+    for guard, negated, name, rest in decoded:
+        if name in ("bra", "bra.uni"):
+            code.append((guard, negated, None, labels[rest.strip()]))
+        elif name == "ret":
+            code.append((guard, negated, None, -1))
+        else:
+            code.append((guard, negated, decode(name, rest), None))
+    return Program(code, frozenset(labels.values()), parameters, threads)
+
+
+def tidy(body: str) -> list[str]:
+    """Statements without declarations, the names of each block of inline assembly made its own."""
+    text = re.sub(r"//.*", "", body)
+    text = text[text.index("{") + 1 : text.rindex("}")]
+    items: list[str] = []
+    blocks = 0
+    for piece in _pieces(text):
+        if isinstance(piece, str):
+            items += _split(piece)
+        else:
+            blocks += 1
+            names = set(re.findall(r"^\s*([A-Za-z]\w*):", piece[0], re.M))
+            for declared in re.findall(r"\.reg\s+\.\w+\s+([^;]+);", piece[0]):
+                names |= {name.strip() for name in declared.split(",")}
+            renamed = piece[0]
+            for name in names:
+                renamed = re.sub(rf"(?<![\w.%$]){re.escape(name)}(?![\w.])", f"{name}${blocks}", renamed)
+            items += _split(renamed)
+    return items
+
+
+def _pieces(text: str) -> Iterator[Any]:
+    """Text outside of blocks as strings, blocks that declare registers as one-element lists."""
+    rest = text
+    while match := re.search(r"\{\s*\.reg", rest):
+        yield rest[: match.start()]
+        depth = 0
+        for i in range(match.start(), len(rest)):
+            depth += {"{": 1, "}": -1}.get(rest[i], 0)
+            if depth == 0:
+                break
+        yield [rest[match.start() + 1 : i]]
+        rest = rest[i + 1 :]
+    yield rest
+
+
+def _split(text: str) -> list[str]:
+    items = []
+    for part in re.split(r";|(?<=:)\s*\n|(?<=:) ", text):
+        part = " ".join(part.split())
+        while label := re.match(r"([$\w]+):(?!:)\s*", part):
+            items.append(label[1] + ":")
+            part = part[label.end() :]
+        if part and not part.startswith(".") and part not in ("{", "}"):
+            items.append(part)
+    return items
+
+
+def run(program: Program, cta: Cta) -> None:
+    """One CTA to its end."""
+    order = np.random.default_rng(cta.timing.seed)
+    warps = [Warp(program, cta, number, program.threads) for number in range(program.threads // LANES)]
+    with np.errstate(all="ignore"):
+        while not all(warp.done.all() for warp in warps):
+            running = [warp for warp in warps if not warp.done.all()]
+            moved = [running[i].turn() for i in order.permutation(len(running))]
+            if not any(moved):
+                assert cta.arriving, "every warp waits for another"
+                cta.arriving.pop(0)()
+        for warp in warps:
+            products, copies = warp.groups["wgmma"], warp.groups["bulk"]
+            assert not products.open and not any(products.committed), "a warp ends with products under way"
+            copies.commit()
+            copies.wait(0)

@@ -1,0 +1,207 @@
+"""The attention kernels, compiled to PTX and run on NumPy: no GPU takes part."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tempfile
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hopper.backward.config import BackwardConfig, BackwardStep
+from hopper.compile import compile_kernel
+from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
+from hopper_attention.backward_launch import lse_shape, zero_dq
+from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
+from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
+
+SWIZZLED_ROWS = {128: 3, 64: 2, 32: 1}
+"""Bytes of a swizzled row -> address bits that are flipped."""
+
+BUFFER_STEP = 1 << 40
+"""Buffers lie so far apart that an address cut to 32 bits misses all of them."""
+
+LOG2_E = math.log2(math.e)
+
+
+@cache
+def ptx_of(config: Any) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return compile_kernel(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {folder}").__ptx__
+
+
+@cache
+def program_of(config: Any) -> Program:
+    return parse(ptx_of(config))
+
+
+def storage_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor that has all of its own, as unsigned integers of its width; shared, not copied."""
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return flat.numpy().view(f"u{tensor.element_size()}")
+
+
+def tile_map(tensor: Tensor, order: tuple[int, ...], rows: int, columns: int) -> TensorMap:
+    """TMA on tiles of (rows, columns); ``order`` are the dimensions from the columns on outwards."""
+    width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
+    box = (width // tensor.element_size(), rows, *(1 for _ in order[2:]))
+    sizes, strides = (tuple(of[i] for i in order) for of in (tensor.shape, tensor.stride()))
+    return TensorMap(storage_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
+
+
+def row_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
+    """Of (batch, seqlen, heads, head_dim)."""
+    return tile_map(tensor, (3, 1, 2, 0), rows, columns)
+
+
+def vector_map(tensor: Tensor, rows: int) -> TensorMap:
+    """Of (batch, heads, seqlen), a number for each row."""
+    sizes, strides = tensor.shape[::-1], tensor.stride()[::-1]
+    return TensorMap(storage_of(tensor), tuple(sizes), tuple(strides), (rows, 1, 1), 0)
+
+
+class Arguments:
+    """Parameters of a kernel as the DSL packs them, and the memory that they point into."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.memory: dict[int, np.ndarray] = {}
+
+    def add(self, *values: Any) -> None:
+        """Tensor maps, floats and integers as they are."""
+        packing = {float: "<f", int: "<i"}
+        self.values += [struct.pack(packing[type(v)], v) if type(v) in packing else v for v in values]
+
+    def tensor(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """A pointer with the sizes and strides that are not fixed when compiling."""
+        base = BUFFER_STEP * (len(self.memory) + 1)
+        self.memory[base] = storage_of(tensor).view(np.uint8)
+        head = struct.pack(f"<Q{len(sizes)}i", base, *sizes)
+        self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
+
+    def launch(self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE) -> None:
+        parameters = dict(zip(program.parameters, self.values, strict=True))
+        for z in range(grid[2]):
+            for y in range(grid[1]):
+                for x in range(grid[0]):
+                    run(program, Cta(parameters, self.memory, (x, y, z), grid, timing))
+
+
+def forward_on_numpy(
+    config: ForwardConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    ctas: int = 1,
+    timing: Timing = AT_ONCE,
+) -> tuple[Tensor, Tensor]:
+    """out and lse as the 16-bit kernel of ``config`` leaves them."""
+    c = config
+    arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
+    maps = (
+        row_map(q, WARPGROUP_ROWS, c.head_dim),
+        row_map(k, c.tile_n, c.head_dim),
+        row_map(v, c.tile_n, c.head_dim_v),
+        row_map(out, WARPGROUP_ROWS, c.head_dim_v),
+    )
+    arguments.values[:4] = maps
+    _finish_forward(arguments, q, k, softmax_scale)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return out, lse
+
+
+def fp8_forward_on_numpy(
+    config: Fp8ForwardConfig,
+    parts: QuantizedQKV,
+    softmax_scale: float,
+    timing: Timing = AT_ONCE,
+) -> tuple[Tensor, Tensor]:
+    """out and lse as the FP8 kernel of ``config`` leaves them."""
+    c, q, k, v = config, parts.q, parts.k, parts.v
+    vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+    arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
+    arguments.values[:4] = (
+        row_map(q.data, WARPGROUP_ROWS, c.head_dim),
+        row_map(k.data, c.tile_n, c.head_dim),
+        tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n),
+        row_map(out, WARPGROUP_ROWS, c.head_dim_v),
+    )
+    ones = torch.ones(*v.scale.shape[:2], 1)
+    v_scale, o_scale = (ones, v.scale) if v.scale.shape[2] == 1 else (v.scale, ones)
+    for scale in (q.scale, k.scale, v_scale, o_scale):
+        arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
+    arguments.add(min(q.block, 2**30), 2**30 if v.scale.shape[2] == 1 else k.block)
+    _finish_forward(arguments, q.data, k.data, softmax_scale)
+    arguments.launch(program_of(config), (1, 1, 1), timing)
+    return out, lse
+
+
+def _forward_arguments(
+    config: ForwardConfig, q: Tensor, head_dim_v: int, dtype: torch.dtype
+) -> tuple[Arguments, Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.full((batch, seqlen_q, heads, head_dim_v), math.nan, dtype=dtype)
+    lse = torch.full((batch, heads, seqlen_q), math.nan)
+    arguments = Arguments()
+    arguments.values += [b"\0" * 128] * 4 + [b"\0" * 16] * 4
+    arguments.tensor(lse, (seqlen_q, heads, batch), (lse.stride(1), lse.stride(0)))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    return arguments, out, lse
+
+
+def _finish_forward(arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float) -> None:
+    arguments.add(softmax_scale * LOG2_E, q.shape[1], k.shape[1], q.shape[2] // k.shape[2], q.shape[2])
+
+
+def backward_on_numpy(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    timing: Timing = AT_ONCE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
+    c, (dout, q, k, v) = config, inputs
+    batch, seqlen_q, heads, _ = q.shape
+    _, seqlen_k, kv_heads, _ = k.shape
+    lse_log2, delta = (torch.full(lse_shape(config, q), math.nan) for _ in range(2))
+    sums = zero_dq(config, q)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+
+    step = BackwardStep("prepare", config)
+    arguments = Arguments()
+    for tensor in (out, dout):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
+    for tensor in (lse, lse_log2, delta):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
+    arguments.launch(program_of(step), (delta.shape[2] // c.tile_m, heads, batch))
+
+    arguments = Arguments()
+    arguments.add(
+        row_map(q, c.tile_m, c.head_dim),
+        row_map(k, c.tile_n, c.head_dim),
+        row_map(v, c.tile_n, c.head_dim_v),
+        row_map(dout, c.tile_m, c.head_dim_v),
+        vector_map(lse_log2, c.tile_m),
+        vector_map(delta, c.tile_m),
+        row_map(dk, c.tile_n, c.head_dim),
+        row_map(dv, c.tile_n, c.head_dim_v),
+    )
+    arguments.values += [b"\0" * 16] * 8
+    arguments.tensor(sums, (sums.shape[2], heads, batch), sums.stride()[3::-1])
+    arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
+    arguments.launch(program_of(config), (-(-seqlen_k // c.tile_n), kv_heads, batch), timing)
+
+    step = BackwardStep("finish", config)
+    arguments = Arguments()
+    arguments.tensor(sums, tuple(sums.shape[:3]), sums.stride()[:4])
+    arguments.tensor(dq, tuple(dq.shape), dq.stride()[:3])
+    arguments.add(softmax_scale)
+    arguments.launch(program_of(step), (sums.shape[2], heads, batch))
+    return dq, dk, dv

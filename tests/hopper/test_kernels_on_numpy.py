@@ -1,0 +1,228 @@
+"""Attention kernels, run from their PTX without a GPU, against float64 and against their emulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hopper.backward.config import select_backward_config
+from hopper.config import (
+    Registers,
+    select_forward_config,
+    select_fp8_forward_config,
+    validate_forward_config,
+)
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
+from hopper_attention.reference import attention_naive, attention_tiled_fp8
+from tests.hopper import on_numpy
+from tests.hopper.hopper_machine import AT_ONCE, Cta, Groups, Timing, parse
+from tests.hopper.on_numpy import backward_on_numpy, forward_on_numpy, fp8_forward_on_numpy
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+LATE = Timing(is_late=True, seed=1)
+"""What is asynchronous happens as late as the waits allow: a missing one shows."""
+
+
+def draw(dtype, seqlens, heads, head_dim, batch=1, head_dim_v=None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    (seqlen_q, seqlen_k), (heads_q, heads_kv) = seqlens, heads
+    shapes = (
+        (batch, seqlen_q, heads_q, head_dim),
+        (batch, seqlen_k, heads_kv, head_dim),
+        (batch, seqlen_k, heads_kv, head_dim_v or head_dim),
+    )
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def check_forward(config, inputs: list[torch.Tensor], ctas: int = 1) -> None:
+    out, lse = forward_on_numpy(config, *inputs, inputs[0].shape[3] ** -0.5, ctas, LATE)
+    exact, exact_lse = attention_naive(*inputs, causal=config.causal)
+    assert relative(out, exact) < EPSILON[out.dtype]
+    visible = exact_lse > -math.inf
+    assert bool((lse[~visible] == -math.inf).all()) and bool((out.transpose(1, 2)[~visible] == 0).all())
+    assert (lse.double() - exact_lse)[visible].abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(
+    "head_dim,causal,seqlens,heads",
+    [
+        (64, True, (150, 300), (2, 1)),
+        (96, False, (65, 400), (1, 1)),
+        (104, True, (200, 130), (2, 2)),
+        (256, True, (70, 170), (1, 1)),
+    ],
+)
+def test_forward(head_dim, causal, seqlens, heads) -> None:
+    config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlens[1])
+    check_forward(config, draw(torch.bfloat16, seqlens, heads, head_dim), ctas=2)
+
+
+ABLATION = [
+    {"pipelined": False, "ping_pong": False},
+    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "stages": 3},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+]
+
+
+@pytest.mark.parametrize("change", ABLATION)
+def test_schedules_of_the_ablation(change) -> None:
+    config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
+    validate_forward_config(config)
+    check_forward(config, draw(torch.float16, (140, 700), (2, 1), 128))
+
+
+def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int = 0) -> torch.Tensor:
+    """As good as the emulation, which rounds where the kernel rounds; returns the kernel's output."""
+    head_dim = parts.q.data.shape[3]
+    dtype = {v: k for k, v in DTYPES.items()}[parts.dtype]
+    length = seqlen_k or parts.k.data.shape[1]
+    config = select_fp8_forward_config(head_dim, parts.v.shape[3], causal, dtype, length, block_k)
+    out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
+    like, like_lse = attention_tiled_fp8(parts, causal=causal)
+    exact, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
+    assert relative(out, exact) <= 1.03 * relative(like, exact) + 2e-4
+    visible = like_lse > -math.inf
+    assert bool((lse[~visible] == -math.inf).all()) and bool((out.transpose(1, 2)[~visible] == 0).all())
+    # The polynomial's error does not average out over few keys.
+    assert (lse - like_lse)[visible].abs().max() < 4e-3
+    return out
+
+
+@pytest.mark.parametrize(
+    "head_dim,causal,block_k,seqlen_k",
+    [
+        (64, True, 128, 0),
+        (64, False, 160, 9000),
+        (128, True, 192, 9000),
+        (128, False, 64, 0),
+        (256, False, 128, 0),
+    ],
+)
+def test_fp8_forward_with_block_scales(head_dim, causal, block_k, seqlen_k) -> None:
+    q, k, v = draw(torch.bfloat16, (200, 460), (2, 1), head_dim)
+    k[:, 192:] *= 3
+    v[:, :160] *= 2.0**-9
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k))
+    check_fp8(parts, causal, block_k, seqlen_k)
+
+
+def test_fp8_forward_finds_the_maximum_of_negative_scores() -> None:
+    q, k, v = draw(torch.float16, (70, 300), (1, 1), 64)
+    k = k.abs() + 0.25
+    some_rows = torch.where(torch.arange(70).view(1, -1, 1, 1) % 7 == 0, -1, 1) * q.abs()
+    for queries in (-q.abs() - 0.25, some_rows):
+        parts = quantize_qkv(queries.half(), k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+        check_fp8(parts, False, 128)
+
+
+def test_fp8_forward_of_tensors_with_descales_of_any_sign() -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (2, 2), 64))
+    descale = torch.tensor([[0.5, 2.0]])
+    out = check_fp8(
+        from_descales(q, k, v, descale, descale, torch.tensor([[-3.0, 0.0]]), torch.bfloat16), True
+    )
+    assert not out[:, :, 1].any() and out[:, :, 0].any()
+
+
+def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
+    q, k, v = draw(torch.float16, (128, 300), (1, 1), 64)
+    k[0, 250, 0, 3] = math.nan
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_k=128))
+    config = select_fp8_forward_config(64, 64, True, "float16", 300, 128)
+    out, _ = fp8_forward_on_numpy(config, parts, 0.125)
+    # The last query sees the last key.
+    assert bool(out[0, 78:].isnan().all()) and bool(out[0, :78].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,causal,seqlens,heads",
+    [
+        ("bfloat16", 128, True, (100, 130), (2, 1)),
+        ("float16", 104, False, (65, 129), (1, 1)),
+        ("float16", 64, False, (130, 200), (2, 2)),
+        ("bfloat16", 40, True, (200, 130), (4, 2)),
+        ("bfloat16", 72, True, (300, 40), (2, 1)),
+        ("float16", 64, True, (1, 1), (1, 1)),
+    ],
+)
+def test_backward(dtype, head_dim, causal, seqlens, heads) -> None:
+    config = select_backward_config(dtype, head_dim, head_dim, causal)
+    inputs = draw(DTYPES[dtype], seqlens, heads, head_dim, batch=1 + (head_dim == 64))
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out, lse = attention_naive(*leaves, causal=causal)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    rounded = out.detach().to(DTYPES[dtype])
+    ours = backward_on_numpy(config, (dout, *inputs), rounded, lse.detach().float(), head_dim**-0.5, LATE)
+    for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        # A lone key has a probability of 1 and no gradient of scores.
+        error = (a.double() - e).norm().item()
+        assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["forward", "without a producer", "fp8", "backward"])
+def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
+    q, k, v = draw(torch.bfloat16, (130, 300), (1, 1), 64)
+    forward = select_forward_config("bfloat16", 64, 64, True, 8192)
+    if kind == "without a producer":
+        forward = replace(forward, warp_specialized=False, tile_m=128, registers=Registers(256, 0))
+    out, lse = attention_naive(q, k, v)
+    rounded = out.bfloat16()
+    quantization = Fp8Quantization(block_k=128)
+    parts = quantize_qkv(q, k, v, quantization=quantization)
+    fp8 = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
+    backward = select_backward_config("bfloat16", 64, 64, False)
+    results = []
+    for timing in (AT_ONCE, LATE, Timing(is_late=True, seed=2)):
+        if kind == "fp8":
+            results.append(fp8_forward_on_numpy(fp8, parts, 0.125, timing))
+        elif kind == "backward":
+            # Of one key tile, since dQ is summed over them in the order in which they come.
+            inputs = (rounded, q, k[:, :128], v[:, :128])
+            results.append(backward_on_numpy(backward, inputs, rounded, lse.float(), 0.125, timing))
+        else:
+            results.append(forward_on_numpy(forward, q, k, v, 0.125, 1, timing))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("instruction", ["wgmma.wait_group", "fence.proxy.async"])
+def test_a_kernel_without_its_waits_or_fences_is_caught(instruction, monkeypatch) -> None:
+    inputs = draw(torch.bfloat16, (70, 300), (1, 1), 64)
+    config = select_forward_config("bfloat16", 64, 64, False, 300)
+    without = "\n".join(line for line in on_numpy.ptx_of(config).splitlines() if instruction not in line)
+    monkeypatch.setattr(on_numpy, "program_of", lambda config: parse(without))
+    with pytest.raises(AssertionError):
+        check_forward(config, inputs)
+
+
+def test_a_missing_fence_is_found() -> None:
+    cta = Cta({}, {}, (0, 0, 0), (1, 1, 1))
+    cta.unfenced[16] = 1
+    with pytest.raises(AssertionError, match="without a fence"):
+        cta.read_async(np.arange(32))
+    assert cta.read_async(np.arange(16)).shape == (16,)
+
+
+def test_products_are_made_when_they_are_waited_for() -> None:
+    done: list[int] = []
+    groups = Groups(is_late=True)
+    for i in range(3):
+        groups.start(lambda i=i: done.append(i))
+        groups.commit()
+    groups.wait(1)
+    assert done == [0, 1]
+    groups.wait(0)
+    assert done == [0, 1, 2]
