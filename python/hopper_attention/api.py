@@ -132,9 +132,8 @@ def _call_operator(
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        checks.check_fp8_backend(backend)
         checks.check_fp8_has_no_grad(q, k, v, *descales)
-        return ops.forward_fp8(q, k, v, *descales, scale, causal)
+        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend)
     return ops.forward(q, k, v, scale, causal, backend, sm_margin)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from hopper_attention import _kernels
-from hopper_attention.checks import FP8_DTYPE, check_fp8_backend
 
 HOPPER_CAPABILITY = (9, 0)
 """wgmma exists on sm_90a alone: neither older nor newer GPUs run these kernels."""
@@ -51,23 +50,13 @@ def target_of(device: torch.device) -> Target:
 
 
 def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = None) -> Choice:
-    """The backend for tensors of ``dtype`` on ``target``.
+    """The backend for tensors of a 16-bit ``dtype`` on ``target``; ``fp8_rules`` has the rule for FP8.
 
     Raises:
         ValueError: the requested backend cannot run there.
-        NotImplementedError: the requested backend does not do ``dtype`` yet.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
-    if dtype == FP8_DTYPE:
-        check_fp8_backend(requested)
-        advice = "flash_attn_fp8_func and flash_attn_quantized_func run on the Hopper FP8 kernel"
-        on_hopper = target.capability == HOPPER_CAPABILITY
-        return Choice(
-            "reference",
-            "FP8 tensors run on the tiled emulation so far",
-            advice if on_hopper else "",
-        )
     blocked = why_not_hopper(target)
     if not blocked:
         dtype_name = str(dtype).removeprefix("torch.")

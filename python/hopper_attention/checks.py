@@ -17,7 +17,11 @@ from hopper.config import MAX_HEAD_DIM
 
 HEAD_DIM_STEP = 8
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 FP8_DTYPE = torch.float8_e4m3fn
+FP8_OUT_DTYPE = torch.bfloat16
+"""What FP8 tensors with descales give, as in FlashAttention-3."""
+
 BACKENDS = ("hopper", "reference")
 FULL_WINDOW = (-1, -1)
 """FlashAttention-3's ``window_size`` for no window."""
@@ -159,14 +163,6 @@ def check_descales(
             raise ValueError(f"{name} has shape {tuple(scale.shape)}, allowed: (batch, kv_heads), {shape}")
         if scale.device != q.device:
             raise ValueError(f"{name} is on {scale.device}, allowed: the device of q, {q.device}")
-
-
-def check_fp8_backend(backend: str | None) -> None:
-    if backend == "hopper":
-        raise NotImplementedError(
-            f"backend is 'hopper' and q has dtype {FP8_DTYPE}: tensors with descales do not run on the FP8 kernel "
-            "yet; use flash_attn_fp8_func, flash_attn_quantized_func or backend='reference'"
-        )
 
 
 def check_fp8_has_no_grad(*tensors: Tensor | None) -> None:

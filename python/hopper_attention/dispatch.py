@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hopper.config import ForwardConfig, check_problem_size, select_forward_config
-from hopper_attention import checks
-from hopper_attention.backends import Target, choose_backend, target_of
-from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention import checks, fp8_rules
+from hopper_attention.backends import Choice, Target, choose_backend, target_of
+from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 
@@ -26,8 +26,6 @@ __all__ = [
     "explain",
     "select_config",
 ]
-
-DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def select_config(
 ) -> ForwardConfig | ReferenceConfig:
     """The frozen config with which ``backend`` serves a checked problem."""
     if backend == "reference":
-        return ReferenceConfig(fp8=q.dtype == checks.FP8_DTYPE)
+        return ReferenceConfig()
     config = select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, k.shape[1])
     check_problem_size(config, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return config
@@ -152,8 +150,11 @@ def explain(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     target = target_of(q.device) if device_capability is None else _imagined(device_capability)
-    choice = choose_backend(target, q.dtype, backend)
-    config = select_config(choice.backend, **specs, causal=bool(causal))
+    if q.dtype == checks.FP8_DTYPE:
+        choice, config = _plan_fp8(specs, bool(causal), target, backend)
+    else:
+        choice = choose_backend(target, q.dtype, backend)
+        config = select_config(choice.backend, **specs, causal=bool(causal))
     copies: tuple[str, ...] = ()
     if choice.backend == "hopper":
         addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
@@ -161,6 +162,19 @@ def explain(
         copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
     notes = _notes(choice.advice, choice.backend, {"q": q, "k": k, "v": v})
     return Plan(choice.backend, config, choice.reason, copies, notes)
+
+
+def _plan_fp8(
+    specs: dict[str, TensorSpec], causal: bool, target: Target, backend: str | None
+) -> tuple[Choice, ForwardConfig | ReferenceConfig]:
+    """Backend and config of e4m3 tensors with a descale for each head."""
+    shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
+    blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
+    problem = fp8_rules.Fp8Problem(*shapes, *blocks, checks.FP8_OUT_DTYPE, causal)
+    choice = fp8_rules.choose_fp8_backend(problem, target, backend)
+    if choice.backend == "hopper":
+        return choice, fp8_rules.select_config(problem)
+    return choice, ReferenceConfig(fp8=True)
 
 
 def _imagined(capability: Any) -> Target:

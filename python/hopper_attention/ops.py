@@ -8,14 +8,12 @@ tensors and change none. Their gradients are registered in ``hopper_attention.au
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.fp8_launch import attend
 from hopper_attention.launch import run_forward
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import from_descales
-from hopper_attention.reference.fp8 import attention_tiled_fp8
 from hopper_attention.reference.tiled_backward import tiled_backward
-
-FP8_OUT_DTYPE = torch.bfloat16
-"""What FP8 inputs give, as in FlashAttention-3."""
 
 
 @torch.library.custom_op("hopper_attention::forward", mutates_args=())
@@ -43,15 +41,11 @@ def forward_fp8(
     v_descale: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32."""
-    if q.is_cuda:
-        warn_once(
-            "FP8 tensors with descales run as a tiled emulation in PyTorch: correct, and slow. "
-            "flash_attn_fp8_func and flash_attn_quantized_func run on the Hopper FP8 kernel"
-        )
     parts = from_descales(q, k, v, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
-    return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale)
+    return attend(parts, softmax_scale, causal, backend)
 
 
 @forward_fp8.register_fake
@@ -64,6 +58,7 @@ def _(
     v_descale: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig
+from hopper.config import ForwardConfig, Fp8ForwardConfig, select_fp8_forward_config
 from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, launch, machine
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
@@ -60,16 +60,6 @@ def test_what_the_cpu_gets_needs_no_advice() -> None:
 def test_the_reference_can_be_asked_for_anywhere() -> None:
     wanted = Choice("reference", "asked for with backend='reference'")
     assert choose_backend(H200, torch.float16, "reference") == wanted
-
-
-def test_fp8_runs_on_the_emulation_and_says_what_is_faster() -> None:
-    choice = choose_backend(H200, torch.float8_e4m3fn)
-    assert (choice.backend, choice.reason) == (
-        "reference",
-        "FP8 tensors run on the tiled emulation so far",
-    )
-    assert "flash_attn_quantized_func run on the Hopper FP8 kernel" in choice.advice
-    assert choose_backend(Target("cpu"), torch.float8_e4m3fn).advice == ""
 
 
 def test_asking_for_hopper_where_it_cannot_run() -> None:
@@ -153,8 +143,13 @@ def test_plan_for_this_machines_cpu() -> None:
 def test_plan_for_fp8() -> None:
     q = meta(1, 128, 2, 64, dtype=torch.float8_e4m3fn)
     plan = plan_for(q, q, q)
-    assert plan.backend == "reference" and plan.config == ReferenceConfig(fp8=True)
-    assert "fp8" in plan.config.name
+    assert plan.backend == "hopper" and isinstance(plan.config, Fp8ForwardConfig)
+    assert plan.config == select_fp8_forward_config(64, 64, False, "bfloat16", 128)
+    emulated = plan_for(q, q, q, backend="reference")
+    assert emulated.config == ReferenceConfig(fp8=True) and "fp8" in emulated.config.name
+    odd = meta(1, 128, 2, 72, dtype=torch.float8_e4m3fn)
+    plan = plan_for(odd, odd, odd)
+    assert plan.backend == "reference" and "must be multiples of 16" in plan.reason
 
 
 def test_short_head_dims_are_covered_by_a_native_tile() -> None:

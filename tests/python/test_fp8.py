@@ -13,11 +13,20 @@ from hopper.config import (
     Fp8ForwardConfig,
     select_fp8_forward_config,
     shipped_fp8_forward_configs,
+    validate_forward_config,
 )
-from hopper_attention import fp8
-from hopper_attention.backends import Target
+from hopper_attention import fp8_launch
+from hopper_attention.backends import Choice, Target
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
-from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, quantize_qkv
+from hopper_attention.fp8_rules import choose_fp8_backend
+from hopper_attention.quantization import (
+    Fp8Quantization,
+    QuantizedQKV,
+    default_block_k,
+    from_descales,
+    quantize_qkv,
+    transpose_for_kernel,
+)
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 
 HOPPER = Target("fake H200", (9, 0), assume_installed=True)
@@ -80,14 +89,6 @@ def test_rotated_v_comes_back() -> None:
     assert errors[True] < 0.08 and errors[False] < 0.08
 
 
-def test_gradients_are_refused() -> None:
-    q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match="k requires grad"):
-        flash_attn_fp8_func(q, k.requires_grad_(), v)
-    with torch.no_grad():
-        assert flash_attn_fp8_func(q, k, v).shape == q.shape
-
-
 def test_bad_arguments_are_named() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="softmax_scale is -1"):
@@ -110,21 +111,13 @@ def test_each_word_of_p_meets_the_keys_that_its_thread_holds() -> None:
 
 def test_v_is_transposed_ordered_and_padded() -> None:
     v = torch.arange(70 * 16, dtype=torch.float32).remainder(64).view(1, 70, 1, 16).to(torch.float8_e4m3fn)
-    moved = fp8.transpose_for_kernel(v)
+    moved = transpose_for_kernel(v)
     assert moved.shape == (1, 1, 16, 96) and moved.is_contiguous()
     for slot in (0, 1, 2, 3, 5, 17, 40, 69 // 32 * 32 + 1):
         key = slot // 32 * 32 + FP8_KEY_ORDER[slot % 32]
         expected = v[0, key, 0].float() if key < 70 else torch.zeros(16)
         assert torch.equal(moved[0, 0, :, slot].float(), expected)
     assert moved[0, 0, :, 64:].float().count_nonzero() == v[0, 64:].float().count_nonzero()
-
-
-def test_v_scales_are_split_into_largest_and_ratio() -> None:
-    data = torch.zeros(1, 3, 2, 16, dtype=torch.float8_e4m3fn)
-    scale = torch.tensor([[[1.0, 4.0, 0.5], [2.0**-126, 1.0, 8.0]]])
-    log2, largest = fp8.v_scales_for_kernel(QuantizedTensor(data, scale, 1))
-    assert largest.tolist() == [[4.0, 8.0]]
-    assert log2.tolist() == [[[-2.0, 0.0, -3.0], [-100.0, -3.0, 0.0]]]
 
 
 class FakeKernel:
@@ -137,57 +130,121 @@ class FakeKernel:
         arguments[4].zero_()
 
 
-def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+class Properties:
+    multi_processor_count = 132
+
+
+class Guard:
+    """Stands for ``torch.cuda.device``."""
+
+    def __init__(self, index: int) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKernel, list[Fp8ForwardConfig]]:
+    """The launcher believes that the CPU is a Hopper GPU; its kernels are all this one, built from these configs."""
     kernel, configs = FakeKernel(), []
-
-    class Properties:
-        multi_processor_count = 132
-
-    class Guard:
-        def __init__(self, index: int) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: Any) -> None: ...
-
-    monkeypatch.setattr(fp8, "target_of", lambda device: HOPPER)
-    monkeypatch.setattr(fp8.compile_cache, "get_forward", lambda config: configs.append(config) or kernel)
-    monkeypatch.setattr(fp8.launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(fp8_launch, "target_of", lambda device: HOPPER)
+    monkeypatch.setattr(
+        fp8_launch.compile_cache, "get_forward", lambda config: configs.append(config) or kernel
+    )
+    monkeypatch.setattr(fp8_launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    fp8_launch.find_fp8_launch.cache_clear()
+    yield kernel, configs
+    fp8_launch.find_fp8_launch.cache_clear()
+
+
+def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
+    kernel, configs = hopper
     parts = quantize_qkv(*qkv())
     out, lse = flash_attn_quantized_func(parts, causal=True, return_attn_probs=True)
-    q, k, vt, _, _, _, q_scale, k_scale, v_log2, v_max, block_q, block_k, scale, ctas = kernel.arguments
-    assert q is parts.q.data and k is parts.k.data and vt.shape == (2, 2, 64, 224)
-    assert q_scale is parts.q.scale and k_scale.shape == v_log2.shape == (2, 2, 2) and v_max.shape == (2, 2)
-    assert (block_q, block_k, scale, ctas) == (128, 128, 0.125, 132)
+    q, k, vt, _, _, _, q_scale, k_scale, v_scale, o_scale, block_q, block_k, scale, ctas = kernel.arguments
+    assert q is parts.q.data and k is parts.k.data and vt is parts.v.data and vt.shape == (2, 2, 64, 224)
+    assert q_scale is parts.q.scale and k_scale is parts.k.scale and v_scale is parts.v.scale
+    assert o_scale.tolist() == [[[1.0], [1.0]]] * 2
+    config = select_fp8_forward_config(64, 64, True, "float16", 203)
+    assert (block_q, block_k, scale, ctas) == (fp8_launch.ALL_ROWS, config.tile_n, 0.125, 132)
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
-    assert configs == [select_fp8_forward_config(64, 64, True, "float16")]
+    assert configs == [config]
+    flash_attn_quantized_func(parts, causal=True)
+    assert kernel.arguments[4].shape == (2, 4, 0) and len(configs) == 1
+
+
+def test_lone_scales_of_v_are_factors_of_the_output(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
+) -> None:
+    kernel, _ = hopper
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
+    descale = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
+    flash_attn_quantized_func(from_descales(q, k, v, None, None, descale, torch.bfloat16))
+    vt, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 11))
+    assert torch.equal(vt.view(torch.uint8), transpose_for_kernel(v).view(torch.uint8))
+    assert torch.equal(v_scale, torch.ones(2, 2, 1)) and torch.equal(o_scale[..., 0], descale)
+    assert block_k == fp8_launch.ALL_ROWS
+
+
+def test_misaligned_inputs_are_copied(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
+    kernel, _ = hopper
+    parts = quantize_qkv(*qkv())
+    shifted = torch.empty(parts.k.data.numel() + 8, dtype=torch.uint8)[8:].view(torch.float8_e4m3fn)
+    shifted = shifted.view(parts.k.data.shape).copy_(parts.k.data)
+    flash_attn_quantized_func(replace(parts, k=replace(parts.k, data=shifted)))
+    given = kernel.arguments[1]
+    assert given.data_ptr() % 16 == 0 and torch.equal(given.float(), parts.k.data.float())
 
 
 def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
     parts = quantize_qkv(*qkv())
-    assert fp8.choose_fp8_backend(parts, HOPPER, None).backend == "hopper"
+
+    def choose(parts: QuantizedQKV, target: Target = HOPPER, backend: str | None = None) -> Choice:
+        return choose_fp8_backend(fp8_launch.problem_of(parts, False), target, backend)
+
+    assert choose(parts).backend == "hopper"
     odd_blocks = quantize_qkv(*qkv(), quantization=Fp8Quantization(block_k=48))
     for other, reason in (
         (quantize_qkv(*qkv(head_dim=72)), "head_dim 72 and head_dim_v 72 must be multiples of 16"),
         (replace(parts, dtype=torch.float32), "not torch.float32"),
-        (odd_blocks, "k has blocks of 48 rows, which must be a multiple of 128"),
+        (odd_blocks, "block_k is 48, allowed at head_dim 64: multiples of"),
         (quantize_qkv(*qkv(seqlen_k=0)), "the problem is empty"),
     ):
-        choice = fp8.choose_fp8_backend(other, HOPPER, None)
+        choice = choose(other)
         assert choice.backend == "reference" and reason in choice.reason and choice.advice
         with pytest.raises(ValueError, match="allowed here: 'reference' or None"):
-            fp8.choose_fp8_backend(other, HOPPER, "hopper")
-    older = fp8.choose_fp8_backend(parts, Target("fake A100", (8, 0), assume_installed=True), None)
+            choose(other, backend="hopper")
+    older = choose(parts, Target("fake A100", (8, 0), assume_installed=True))
     assert older.backend == "reference" and "8.0" in older.reason
+
+
+@pytest.mark.parametrize("seqlen_k", [512, 2048, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_choose_the_tile(head_dim: int, seqlen_k: int) -> None:
+    def select(causal: bool, block_k: int = 0) -> Fp8ForwardConfig:
+        return select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, block_k)
+
+    width = select(False).tile_n
+    assert select(True).tile_n == width == default_block_k(head_dim, head_dim, seqlen_k)
+    assert select(False, 2 * width) == select(False)
+    for block_k in (64, 128, 192, 1024):
+        assert block_k % select(True, block_k).tile_n == 0
+    with pytest.raises(ValueError, match="block_k is 96, allowed at head_dim"):
+        select(False, 96)
 
 
 def test_configs_are_valid_and_named_apart() -> None:
     configs = shipped_fp8_forward_configs()
-    assert len({config.name for config in configs}) == len(configs) == 12
+    assert len({config.name for config in configs}) == len(configs)
     assert all(isinstance(config, Fp8ForwardConfig) and not config.o_shares_q for config in configs)
-    assert select_fp8_forward_config(80, 32, False, "bfloat16").head_dim == 128
+    assert select_fp8_forward_config(80, 32, False, "bfloat16", 100).head_dim == 128
     with pytest.raises(ValueError, match="at most 256"):
-        select_fp8_forward_config(272, 64, False, "bfloat16")
+        select_fp8_forward_config(272, 64, False, "bfloat16", 100)
+    with pytest.raises(ValueError, match="polynomial_pairs is 9, allowed: 0 to 8"):
+        validate_forward_config(replace(configs[0], polynomial_pairs=9))
+    with pytest.raises(ValueError, match="tile_n is 48"):
+        validate_forward_config(replace(configs[0], tile_n=48))

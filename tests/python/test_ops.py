@@ -45,7 +45,7 @@ def test_opcheck_backward(with_dlse: bool) -> None:
 def test_opcheck_forward_fp8() -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
     descale = torch.ones(2, 2)
-    arguments = (q, k, v, descale, None, descale, 0.2, True)
+    arguments = (q, k, v, descale, None, descale, 0.2, True, None)
     torch.library.opcheck(OPS.forward_fp8.default, arguments, test_utils=NO_SCHEMA_CHECK)
 
 

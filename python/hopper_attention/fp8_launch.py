@@ -1,0 +1,165 @@
+"""FP8 attention below the public functions: finds what serves a problem, remembers it, and calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import target_of
+from hopper_attention.checks import TensorSpec
+from hopper_attention.fp8_rules import (
+    Fp8Problem,
+    block_of,
+    choose_fp8_backend,
+    select_config,
+)
+from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, tile_counter
+from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repair_for
+from hopper_attention.notices import warn_once
+from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
+from hopper_attention.reference.fp8 import attention_tiled_fp8
+
+ALL_ROWS = 2**30
+"""Rows that share a scale, where all do, as the kernel is told."""
+
+
+@dataclass(frozen=True)
+class EmulationLaunch:
+    """The tiled emulation, on the device of the inputs."""
+
+    causal: bool
+
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        return attention_tiled_fp8(parts, causal=self.causal, softmax_scale=softmax_scale)
+
+
+@dataclass(frozen=True)
+class Fp8HopperLaunch:
+    """A compiled kernel on torch's current stream of ``device_index``.
+
+    ``ones`` (batch, kv_heads, 1) float32 stand in for scales that a problem does not have.
+    """
+
+    kernel: Kernel
+    result: ResultSpec
+    device_index: int
+    num_ctas: int
+    repairs: tuple[Repair, ...]
+    block_q: int
+    block_k: int
+    no_lse: Tensor
+    ones: Tensor
+
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self._launch(parts, softmax_scale, wants_lse)
+        return self._launch(parts, softmax_scale, wants_lse)
+
+    def _launch(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = parts.q.data, parts.k.data, parts.v
+        if self.repairs:
+            q, k = (repair.apply(x) for repair, x in zip(self.repairs, (q, k), strict=True))
+        if (q.data_ptr() | k.data_ptr()) % TMA_BYTES:
+            q, k = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k))
+        vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+        v_scale, o_scale = v.scale, self.ones
+        if self.block_k == ALL_ROWS:
+            # A lone scale is a factor of the output, whatever its sign.
+            v_scale, o_scale = o_scale, v_scale
+        out = self.result.empty_out(q)
+        lse = self.result.empty_lse() if wants_lse else self.no_lse
+        self.kernel(
+            q,
+            k,
+            vt,
+            out,
+            lse,
+            tile_counter(self.device_index),
+            parts.q.scale,
+            parts.k.scale,
+            v_scale,
+            o_scale,
+            self.block_q,
+            self.block_k,
+            softmax_scale,
+            self.num_ctas,
+        )
+        return out, lse
+
+
+Fp8Launch = EmulationLaunch | Fp8HopperLaunch
+
+
+def attend(
+    parts: QuantizedQKV, softmax_scale: float, causal: bool, backend: str | None, wants_lse: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Attention of quantized tensors: out and lse. Without ``wants_lse`` the lse may lack its rows.
+
+    Raises:
+        ValueError: ``backend`` cannot run the problem.
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
+    q, k = parts.q.data, parts.k.data
+    launch = find_fp8_launch(problem_of(parts, causal), q.stride(), k.stride(), q.device, backend)
+    return launch(parts, softmax_scale, wants_lse)
+
+
+def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
+    """What the rules need to know of quantized tensors."""
+    q, k, v = parts.q, parts.k, parts.v
+    return Fp8Problem(
+        tuple(q.data.shape),
+        tuple(k.data.shape),
+        v.shape,
+        block_of(q.block, q.data.shape[1]),
+        block_of(k.block, k.data.shape[1]),
+        block_of(v.block, v.shape[1]),
+        parts.dtype,
+        causal,
+    )
+
+
+@lru_cache(maxsize=REMEMBERED_PROBLEMS)
+def find_fp8_launch(
+    problem: Fp8Problem,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    device: torch.device,
+    backend: str | None,
+) -> Fp8Launch:
+    """What serves a problem; compiles or loads its kernel the first time."""
+    p = problem
+    choice = choose_fp8_backend(p, target_of(device), backend)
+    if choice.advice:
+        warn_once(f"FP8 attention on its emulation, which is slow: {choice.reason}; {choice.advice}")
+    if choice.backend == "reference":
+        return EmulationLaunch(p.causal)
+    config = select_config(p)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    (batch, seqlen_q, heads, _), (_, _, kv_heads, head_dim_v) = p.q_shape, p.v_shape
+    out_shape, lse_shape = (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
+    dtype = torch.float8_e4m3fn
+    repairs = tuple(
+        repair_for(TensorSpec(shape, strides, dtype, device))
+        for shape, strides in ((p.q_shape, q_strides), (p.k_shape, k_strides))
+    )
+    with torch.inference_mode(False):
+        ones = torch.ones((batch, kv_heads, 1), dtype=torch.float32, device=device)
+        no_lse = torch.empty((batch, heads, 0), dtype=torch.float32, device=device)
+    return Fp8HopperLaunch(
+        kernel=compile_cache.get_forward(config),
+        result=ResultSpec(out_shape, lse_shape, p.out_dtype, device),
+        device_index=index,
+        num_ctas=torch.cuda.get_device_properties(index).multi_processor_count,
+        repairs=repairs if any(repair.is_needed for repair in repairs) else (),
+        block_q=p.block_q or ALL_ROWS,
+        block_k=p.block_k or ALL_ROWS,
+        no_lse=no_lse,
+        ones=ones,
+    )

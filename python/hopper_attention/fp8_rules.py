@@ -1,0 +1,96 @@
+"""What the FP8 kernel can do, and which backend serves an FP8 problem: one rule, without touching a tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hopper.config import (
+    WARPGROUP_ROWS,
+    Fp8ForwardConfig,
+    check_problem_size,
+    select_fp8_forward_config,
+)
+from hopper_attention.backends import Choice, Target, why_not_hopper
+from hopper_attention.checks import DTYPE_NAMES
+
+HEAD_DIM_STEP = 16
+"""TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
+
+ONE_BLOCK = 0
+"""``block`` of a tensor in which everything of a head shares a scale."""
+
+
+class Fp8Problem(NamedTuple):
+    """Sizes, blocks and options of a problem with e4m3 inputs.
+
+    ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...). The
+    blocks are rows that share a scale, or ONE_BLOCK.
+    """
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    block_q: int
+    block_k: int
+    block_v: int
+    out_dtype: torch.dtype
+    causal: bool
+
+
+def block_of(rows: int, seqlen: int) -> int:
+    """``rows`` a scale as ``Fp8Problem`` has it."""
+    return rows if rows < seqlen else ONE_BLOCK
+
+
+def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | None) -> Choice:
+    """The kernel where it runs and can do the problem, else the emulation.
+
+    Raises:
+        ValueError: the kernel is asked for and cannot run.
+    """
+    if requested == "reference":
+        return Choice("reference", "asked for with backend='reference'")
+    blocked = why_not_hopper(target) or why_not_kernel(problem)
+    if not blocked:
+        return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype float8_e4m3fn")
+    if requested == "hopper":
+        raise ValueError(f"backend is 'hopper', but {blocked}; allowed here: 'reference' or None")
+    return Choice("reference", blocked, "flash_attn_func on bfloat16 may be faster" if target.is_gpu else "")
+
+
+def why_not_kernel(problem: Fp8Problem) -> str:
+    """What about a problem keeps the FP8 kernel from doing it; empty if nothing does."""
+    p = problem
+    head_dim, head_dim_v = p.q_shape[3], p.v_shape[3]
+    if p.out_dtype not in DTYPE_NAMES:
+        return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
+    if head_dim % HEAD_DIM_STEP or head_dim_v % HEAD_DIM_STEP:
+        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP}"
+    if 0 in (*p.q_shape, *p.k_shape):
+        return "the problem is empty"
+    if p.block_q % WARPGROUP_ROWS:
+        return f"q has blocks of {p.block_q} rows, which must be a multiple of {WARPGROUP_ROWS}"
+    if p.block_v != p.block_k:
+        return f"k has blocks of {p.block_k} rows and v of {p.block_v}, which must be the same"
+    try:
+        select_config(p)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
+    """The config that serves a problem which passes ``why_not_kernel``.
+
+    Raises:
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
+    p = problem
+    seqlen_k = p.k_shape[1]
+    config = select_fp8_forward_config(
+        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k
+    )
+    check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
+    return config

@@ -1,0 +1,120 @@
+"""Gradients of FP8 attention on the emulation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hopper_attention import flash_attn_fp8_func, fp8_training
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv, rotate_back, rotate_head_dim
+from hopper_attention.reference import attention_naive
+
+DEFAULT = Fp8Quantization()
+NO_SCHEMA_CHECK = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def leaves(scale: float = 1.0, seqlens=(70, 130), dtype=torch.float16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, seqlens[0], 4, 64), (1, seqlens[1], 2, 64), (1, seqlens[1], 2, 32)
+    factors = (scale, scale, 1.0)
+    drawn = (f * torch.randn(s, generator=generator) for s, f in zip(shapes, factors, strict=True))
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        DEFAULT,
+        Fp8Quantization(rotate=False, granularity="head"),
+        Fp8Quantization(rotate_v=True, smooth_k=True),
+        Fp8Quantization(granularity="tensor", seed=3),
+    ],
+)
+def test_it_is_the_gradient_of_attention_on_the_dequantized_inputs(quantization, causal: bool) -> None:
+    q, k, v = leaves(1.5)
+    out = flash_attn_fp8_func(q, k, v, 0.1, causal, quantization=quantization)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    ours = torch.autograd.grad(out, (q, k, v), dout)
+    c = quantization
+    parts = quantize_qkv(q, k, v, quantization=c)
+    exact = [x.dequantize().double().requires_grad_() for x in (parts.q, parts.k, parts.v)]
+    turned = rotate_head_dim(dout, c.seed) if c.rotate_v else dout
+    rows, _ = attention_naive(*exact, causal=causal, softmax_scale=0.1)
+    expected = list(torch.autograd.grad(rows, exact, turned.double()))
+    for i in range(2 * c.rotate):
+        expected[i] = rotate_back(expected[i], c.seed)
+    if c.rotate_v:
+        expected[2] = rotate_back(expected[2], c.seed)
+    # What is left is the rounding of P to e4m3, which the output and so delta have, and 16 bits.
+    for gradient, e, limit in zip(ours, expected, (0.03, 0.03, 0.01), strict=True):
+        assert gradient.dtype == torch.float16 and relative(gradient, e.double()) < limit
+
+
+def test_it_is_near_the_gradient_of_exact_attention() -> None:
+    for scale, limit in ((1.0, 0.08), (2.0, 0.16)):
+        q, k, v = leaves(scale)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_fp8_func(q, k, v, causal=True)
+        dout = torch.randn_like(out)
+        ours = torch.autograd.grad(out, (q, k, v), dout)
+        expected = torch.autograd.grad(attention_naive(*exact, causal=True)[0], exact, dout.double())
+        for gradient, e in zip(ours, expected, strict=True):
+            assert relative(gradient, e) < limit
+
+
+def test_the_lse_has_a_gradient() -> None:
+    q, k, v = leaves()
+    _, lse = flash_attn_fp8_func(q, k, v, None, True, True, quantization=Fp8Quantization(rotate=False))
+    finite = lse[lse > -math.inf]
+    gradient = torch.autograd.grad(finite.sum(), q, retain_graph=True)[0]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    _, expected_lse = attention_naive(*exact, causal=True)
+    expected = torch.autograd.grad(expected_lse[expected_lse > -math.inf].sum(), exact[0])[0]
+    assert relative(gradient, expected) < 0.06
+    _, lse = flash_attn_fp8_func(q, k, v, None, False, True, quantization=Fp8Quantization(smooth_k=True))
+    with pytest.raises(NotImplementedError, match="smooth_k=True, whose mean of K is not kept"):
+        lse.sum().backward()
+
+
+def test_it_gives_what_the_plain_call_gives() -> None:
+    q, k, v = leaves()
+    with torch.no_grad():
+        expected, expected_lse = flash_attn_fp8_func(q, k, v, None, True, True)
+    out, lse = flash_attn_fp8_func(q, k, v, None, True, True)
+    assert out.requires_grad and torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    q, k, v = leaves(seqlens=(5, 0))
+    out = flash_attn_fp8_func(q, k, v)
+    out.sum().backward()
+    assert not out.any() and not q.grad.any() and k.grad.shape == k.shape
+
+
+def test_operator_and_compilation() -> None:
+    q, k, v = leaves()
+    options = (0.125, True, None, True, "block", 128, 128, 0, True, False)
+    operator = torch.ops.hopper_attention.forward_fp8_of_16_bits.default
+    torch.library.opcheck(operator, (q, k, v, *options), test_utils=NO_SCHEMA_CHECK)
+    torch.library.opcheck(operator, (q, k, v, *options[:4], "head", *options[5:]), test_utils=NO_SCHEMA_CHECK)
+    compiled = torch.compile(
+        lambda *x: flash_attn_fp8_func(*x, causal=True), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q, k, v), flash_attn_fp8_func(q, k, v, causal=True))
+    assert fp8_training.forward_fp8_of_16_bits is not None
+
+
+def test_bad_arguments_and_second_derivatives_are_refused() -> None:
+    q, k, v = leaves()
+    with pytest.raises(ValueError, match="softmax_scale is -1"):
+        flash_attn_fp8_func(q, k, v, -1)
+    with pytest.raises(ValueError, match="backend is 'gpu'"):
+        flash_attn_fp8_func(q, k, v, backend="gpu")
+    out = flash_attn_fp8_func(q, k, v)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        gradient.sum().backward()
