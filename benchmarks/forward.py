@@ -5,7 +5,7 @@
     python benchmarks/forward.py --compare before.json after.json  two reports side by side; runs nothing
 
 Peers take turns in interleaved rounds; each is checked against float64 before it is timed. The report is
-written after every cell, so a run that is cut short leaves what it had.
+written after every cell, so a run that is cut short leaves what it had. benchmarks/fp8.py is the same for FP8.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
+from hopper_attention.experiments.bench import (
+    CellLostError,
+    check_affordable,
+    exit_with_lost_gpu,
+    run_forward,
+)
+from hopper_attention.experiments.bench_compare import compare, compare_table, of_whom
 from hopper_attention.experiments.bench_machine import repository_root
-from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, PEERS, Setting, parse_peers
+from hopper_attention.experiments.bench_peers import Setting, parse_peers
 from hopper_attention.experiments.bench_render import (
-    compare_table,
     forward_table,
     problems_of,
     target_table,
@@ -30,26 +35,24 @@ from hopper_attention.experiments.bench_render import (
 from hopper_attention.experiments.bench_results import (
     ForwardReport,
     Problem,
-    compare_reports,
     dump_forward,
-    load_forward,
     parse_shapes,
     write_text,
 )
-from hopper_attention.experiments.bench_targets import forward_targets
+from hopper_attention.experiments.bench_suites import FORWARD, Suite
+from hopper_attention.experiments.bench_targets import throughput_targets
 from hopper_attention.experiments.bench_timing import Effort
 
 TABLE_WIDTH = 150
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str], suite: Suite, description: str) -> argparse.Namespace:
     effort = Effort()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"out of {', '.join(PEERS)}")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=layout)
+    parser.add_argument("--peers", default=suite.default_peers, help=f"out of {', '.join(suite.registry)}")
     parser.add_argument(
-        "--shapes", default="paper,ablation", help="paper, ablation, or names; comma-separated"
+        "--shapes", default=suite.default_shapes, help="paper, ablation, or names; comma-separated"
     )
     parser.add_argument(
         "--only", default="", help="keep shapes whose name holds one of these parts, such as d128-c"
@@ -57,7 +60,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fa3-library", default="", help="path of sglang-kernel's flash_ops.abi3.so")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--budget", type=float, default=effort.budget_s, help="seconds, first calls not counted"
+        "--budget", type=float, default=suite.budget_s, help="seconds, first calls not counted"
     )
     parser.add_argument(
         "--rounds", type=int, default=effort.max_rounds, help="at most; the budget may allow fewer"
@@ -66,7 +69,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--measure-ms", type=float, default=effort.measure_s * 1e3, help="of launches a measurement"
     )
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
-    parser.add_argument("--out", "--json", type=Path, help="default: benchmarks/results/forward_<gpu>.json")
+    default_out = f"benchmarks/results/{suite.kind}_<gpu>.json"
+    parser.add_argument("--out", "--json", type=Path, help=f"default: {default_out}")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     return parser.parse_args(arguments)
 
@@ -87,11 +91,12 @@ def select_problems(shapes: str, only: str) -> list[Problem]:
 def default_path(report: ForwardReport) -> Path:
     """Where a report is committed: named after the GPU, so that each machine has one."""
     slug = re.sub(r"[^a-z0-9]+", "_", report.machine["gpu"].lower()).strip("_")
-    return repository_root() / "benchmarks" / "results" / f"forward_{slug}.json"
+    return repository_root() / "benchmarks" / "results" / f"{report.kind}_{slug}.json"
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace, suite: Suite, console: Console) -> int:
     problems = select_problems(options.shapes, options.only)
+    check_affordable(problems, options.device)
     effort = Effort(
         measure_s=options.measure_ms / 1e3,
         min_rounds=min(3, options.rounds),
@@ -108,9 +113,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     try:
         run_forward(
             problems,
-            parse_peers(options.peers),
+            parse_peers(options.peers, suite.registry),
             Setting(options.device, options.fa3_library),
             effort,
+            suite=suite,
             commit=options.commit,
             progress=lambda line: console.print(line, highlight=False, style="dim"),
             save=save,
@@ -121,7 +127,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     console.print(forward_table(report))
     for line in problems_of(report):
         console.print(line, style="yellow", markup=False)
-    targets = forward_targets(report)
+    targets = throughput_targets(report)
     if targets:
         console.print(target_table(targets))
     console.print(f"written to {options.out or default_path(report)}", markup=False)
@@ -131,15 +137,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+def main(arguments: list[str], suite: Suite = FORWARD, description: str = __doc__) -> int:
+    options = parse_arguments(arguments, suite, description)
     # A file or pipe has no width of its own; the table needs one that keeps a cell on a line.
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
-    if options.compare:
-        before, after = (load_forward(path.read_text(encoding="utf-8")) for path in options.compare)
-        console.print(compare_table(compare_reports(before, after)))
-        return 0
-    return run(options, console)
+    try:
+        if options.compare:
+            before, after = (path.read_text(encoding="utf-8") for path in options.compare)
+            console.print(compare_table(of_whom(compare(before, after), "")))
+            return 0
+        return run(options, suite, console)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

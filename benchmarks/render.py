@@ -1,4 +1,4 @@
-"""Render the committed reports: the README's results, docs/results/forward.md and its plot.
+"""Render the committed reports: the README's results, pages and plots in docs/results, the roofline among them.
 
 python benchmarks/render.py            write them
 python benchmarks/render.py --check    fail if the text in the repository is not what the reports give
@@ -9,23 +9,68 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hopper_attention.experiments.ablation_plot import plot_ablation
+from hopper_attention.experiments.ablation_render import render_page as render_ablation
+from hopper_attention.experiments.ablation_results import AblationReport, load_ablation
 from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_plot import plot_forward
+from hopper_attention.experiments.bench_quantize import QuantizeReport, load_quantize
 from hopper_attention.experiments.bench_render import render_page, render_readme, splice
-from hopper_attention.experiments.bench_results import load_figures, load_forward, write_text
+from hopper_attention.experiments.bench_results import (
+    KINDS,
+    ForwardReport,
+    load_figures,
+    load_forward,
+    write_text,
+)
+from hopper_attention.experiments.bench_scaling import ScalingReport, load_scaling
+from hopper_attention.experiments.bench_scaling_plot import plot_scaling
+from hopper_attention.experiments.bench_tables import render_quantize, render_scaling
+from hopper_attention.experiments.roofline_render import render_roofline
 
 GPU = "nvidia_h200"
 """The machine whose reports the README shows."""
 
-PLOT = "forward.png"
+
+def read_reports(results: Path) -> list[ForwardReport]:
+    """The throughput reports: that of the 16-bit forward, and those of the other kinds that have been committed.
+
+    Raises:
+        FileNotFoundError: there is no forward report.
+    """
+    paths = {kind: results / f"{kind}_{GPU}.json" for kind in KINDS}
+    return [
+        load_forward(path.read_text(encoding="utf-8"), kind)
+        for kind, path in paths.items()
+        if kind == KINDS[0] or path.is_file()
+    ]
 
 
 def read_figures(path: Path, kind: str) -> dict[str, Any] | None:
     """A latency or accuracy report; None where none has been committed."""
     return load_figures(path.read_text(encoding="utf-8"), kind) if path.is_file() else None
+
+
+def read_ablations(results: Path) -> list[AblationReport]:
+    """The ablation reports that have been committed, that of the paper's problem first."""
+    paths = sorted(results.glob(f"ablation*_{GPU}.json"), key=lambda path: (len(path.name), path.name))
+    return [load_ablation(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def read_scaling(results: Path) -> list[ScalingReport]:
+    """The scaling report, if one has been committed."""
+    path = results / f"scaling_{GPU}.json"
+    return [load_scaling(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
+def read_prepass(results: Path) -> list[QuantizeReport]:
+    """The report of the FP8 pre-pass, if one has been committed."""
+    path = results / f"prepass_{GPU}.json"
+    return [load_quantize(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
 def render(root: Path, results: Path) -> dict[Path, str]:
@@ -35,14 +80,37 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         FileNotFoundError: there is no forward report.
         ValueError: a report is of another kind, or the README lacks its markers.
     """
-    report = load_forward((results / f"forward_{GPU}.json").read_text(encoding="utf-8"))
+    reports = read_reports(results)
     latency = read_figures(results / f"latency_{GPU}.json", "latency")
     rmse = read_figures(results / f"rmse_{GPU}.json", "rmse")
-    readme = root / "README.md"
-    return {
-        readme: splice(readme.read_text(encoding="utf-8"), render_readme(report, latency)),
-        root / "docs" / "results" / "forward.md": render_page(report, latency, rmse, PLOT),
-    }
+    readme, folder = root / "README.md", root / "docs" / "results"
+    text, pages = readme.read_text(encoding="utf-8"), {}
+    for report in reports:
+        # Latency and accuracy were measured in 16 bits.
+        others = (latency, rmse) if report.kind == KINDS[0] else (None, None)
+        text = splice(text, render_readme(report, others[0]), report.kind)
+        pages[folder / f"{report.kind}.md"] = render_page(report, *others, f"{report.kind}.png")
+    pages[folder / "roofline.md"] = render_roofline(reports)
+    ablations = read_ablations(results)
+    if ablations:
+        figures = [f"{report.slug}.png" for report in ablations]
+        pages[folder / "ablation.md"] = render_ablation(ablations, figures)
+    for scaling in read_scaling(results):
+        pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
+    for prepass in read_prepass(results):
+        pages[folder / "prepass.md"] = render_quantize(prepass)
+    return {readme: text, **pages}
+
+
+def draw(root: Path, results: Path) -> Iterator[Path]:
+    """Draw the plots of the pages; yields where each lies."""
+    folder = root / "docs" / "results"
+    for report in read_reports(results):
+        yield plot_forward(report, folder / f"{report.kind}.png")
+    for ablation in read_ablations(results):
+        yield plot_ablation(ablation, folder / f"{ablation.slug}.png")
+    for scaling in read_scaling(results):
+        yield plot_scaling(scaling, folder / "scaling.png")
 
 
 def stale(texts: dict[Path, str]) -> list[Path]:
@@ -74,8 +142,8 @@ def main(arguments: list[str]) -> int:
     for path, text in texts.items():
         write_text(path, text)
         print(f"wrote {path}")
-    report = load_forward((results / f"forward_{GPU}.json").read_text(encoding="utf-8"))
-    print(f"wrote {plot_forward(report, options.root / 'docs' / 'results' / PLOT)}")
+    for plot in draw(options.root, results):
+        print(f"wrote {plot}")
     return 0
 
 

@@ -19,23 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.forward import select_problems
-from hopper.config import ForwardConfig, Registers, select_forward_config, validate_forward_config
-from hopper_attention.compile_cache import compile_all, get_forward
+from hopper.config import ForwardConfig, Registers, select_forward_config
 from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
-from hopper_attention.experiments.bench_peers import (
-    Inputs,
-    Peer,
-    Prepared,
-    Setting,
-    needs_gpu,
-    parse_peers,
-)
+from hopper_attention.experiments.bench_peers import Setting, parse_peers
 from hopper_attention.experiments.bench_render import number
 from hopper_attention.experiments.bench_results import (
     Cell,
@@ -46,9 +36,13 @@ from hopper_attention.experiments.bench_results import (
     write_text,
 )
 from hopper_attention.experiments.bench_timing import Effort
-
-SHIPPED = "shipped"
-LABELS = {"tile_m": "m", "tile_n": "n", "stages": "s", "registers": "r"}
+from hopper_attention.experiments.bench_variants import (
+    BASE,
+    compile_missing,
+    label,
+    variant_peer,
+    why_invalid,
+)
 
 
 def parse_value(field: str, text: str, shipped: Any) -> Any:
@@ -88,18 +82,6 @@ def parse_vary(options: Sequence[str], shipped: ForwardConfig) -> dict[str, list
     return varied
 
 
-def label(config: ForwardConfig, shipped: ForwardConfig) -> str:
-    """What a variant changes, such as ``n144 s3``; ``shipped`` for none."""
-    parts = []
-    for field in ForwardConfig.__dataclass_fields__:
-        value = getattr(config, field)
-        if value != getattr(shipped, field):
-            if isinstance(value, Registers):
-                value = f"{value.consumer}/{value.producer}"
-            parts.append(f"{LABELS[field]}{value}" if field in LABELS else f"{field}={value}")
-    return " ".join(parts) or SHIPPED
-
-
 @dataclass(frozen=True)
 class Variants:
     """Configs to try on one problem by label, the shipped one first, and why others were left out."""
@@ -114,50 +96,24 @@ def make_variants(problem: Problem, options: Sequence[str]) -> Variants:
     p = problem
     shipped = select_forward_config(p.dtype, p.head_dim, p.head_dim_v, p.causal, p.seqlen_k)
     varied = parse_vary(options, shipped)
-    configs, skipped = {SHIPPED: shipped}, {}
+    configs, skipped = {BASE: shipped}, {}
     for values in itertools.product(*varied.values()):
         config = replace(shipped, **dict(zip(varied, values, strict=True)))
-        try:
-            validate_forward_config(config)
-        except ValueError as error:
-            skipped[label(config, shipped)] = str(error)
+        reason = why_invalid(config)
+        if reason:
+            skipped[label(config, shipped)] = reason
         else:
             configs[label(config, shipped)] = config
     return Variants(problem, configs, skipped)
 
 
-def variant_peer(name: str, config: ForwardConfig) -> Peer:
-    """A row that calls the compiled kernel of ``config`` itself, into buffers made before."""
-
-    def prepare(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
-        kernel = get_forward(config)
-        device = inputs.q.device
-        p = problem
-        out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
-        out = torch.full(out_shape, float("nan"), dtype=inputs.q.dtype, device=device)
-        lse = torch.empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32, device=device)
-        counter = torch.zeros(2, dtype=torch.int32, device=device)
-        ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        scale = p.head_dim**-0.5
-
-        def launch() -> Tensor:
-            kernel(inputs.q, inputs.k, inputs.v, out, lse, counter, scale, ctas)
-            return out
-
-        return Prepared(launch, config.name)
-
-    return Peer(name, config.name, needs_gpu, lambda setting: "", prepare)
-
-
 def compile_variants(all_variants: Sequence[Variants], jobs: int, console: Console) -> dict[str, str]:
-    """Compile every config once, in parallel; returns why some failed, by config name."""
+    """Compile every config that is not cached, in parallel; returns why some failed, by config name."""
     configs = {config.name: config for variants in all_variants for config in variants.configs.values()}
     console.print(f"compiling {len(configs)} configs in {jobs} processes", highlight=False)
-    failures = {}
-    for done in compile_all(list(configs.values()), jobs):
-        if done.error:
-            failures[done.config.name] = done.error
-            console.print(f"{done.config.name}: {done.error}", style="red", markup=False)
+    failures = compile_missing(configs.values(), jobs)
+    for name, error in failures.items():
+        console.print(f"{name}: {error}", style="red", markup=False)
     return failures
 
 
@@ -173,7 +129,7 @@ def result_table(cell: Cell, others: Sequence[str]) -> Table:
         if isinstance(result, Failed):
             table.add_row(name, "[red]failed[/red]", *[""] * (5 + len(others)), result.reason)
             continue
-        bases = (cell.tflops(base) for base in (SHIPPED, *others))
+        bases = (cell.tflops(base) for base in (BASE, *others))
         factors = [number(result.tflops / base, 3) if base else "–" for base in bases]
         gauges = number(result.clock_mhz), number(result.power_w)
         timing = f"{result.tflops:.1f}", f"{result.median_ms * 1e3:.1f}", f"{100 * result.spread:.1f} %"

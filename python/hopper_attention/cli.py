@@ -1,4 +1,4 @@
-"""The command line: ``hopper-attention info | explain | rmse | compile | bench``.
+"""The command line: ``hopper-attention info | explain | rmse | compile | bench | ablation``.
 
 Each command calls one function of the library, shows its result, and with ``--json`` writes the same result
 for machines. Each imports what it needs inside itself, so that none waits for another's. (The package imports
@@ -7,21 +7,35 @@ torch whatever the command, so that ``import hopper_attention`` alone registers 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
+
+from hopper_attention.cli_bench import ablation, bench_app
+from hopper_attention.cli_parts import (
+    NO_FILE,
+    Device,
+    Fa3Library,
+    JsonPath,
+    PlotPath,
+    console_for,
+    one_line_errors,
+    pick_device,
+    print_path,
+    progress_bar,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from hopper_attention.compile_cache import Compilation
+    from hopper_attention.experiments.rmse import Progress as Watcher
+    from hopper_attention.experiments.rmse_inputs import RmseExperiment
+    from hopper_attention.experiments.rmse_methods import Method
+    from hopper_attention.experiments.rmse_sweep import LengthSweep
 
 app = typer.Typer(
     help="FlashAttention-3 for Hopper GPUs in the CuTe Python DSL, with a backend for every other machine.",
@@ -31,84 +45,7 @@ app = typer.Typer(
 )
 
 Dtype = Literal["float16", "bfloat16"]
-Distribution = Literal["outliers", "token-outliers", "channel-outliers", "normal"]
-JsonPath = Annotated[
-    str, typer.Option("--json", metavar="PATH", help="Write the result as JSON too; - is standard output.")
-]
-Device = Annotated[str, typer.Option(help="A torch device; auto is the first GPU, or the CPU.")]
-
-NO_FILE = ""
-STDOUT = "-"
-PIPE_WIDTH = 120
-"""Columns of a table where there is no terminal to ask."""
-
-CPU_FLOPS = 1e11
-"""What a benchmark on the CPU may ask for: seconds, not hours."""
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn what a user can cause and mend into one line on stderr and exit code 2."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
-
-
-def console_for(json_path: str) -> Console:
-    """Where tables go: standard output, unless the JSON goes there."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(stderr=json_path == STDOUT, width=width, highlight=False)
-
-
-def write_json(data: Any, json_path: str, console: Console) -> None:
-    if json_path == NO_FILE:
-        return
-    text = json.dumps(data, indent=2) + "\n"
-    if json_path == STDOUT:
-        sys.stdout.write(text)
-        return
-    path = Path(json_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    print_path(console, "JSON", path)
-
-
-def print_path(console: Console, what: str, path: Path) -> None:
-    console.print(f"[dim]{what}[/] {path.resolve()}", soft_wrap=True)
-
-
-def progress_bar() -> Progress:
-    """The bar that every long command shows, on stderr, and that leaves nothing behind."""
-    return Progress(
-        TextColumn("{task.description}", style="dim"),
-        BarColumn(bar_width=32),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-
-def pick_device(device: str) -> str:
-    """The device to run on: ``device`` itself, or for "auto" the first GPU, else the CPU.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without that kind
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"device is {device!r}, allowed: auto, cpu, or one that is here ({reason})"
-        ) from None
-    return device
+Distribution = Literal["outliers", "token-outliers", "channel-outliers", "heavy-tails", "normal"]
 
 
 @app.command()
@@ -185,28 +122,42 @@ def parse_capability(text: str) -> tuple[int, int]:
 
 @app.command()
 def rmse(
-    seqlen: int = 8448,
+    context: typer.Context,
+    seqlen: Annotated[int, typer.Option(help="Keys; queries too, unless there are fewer.")] = 8448,
+    queries: Annotated[int, typer.Option(help="0: as many as keys, and 256 with --lengths.")] = 0,
+    lengths: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Error against the number of keys, as 1024,4096,65536.")
+    ] = "",
     head_dim: int = 128,
     heads: int = 1,
     batch: int = 1,
-    seeds: Annotated[int, typer.Option(help="Draws of the inputs; their errors are pooled.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Draws of the inputs, for a mean and a spread.")] = 3,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float16",
     distribution: Annotated[
-        Distribution, typer.Option(help="Single elements, whole tokens, whole channels, or no outliers.")
+        Distribution, typer.Option(help="Outliers by element, token or channel; Student's t; or N(0, 1).")
     ] = "outliers",
+    outlier_std: Annotated[float, typer.Option(help="Standard deviation of an outlier.")] = 10.0,
+    methods: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Rows to compute; empty: all that can run here.")
+    ] = "",
+    fa3_library: Fa3Library = NO_FILE,
     device: Device = "auto",
-    plot: Annotated[str, typer.Option(metavar="PATH", help="Draw the table: .png, .svg or .pdf.")] = NO_FILE,
+    plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
     """Error of each precision on inputs with outliers: the paper's experiment (section 4.3, table 3)."""
     with one_line_errors():
-        from hopper_attention.cli_views import rmse_table
-        from hopper_attention.experiments.rmse import RmseExperiment, report_as_data, run_rmse
+        from hopper_attention.experiments.rmse_inputs import RmseExperiment
+        from hopper_attention.experiments.rmse_methods import parse_methods
+        from hopper_attention.experiments.rmse_sweep import LengthSweep, parse_lengths
 
+        if lengths and given(context, "seqlen"):
+            raise ValueError(f"seqlen is {seqlen} and lengths is {lengths!r}, allowed: one of them")
+        swept = parse_lengths(lengths) if lengths else ()
         experiment = RmseExperiment(
             batch=batch,
-            seqlen=seqlen,
+            seqlen=max(swept, default=seqlen),
             heads=heads,
             head_dim=head_dim,
             seeds=seeds,
@@ -214,21 +165,74 @@ def rmse(
             dtype=dtype,
             device=pick_device(device),
             distribution=distribution,
+            outlier_std=outlier_std,
+            queries=queries,
         )
-        with progress_bar() as bar:
-            task = bar.add_task("starting", total=None)
-            report = run_rmse(
-                experiment,
-                lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
-            )
-        console = console_for(json_path)
-        console.print(rmse_table(report))
-        console.print()
-        if plot != NO_FILE:
-            from hopper_attention.experiments.rmse_plot import plot_rmse
+        asked = RowsAsked(parse_methods(methods) if methods else (), fa3_library)
+        if lengths:
+            show_sweep(LengthSweep(experiment, swept), asked, plot, json_path)
+        else:
+            show_rmse(experiment, asked, plot, json_path)
 
-            print_path(console, "plot", plot_rmse(report, Path(plot)))
-        write_json(report_as_data(report), json_path, console)
+
+@dataclass(frozen=True)
+class RowsAsked:
+    """Rows of the accuracy experiment to compute (none: its own choice), and what FlashAttention-3's need."""
+
+    methods: tuple[Method, ...]
+    fa3_library: str
+
+
+def show_rmse(experiment: RmseExperiment, asked: RowsAsked, plot: str, json_path: str) -> None:
+    """Compute the accuracy table, print it, draw it and write it."""
+    from hopper_attention.cli_views import rmse_table
+    from hopper_attention.experiments.rmse import report_as_data, run_rmse
+    from hopper_attention.experiments.rmse_methods import METHODS
+
+    with progress_bar() as bar:
+        methods = asked.methods or METHODS
+        report = run_rmse(experiment, follow(bar), methods=methods, fa3_library=asked.fa3_library)
+    console = console_for(json_path)
+    console.print(rmse_table(report))
+    console.print()
+    if plot != NO_FILE:
+        from hopper_attention.experiments.rmse_plot import plot_rmse
+
+        print_path(console, "plot", plot_rmse(report, Path(plot)))
+    write_json(report_as_data(report), json_path, console)
+
+
+def show_sweep(sweep: LengthSweep, asked: RowsAsked, plot: str, json_path: str) -> None:
+    """Compute error against the number of keys, print it, draw it and write it."""
+    from hopper_attention.cli_views import sweep_table
+    from hopper_attention.experiments.rmse_sweep import run_sweep, sweep_as_data
+
+    with progress_bar() as bar:
+        report = run_sweep(sweep, follow(bar), methods=asked.methods, fa3_library=asked.fa3_library)
+    console = console_for(json_path)
+    console.print(sweep_table(report))
+    console.print()
+    if plot != NO_FILE:
+        from hopper_attention.experiments.rmse_plot import plot_sweep
+
+        print_path(console, "plot", plot_sweep(report, Path(plot)))
+    write_json(sweep_as_data(report), json_path, console)
+
+
+def follow(bar: Progress) -> Watcher:
+    """A progress callback of the experiments that moves the bar."""
+    task = bar.add_task("starting", total=None)
+
+    def update(done: int, total: int, label: str) -> None:
+        bar.update(task, completed=done, total=total, description=label)
+
+    return update
+
+
+def given(context: typer.Context, option: str) -> bool:
+    """Whether the option stands on the command line, and is not just its default."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command("compile")
@@ -283,63 +287,8 @@ def compile_kernels(
             raise typer.Exit(1)
 
 
-@app.command()
-def bench(
-    shapes: Annotated[
-        str, typer.Option(help="paper (36 cells), ablation, or names such as bf16-b4-s8192-h16-d128-causal.")
-    ] = "paper,ablation",
-    peers: Annotated[str, typer.Option(help="Comma-separated; empty: all that are known.")] = "",
-    fa3_library: Annotated[
-        str, typer.Option(metavar="PATH", help="FlashAttention-3's torch ops, where not installed by pip.")
-    ] = NO_FILE,
-    device: Device = "auto",
-    budget: Annotated[float, typer.Option(help="Seconds to measure for, first calls not counted.")] = 300.0,
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Forward throughput against the installed peers, in interleaved rounds, each output checked first."""
-    with one_line_errors():
-        from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
-        from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
-        from hopper_attention.experiments.bench_render import forward_table, problems_of
-        from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
-        from hopper_attention.experiments.bench_timing import Effort
-
-        where = pick_device(device)
-        problems = parse_shapes(shapes)
-        work = sum(problem.flops for problem in problems)
-        if where == "cpu" and work > CPU_FLOPS:
-            raise ValueError(
-                f"shapes {shapes!r} need {work:.1e} floating-point operations a round and device is cpu, "
-                f"allowed there: {CPU_FLOPS:.0e} in all, as in --shapes bf16-b1-s256-h2-d64-full"
-            )
-        console = console_for(json_path)
-        latest: list[ForwardReport] = []
-        with progress_bar() as bar:
-            task = bar.add_task("starting", total=len(problems))
-
-            def start(line: str) -> None:
-                bar.update(task, completed=len(latest), description=line)
-
-            lost = ""
-            try:
-                run_forward(
-                    problems,
-                    parse_peers(peers or ",".join(DEFAULT_PEERS)),
-                    Setting(where, fa3_library),
-                    Effort(budget_s=budget),
-                    progress=start,
-                    save=latest.append,
-                )
-            except CellLostError as error:
-                lost = f"stopped at {error.cell.problem.name}: {error}"
-        report = latest[-1]
-        console.print(forward_table(report))
-        for line in problems_of(report):
-            console.print(line, style="yellow", markup=False)
-        write_json(json.loads(dump_forward(report)), json_path, console)
-        if lost:
-            console.print(lost, style="bold red", markup=False)
-            exit_with_lost_gpu()
+app.add_typer(bench_app, name="bench")
+app.command()(ablation)
 
 
 if __name__ == "__main__":

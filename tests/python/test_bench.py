@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import forward as forward_script
 from hopper_attention.experiments import bench, bench_machine, bench_peers, bench_timing
@@ -37,6 +38,7 @@ from hopper_attention.experiments.bench_timing import (
     Launch,
     Turn,
 )
+from tests.python.bench_fakes import FakeStopwatch, fake_peer
 
 SMALL = Problem("float32", 1, 24, 24, 4, 2, 16, 16, causal=True)
 SETTING = bench_peers.Setting("cpu")
@@ -97,29 +99,6 @@ def test_geometric_mean_and_spread() -> None:
 
 
 # Timing
-
-
-@dataclass
-class FakeStopwatch:
-    """Launches take as long as ``costs`` says, by the launch's own name; nothing waits."""
-
-    costs: dict[str, Calibration]
-    now: float = 0.0
-    played: list[str] = field(default_factory=list)
-
-    def synchronize(self) -> None:
-        pass
-
-    def measure(self, launches: Sequence[Launch], repeats: int, spin_s: float) -> Interval:
-        name = launches[0].__name__
-        launches[0]()
-        start, cost = self.now, self.costs[name]
-        self.now += spin_s + (repeats + 1) * cost.device_s
-        self.played.append(name)
-        return Interval(cost.device_s * (1 + 0.01 * (len(self.played) % 3)), start, self.now)
-
-    def calibrate(self, launches: Sequence[Launch]) -> Calibration:
-        return self.costs[launches[0].__name__]
 
 
 def test_repeats_fill_the_measurement_and_host_bound_peers_get_a_spin() -> None:
@@ -322,7 +301,7 @@ def test_peers_that_cannot_run_are_reported_with_the_reason() -> None:
     infos = bench_peers.inspect_peers(tuple(bench_peers.PEERS.values()), SETTING)
     absent = {name: info.unavailable for name, info in infos.items() if info.unavailable}
     needs_gpu = "needs a CUDA device, this run is on cpu"
-    assert absent == dict.fromkeys(("fa3", "fa4", "cudnn", "fa2"), needs_gpu)
+    assert absent == dict.fromkeys(("fa3", "fa4", "cudnn", "fa2", "flex"), needs_gpu)
     assert infos["torch"].version == f"torch {torch.__version__}"
 
 
@@ -348,16 +327,24 @@ SHAPES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("problem", SHAPES, ids=lambda p: p.name)
-@pytest.mark.parametrize("prepare", [bench_peers.prepare_torch, bench_peers.prepare_sdpa])
-def test_torchs_peers_agree_with_the_oracle(problem: Problem, prepare: object) -> None:
+@pytest.mark.parametrize(
+    "prepare", [bench_peers.prepare_torch, bench_peers.prepare_sdpa, bench_peers.prepare_flex]
+)
+def test_torchs_peers_agree_with_the_oracle(
+    problem: Problem, prepare: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is compiled is the same function; on a CPU that would take a C++ compiler and a minute.
+    monkeypatch.setattr(bench_peers, "compile_flex", lambda problem: flex_attention)
     inputs = bench.draw_inputs(problem, 3, "cpu")
     if prepare is bench_peers.prepare_sdpa and problem.causal and problem.seqlen_q != problem.seqlen_k:
         with pytest.raises(NotImplementedError, match="aligned top-left"):
             bench_peers.prepare_sdpa(problem, inputs, SETTING)
         return
     out = prepare(problem, inputs, SETTING).launch()
-    error, wrong = bench.check_output(problem, out, bench.compute_oracles(problem, inputs))
+    oracles, limits = bench.compute_oracles(problem, inputs), bench_peers.ERROR_LIMITS[problem.dtype]
+    error, wrong = bench.check_output(problem, out, oracles, limits)
     assert wrong == ""
     assert error < 1e-5
 
@@ -372,7 +359,7 @@ def test_a_wrong_output_is_found() -> None:
     right = bench_peers.prepare_torch(problem, inputs, SETTING).launch().clone()
 
     def verdict(out: Tensor) -> str:
-        return bench.check_output(problem, out, oracles)[1]
+        return bench.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS[problem.dtype])[1]
 
     assert [(oracle.batch, oracle.head) for oracle in oracles] == [(0, 0), (0, 2), (0, 3)]
     assert verdict(right) == ""
@@ -385,13 +372,33 @@ def test_a_wrong_output_is_found() -> None:
     assert verdict(right * 1.01).startswith("batch 0, head 0: error 1.00e-02")
 
 
+@pytest.mark.parametrize("problem", SHAPES, ids=lambda p: p.name)
+def test_oracles_of_some_rows_are_rows_of_the_whole_oracles(problem: Problem) -> None:
+    inputs = bench.draw_inputs(problem, 5, "cpu")
+    whole = bench.compute_oracles(problem, inputs)
+    some = bench.compute_row_oracles(problem, inputs, checked_scores=5 * problem.seqlen_k)
+    assert [(o.batch, o.head) for o in some] == [(o.batch, o.head) for o in whole]
+    for all_rows, rows in zip(whole, some, strict=True):
+        assert rows.rows.tolist()[0] == 0 and rows.rows.tolist()[-1] == problem.seqlen_q - 1
+        assert len(rows.rows) == 5
+        torch.testing.assert_close(rows.out, all_rows.out[rows.rows], atol=1e-12, rtol=1e-12)
+    out = torch.stack([o.out for o in whole[:1]], 1)[None].expand(1, -1, problem.heads, -1).float()
+    right, limits = [o for o in some if o.head == 0], bench_peers.ERROR_LIMITS["float32"]
+    assert bench.check_output(problem, out, right, limits)[1] == ""
+    row = int(right[0].rows[3])
+    wrong = out.clone()
+    wrong[0, row] *= 1.5
+    assert f"row {row}:" in bench.check_output(problem, wrong, right, bench_peers.Limits(1.0, 1e-4))[1]
+
+
 def test_one_wrong_row_among_many_is_found() -> None:
     problem = replace(SMALL, dtype="bfloat16", causal=False, seqlen_q=30_000, seqlen_k=8, heads=1, heads_kv=1)
     inputs = bench.draw_inputs(problem, 0, "cpu")
     oracles = bench.compute_oracles(problem, inputs)
     out = oracles[0].out[None, :, None].to(torch.bfloat16)
     out[0, 17_000] *= 1.2
-    assert bench.check_output(problem, out, oracles)[1].startswith("batch 0, head 0, row 17000: error")
+    verdict = bench.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS["bfloat16"])[1]
+    assert verdict.startswith("batch 0, head 0, row 17000: error")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -401,32 +408,13 @@ def test_plain_attention_keeps_the_limits_with_room_to_spare(dtype: str, causal:
     inputs = bench.draw_inputs(problem, 1, "cpu")
     oracles = bench.compute_oracles(problem, inputs)
     out = bench_peers.prepare_torch(problem, inputs, SETTING).launch()
-    error, wrong = bench.check_output(problem, out, oracles)
+    limits = bench_peers.ERROR_LIMITS[dtype]
+    error, wrong = bench.check_output(problem, out, oracles, limits)
     assert wrong == ""
-    assert error < bench.ERROR_LIMITS[dtype][0] / 1.3
+    assert error < limits.head / 1.3
 
 
 # A whole run
-
-
-def fake_peer(name: str, scale: float = 1.0, raises: str = "") -> bench_peers.Peer:
-    """Plain attention times ``scale``, under a name that the fake stopwatch knows."""
-
-    def prepare(
-        problem: Problem, inputs: bench_peers.Inputs, setting: bench_peers.Setting
-    ) -> bench_peers.Prepared:
-        if raises:
-            raise NotImplementedError(raises)
-        plain = bench_peers.prepare_torch(problem, inputs, setting).launch
-
-        def launch() -> Tensor:
-            return plain() * scale
-
-        launch.__name__ = name
-        return bench_peers.Prepared(launch, note="plain")
-
-    available = bench_peers.always_available
-    return bench_peers.Peer(name, f"Fake {name}", available, lambda setting: "1.0", prepare)
 
 
 def absent_peer(name: str) -> bench_peers.Peer:
@@ -461,6 +449,9 @@ def test_a_run_checks_times_and_saves_cell_by_cell(monkeypatch: pytest.MonkeyPat
     report, watch = run_fakes(monkeypatch, peers, saved)
     assert [len(partial.cells) for partial in saved] == [1, 2]
     assert saved[-1] == report
+    assert report.kind == "forward"
+    limits = "fp32 ours, fa3, wrong, unable: 1.0e-05 of a head, 1.0e-04 of a row"
+    assert report.method["allowed error"] == limits
     assert report.peers["absent"] == PeerInfo("Fake absent", "", "not installed")
     assert watch.played.count("ours") == watch.played.count("fa3") == 10
     cell = report.cells[0]
@@ -492,7 +483,7 @@ def test_a_lost_gpu_ends_the_run_with_what_it_had(monkeypatch: pytest.MonkeyPatc
     assert not lost.value.cell.problem.causal
     last = saved[-1]
     assert isinstance(last.cells[0].peers["ours"], Measured)
-    assert last.cells[1].peers["fa3"] == Failed("GpuLostError: a kernel hangs")
+    assert last.cells[1].peers["fa3"] == Failed("GpuLostError: fa3: a kernel hangs")
     assert load_forward(dump_forward(last)).cells[1] == last.cells[1]
 
 

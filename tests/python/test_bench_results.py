@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import forward as forward_script
 from benchmarks import render as render_script
 from hopper_attention.experiments import bench_render
 from hopper_attention.experiments.bench_plot import plot_forward
@@ -19,7 +18,6 @@ from hopper_attention.experiments.bench_results import (
     ForwardReport,
     Measured,
     PeerInfo,
-    compare_reports,
     dump_figures,
     dump_forward,
     load_figures,
@@ -136,18 +134,6 @@ def test_the_terminals_table_shows_figures_and_failures() -> None:
     assert "fa4 on bf16-b32-s512-h32-d64-full: broke" in bench_render.problems_of(report)
 
 
-def test_reports_are_compared_cell_by_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = fake_report(0.8), fake_report(1.0)
-    changes = compare_reports(before, after)
-    assert len(changes) == 37
-    assert {round(change.after / change.before, 6) for change in changes} == {1.25}
-    assert (changes[0].ratio_before, changes[0].ratio_after) == (pytest.approx(0.8), 1.0)
-    for name, report in (("a.json", before), ("b.json", after)):
-        (tmp_path / name).write_text(dump_forward(report))
-    assert forward_script.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert capsys.readouterr().out.count("1.250") == 38
-
-
 def test_readmes_part_holds_grid_and_summary() -> None:
     text = bench_render.render_readme(fake_report(1.0, slow=0.8), LATENCY)
     assert "| 128, causal | 680 (1.00) | 680 (1.00) | 680 (1.00) | 544 (0.80) |" in text
@@ -167,7 +153,7 @@ def test_rendering_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert render_script.main(arguments) == 2
     assert "<!-- results:forward -->" in capsys.readouterr().err
 
-    before, after = bench_render.MARKERS
+    before, after = bench_render.markers("forward")
     (tmp_path / "README.md").write_text(f"# Title\n\n{before}\nold\n{after}\n\nlast words\n")
     assert render_script.main([*arguments, "--check"]) == 1
     assert "README.md is not what the reports give" in capsys.readouterr().err

@@ -1,17 +1,16 @@
-"""The scripts around the forward benchmark: tuning, sanitizing, latency and accuracy, with fake kernels."""
+"""The scripts around the forward benchmark: tuning, sanitizing and accuracy, with fake kernels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import latency, rmse, sanitize, tune
+from benchmarks import rmse, sanitize, tune
 from hopper.config import ForwardConfig, Registers, select_forward_config, shipped_forward_configs
 from hopper_attention.experiments import bench_peers
 from hopper_attention.experiments.bench_results import Problem
@@ -135,59 +134,7 @@ def test_the_sanitizers_case_has_partial_tiles_and_several_blocks(monkeypatch: p
     assert seen == [(1, config.tile_m + 17, 2, config.head_dim_v)]
 
 
-# Latency and accuracy
-
-
-def test_time_of_calls_is_taken_before_the_queue_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    clock = iter([10.0, 10.0003])
-
-    def now() -> float:
-        events.append("clock")
-        return next(clock)
-
-    monkeypatch.setattr(latency.time, "perf_counter", now)
-    us = latency.time_calls(lambda: events.append("call"), 3, lambda: events.append("wait"))
-    assert us == pytest.approx(100.0)
-    assert events == ["wait", "clock", "call", "call", "call", "clock", "wait"]
-
-
-def test_a_peer_that_fails_has_no_latency() -> None:
-    def refuse(*arguments: object) -> bench_peers.Prepared:
-        raise NotImplementedError("no such shape")
-
-    peers = [bench_peers.PEERS["torch"], replace(bench_peers.PEERS["torch"], name="broken", prepare=refuse)]
-    figures = latency.measure_host(peers, SETTING, calls=2, rounds=3)
-    assert figures["broken"] == {"failed": "NotImplementedError: no such shape"}
-    assert figures["torch"]["median"] > 0 and figures["torch"]["device_us"] > 0
-
-
-FAKE_FIRST_CALL = """
-import json, os, sys
-folders = {os.environ[name] for name in ("HOPPER_ATTENTION_CACHE_DIR", "CUTE_DSL_CACHE_DIR")}
-assert len(folders) == 1 and sys.argv[1] == "cpu"
-marker = os.path.join(folders.pop(), "kernel.o")
-cached = os.path.exists(marker)
-open(marker, "w").close()
-print("a line of someone else")
-print(json.dumps({"total": 0.25 if cached else 3.0, "ok": True}))
-"""
-
-
-def test_first_calls_are_made_with_an_empty_and_then_a_filled_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "first_call.py"
-    script.write_text(FAKE_FIRST_CALL)
-    monkeypatch.setattr(latency, "FIRST_CALL", script)
-    figures = latency.measure_first_call("cpu", runs=2)
-    assert figures == {
-        "nothing cached": {"median": 3.0, "runs": [3.0, 3.0]},
-        "cached on disk": {"median": 0.25, "runs": [0.25, 0.25]},
-    }
-    script.write_text("raise SystemExit('no kernel')")
-    with pytest.raises(RuntimeError, match="the first call failed: no kernel"):
-        latency.measure_first_call("cpu", runs=1)
+# Accuracy
 
 
 def test_errors_are_measured_peer_by_peer() -> None:

@@ -12,8 +12,10 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -21,14 +23,16 @@ from torch import Tensor
 
 from hopper_attention.experiments.bench_machine import (
     ClockSampler,
+    Gauge,
     describe_machine,
     find_commit,
     find_gauge,
     repository_root,
     today,
 )
-from hopper_attention.experiments.bench_peers import Inputs, Peer, Setting, inspect_peers
+from hopper_attention.experiments.bench_peers import Inputs, Limits, Peer, Setting, inspect_peers
 from hopper_attention.experiments.bench_results import (
+    LONG_DTYPES,
     SCHEMA,
     Cell,
     Failed,
@@ -39,6 +43,7 @@ from hopper_attention.experiments.bench_results import (
     Problem,
     relative_spread,
 )
+from hopper_attention.experiments.bench_suites import FORWARD, Suite
 from hopper_attention.experiments.bench_timing import (
     Budget,
     Effort,
@@ -53,20 +58,24 @@ from hopper_attention.experiments.bench_timing import (
     stopwatch_for,
 )
 
-ERROR_LIMITS = {"float16": (8e-4, 4e-3), "bfloat16": (6e-3, 3e-2), "float32": (1e-5, 1e-4)}
-"""Allowed relative error against float64, by dtype: of a whole head (Frobenius), and of its worst row.
-
-The first is 1.4 times what the formula in plain PyTorch shows on N(0, 1) inputs; a single key too many or too
-few among 16384 exceeds it. The second finds a single wrong row."""
-
 MAX_INPUT_SETS = 8
 L2_MULTIPLE = 3
 """Launches rotate over as many input sets as it takes to exceed the L2 cache this many times over."""
+
+CPU_FLOPS = 1e11
+"""What a benchmark on the CPU may ask for: seconds, not hours."""
+
+WHOLE_SCORES = 2**30
+"""Scores of a head up to which all of them are computed in float64: 32k queries and keys."""
+
+CHECKED_SCORES = 2**26
+"""Scores of a head that are computed in float64 where there are more: half a gigabyte of them."""
 
 GPU_LOST = 3
 """Exit code of a benchmark that a kernel brought down."""
 
 Progress = Callable[[str], None]
+Rounding = Callable[[Inputs], Inputs]
 
 
 def ignore_progress(line: str) -> None:
@@ -86,57 +95,109 @@ def draw_inputs(problem: Problem, seed: int, device: str) -> Inputs:
     return Inputs(*(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes))
 
 
-def count_input_sets(problem: Problem, l2_bytes: int) -> int:
+def check_affordable(problems: Sequence[Problem], device: str, repeats: int = 1) -> None:
+    """Refuse what would take hours.
+
+    Raises:
+        ValueError: the device is a CPU, and ``repeats`` launches of the problems need more than CPU_FLOPS together.
+    """
+    work = repeats * sum(problem.flops for problem in problems)
+    if torch.device(device).type == "cpu" and work > CPU_FLOPS:
+        raise ValueError(
+            f"the problems need {work:.1e} floating-point operations a round and device is cpu, allowed there: "
+            f"{CPU_FLOPS:.0e} in all, as in bf16-b1-s256-h2-d64-full; on a GPU there is no limit"
+        )
+
+
+def count_input_sets(problem: Problem, l2_bytes: int, compression: int = 1) -> int:
     """Sets of q, k, v to rotate over, so that a launch finds nothing of its inputs in L2."""
-    return max(1, min(MAX_INPUT_SETS, math.ceil(L2_MULTIPLE * l2_bytes / problem.input_bytes)))
+    wanted = L2_MULTIPLE * l2_bytes * compression / problem.input_bytes
+    return max(1, min(MAX_INPUT_SETS, math.ceil(wanted)))
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Float64 output of one (batch, head): (seqlen_q, head_dim_v)."""
+    """Float64 output of some rows of one (batch, head): (rows, head_dim_v)."""
 
     batch: int
     head: int
+    rows: Tensor
     out: Tensor
 
 
+def checked_heads(problem: Problem) -> list[tuple[int, int]]:
+    """(batch, head) of those that are checked: the first, a middle and the last."""
+    total = problem.batch * problem.heads
+    return [divmod(index, problem.heads) for index in sorted({0, total // 2, total - 1})]
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether whole heads can be checked in moments."""
+    return problem.seqlen_q * problem.seqlen_k <= WHOLE_SCORES
+
+
 def compute_oracles(problem: Problem, inputs: Inputs) -> list[Oracle]:
-    """Float64 attention of the first, a middle and the last (batch, head)."""
+    """Float64 attention of whole heads."""
     from hopper_attention.reference import attention_naive
 
     group = problem.heads // problem.heads_kv
-    total = problem.batch * problem.heads
+    all_rows = torch.arange(problem.seqlen_q, device=inputs.q.device)
     oracles = []
-    for index in sorted({0, total // 2, total - 1}):
-        b, h = divmod(index, problem.heads)
+    for b, h in checked_heads(problem):
         rows, head, head_kv = slice(b, b + 1), slice(h, h + 1), slice(h // group, h // group + 1)
         parts = inputs.q[rows, :, head], inputs.k[rows, :, head_kv], inputs.v[rows, :, head_kv]
-        oracles.append(Oracle(b, h, attention_naive(*parts, causal=problem.causal)[0][0, :, 0]))
+        out = attention_naive(*parts, causal=problem.causal)[0][0, :, 0]
+        oracles.append(Oracle(b, h, all_rows, out))
     return oracles
 
 
-def check_output(problem: Problem, out: Tensor, oracles: Sequence[Oracle]) -> tuple[float, str]:
+def compute_row_oracles(
+    problem: Problem, inputs: Inputs, checked_scores: int = CHECKED_SCORES
+) -> list[Oracle]:
+    """Float64 attention of evenly spaced rows of a head, so many that they have ``checked_scores`` scores: for
+    sequences too long to check whole."""
+    device = inputs.q.device
+    count = max(1, checked_scores // problem.seqlen_k)
+    ends = 0.0, problem.seqlen_q - 1.0, min(count, problem.seqlen_q)
+    rows = torch.linspace(*ends, dtype=torch.float64, device=device).round().long()
+    last_keys = rows + problem.seqlen_k - problem.seqlen_q
+    hidden = torch.arange(problem.seqlen_k, device=device) > last_keys[:, None]
+    oracles = []
+    for b, h in checked_heads(problem):
+        head_kv = h * problem.heads_kv // problem.heads
+        scores = (
+            inputs.q[b, rows, h].double() @ inputs.k[b, :, head_kv].double().mT / math.sqrt(problem.head_dim)
+        )
+        if problem.causal:
+            scores.masked_fill_(hidden, -math.inf)
+        weights = torch.softmax(scores, -1).nan_to_num_()  # rows that see no key
+        oracles.append(Oracle(b, h, rows, weights @ inputs.v[b, :, head_kv].double()))
+    return oracles
+
+
+def check_output(
+    problem: Problem, out: Tensor, oracles: Sequence[Oracle], limits: Limits
+) -> tuple[float, str]:
     """Relative error of the worst checked head, and what is wrong with the output (empty if nothing is)."""
     expected = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
     if tuple(out.shape) != expected:
         return math.inf, f"the output is {tuple(out.shape)}, expected {expected}"
     if not bool(out.isfinite().all()):
         return math.inf, f"{int((~out.isfinite()).sum())} of {out.numel()} outputs are not finite"
-    head_limit, row_limit = ERROR_LIMITS[problem.dtype]
     worst = 0.0
     for oracle in oracles:
-        difference = out[oracle.batch, :, oracle.head].double() - oracle.out
+        difference = out[oracle.batch, oracle.rows, oracle.head].double() - oracle.out
         norms = oracle.out.norm(dim=-1)
         error = (difference.norm() / norms.norm()).item()
         row_errors = difference.norm(dim=-1) / norms.clamp_min(1e-3 * norms.max())
-        row_error, row = row_errors.max(0)
+        row_error, index = row_errors.max(0)
         worst = max(worst, error)
         where = f"batch {oracle.batch}, head {oracle.head}"
-        if not error <= head_limit:
-            return worst, f"{where}: error {error:.2e} against float64, allowed {head_limit:.0e}"
-        if not row_error <= row_limit:
-            where = f"{where}, row {int(row)}"
-            return worst, f"{where}: error {row_error:.2e} against float64, allowed {row_limit:.0e}"
+        if not error <= limits.head:
+            return worst, f"{where}: error {error:.2e} against float64, allowed {limits.head:.1e}"
+        if not row_error <= limits.row:
+            where = f"{where}, row {int(oracle.rows[index])}"
+            return worst, f"{where}: error {row_error:.2e} against float64, allowed {limits.row:.1e}"
     return worst, ""
 
 
@@ -171,6 +232,16 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Played:
+    """A cell, with what it was measured by: the peers that were timed, their turns, and their intervals by round."""
+
+    cell: Cell
+    entries: dict[str, Entry]
+    turns: dict[str, Turn]
+    intervals: dict[str, list[Interval]]
+
+
+@dataclass(frozen=True)
 class Bench:
     """What a cell is measured with."""
 
@@ -180,9 +251,14 @@ class Bench:
     sampler: ClockSampler
     budget: Budget
     l2_bytes: int
+    compression: int
 
     def admit(
-        self, peer: Peer, problem: Problem, sets: Sequence[Inputs], oracles: Sequence[Oracle]
+        self,
+        peer: Peer,
+        problem: Problem,
+        sets: Sequence[Inputs],
+        oracles_of: Callable[[Rounding], Sequence[Oracle]],
     ) -> Entry | Failed:
         """Prepare a peer and check its output. What the peer itself raises becomes a failure of its own."""
         try:
@@ -191,9 +267,10 @@ class Bench:
                 with peer.context():
                     out = prepared[0].launch()
                 self.stopwatch.synchronize()
-            error, wrong = check_output(problem, out, oracles)
-        except GpuLostError:
-            raise
+            oracles = oracles_of(peer.rounding)
+            error, wrong = check_output(problem, prepared[0].read(out), oracles, peer.limits(problem.dtype))
+        except GpuLostError as lost:
+            raise GpuLostError(f"{peer.name}: {lost}") from lost
         except Exception as raised:
             self.stopwatch.synchronize()
             return Failed(describe_error(raised))
@@ -205,35 +282,51 @@ class Bench:
         with entry.peer.context():
             return plan_turn(entry.launches, self.stopwatch.calibrate(entry.launches), self.effort)
 
+    def take_turn(self, entry: Entry, turn: Turn) -> Interval:
+        """One measurement of one peer."""
+        try:
+            with entry.peer.context():
+                return self.stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
+        except GpuLostError as lost:
+            raise GpuLostError(f"{entry.peer.name}: {lost}") from lost
+
     def time_entries(
         self, entries: dict[str, Entry], cells_left: int
     ) -> tuple[dict[str, Turn], dict[str, list[Interval]]]:
         """Interleaved rounds of the admitted peers, as many as this cell's share of the budget allows."""
         turns = {name: self.plan(entry) for name, entry in entries.items()}
-
-        def play(name: str, turn: Turn) -> Interval:
-            with entries[name].peer.context():
-                return self.stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
-
         rounds = plan_rounds(list(turns.values()), self.budget.share(cells_left), self.effort)
-        return turns, play_rounds(turns, rounds, play)
+        return turns, play_rounds(turns, rounds, lambda name, turn: self.take_turn(entries[name], turn))
 
     def run_cell(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Cell:
         """Check and time the peers on one problem."""
-        sets = count_input_sets(problem, self.l2_bytes)
+        return self.play(problem, peers, cells_left).cell
+
+    def play(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Played:
+        """``run_cell``, with the measurements behind its figures.
+
+        Raises:
+            CellLostError: a kernel hangs or broke the CUDA context.
+        """
+        sets = count_input_sets(problem, self.l2_bytes, self.compression)
         inputs = [draw_inputs(problem, seed, self.setting.device) for seed in range(sets)]
-        oracles = compute_oracles(problem, inputs[0])
+
+        @cache
+        def oracles_of(rounding: Rounding) -> Sequence[Oracle]:
+            compute = compute_oracles if is_short(problem) else compute_row_oracles
+            return compute(problem, rounding(inputs[0]))
+
         results: dict[str, PeerResult] = {}
         entries: dict[str, Entry] = {}
         spans: dict[str, list[tuple[float, float]]] = {}
         try:
             for peer in peers:
-                admitted = self.admit(peer, problem, inputs, oracles)
+                admitted = self.admit(peer, problem, inputs, oracles_of)
                 if isinstance(admitted, Failed):
                     results[peer.name] = admitted
                 else:
                     entries[peer.name] = admitted
-            del oracles
+            oracles_of.cache_clear()
             turns, taken = self.time_entries(entries, cells_left)
         except GpuLostError as lost:
             reason = describe_error(lost)
@@ -244,7 +337,7 @@ class Bench:
             results[name] = self.summarize(problem, entries[name], turns[name], intervals)
         gauges = self.sampler.window(span for peer_spans in spans.values() for span in peer_spans)
         ordered = {peer.name: results[peer.name] for peer in peers}
-        return Cell(problem, sets, *gauges, ordered)
+        return Played(Cell(problem, sets, *gauges, ordered), entries, turns, taken)
 
     def summarize(
         self, problem: Problem, entry: Entry, turn: Turn, intervals: Sequence[Interval]
@@ -265,16 +358,39 @@ class Bench:
         )
 
 
-def describe_method(effort: Effort) -> dict[str, Any]:
+@contextmanager
+def open_bench(
+    setting: Setting, effort: Effort, gauge: Gauge, l2_bytes: int, compression: int = 1
+) -> Iterator[Bench]:
+    """A bench whose clock is read while the context lasts. Its budget starts now."""
+    with ClockSampler(gauge) as sampler:
+        stopwatch = stopwatch_for(setting.device)
+        yield Bench(setting, effort, stopwatch, sampler, Budget(effort.budget_s), l2_bytes, compression)
+
+
+def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
     """How the figures came about, for the report."""
     return {
         "flops": "4*b*h*sq*sk*d, halved if causal",
-        "inputs": "N(0, 1)",
+        "inputs": suite.inputs,
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
         "power": "board power as the driver averages it over about a second; clock as sampled",
         **asdict(effort),
     }
+
+
+def describe_limits(peers: Sequence[Peer], problems: Sequence[Problem]) -> str:
+    """Which error is allowed to whom, by dtype of the problems."""
+    names: dict[tuple[str, Limits], list[str]] = {}
+    for dtype in dict.fromkeys(problem.dtype for problem in problems):
+        for peer in peers:
+            names.setdefault((LONG_DTYPES[dtype], peer.limits(dtype)), []).append(peer.name)
+    lines = (
+        f"{dtype} {', '.join(group)}: {limits.head:.1e} of a head, {limits.row:.1e} of a row"
+        for (dtype, limits), group in names.items()
+    )
+    return "; ".join(lines)
 
 
 def describe_run(kind: str, peers: dict[str, PeerInfo], setting: Setting, commit: str) -> dict[str, Any]:
@@ -295,6 +411,7 @@ def run_forward(
     setting: Setting,
     effort: Effort,
     *,
+    suite: Suite = FORWARD,
     commit: str = "",
     progress: Progress = ignore_progress,
     save: Callable[[ForwardReport], None] = lambda report: None,
@@ -303,9 +420,10 @@ def run_forward(
 
     Args:
         problems: what to run, in this order.
-        peers: rows of the registry; those that are not available are listed in the report with the reason.
+        peers: rows of the suite's registry; those that are not available are listed in the report with the reason.
         setting: device and library paths.
         effort: how long to measure. Time spent in first calls, which may compile, does not count.
+        suite: which benchmark this is a run of.
         commit: what is measured, if not what git or a file COMMIT says.
         progress: called with a line as each problem starts.
         save: called with the report so far after each problem.
@@ -320,13 +438,13 @@ def run_forward(
         machine=describe_machine(setting.device, gauge),
         commit=commit or find_commit(repository_root()),
         date=today(),
-        method=describe_method(effort),
+        method=describe_method(suite, effort) | {"allowed error": describe_limits(present, problems)},
         peers=infos,
         cells=(),
+        kind=suite.kind,
     )
-    with ClockSampler(gauge) as sampler:
-        budget, l2_bytes = Budget(effort.budget_s), report.machine.get("l2_bytes", 0)
-        bench = Bench(setting, effort, stopwatch_for(setting.device), sampler, budget, l2_bytes)
+    l2_bytes = report.machine.get("l2_bytes", 0)
+    with open_bench(setting, effort, gauge, l2_bytes, suite.compression) as bench:
         for index, problem in enumerate(problems):
             progress(f"[{index + 1}/{len(problems)}] {problem.name}")
             try:

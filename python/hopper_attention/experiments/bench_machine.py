@@ -116,7 +116,10 @@ class NoGauge:
         return {"clocks": f"not read: {self.reason}"}
 
 
-def find_gauge(device: str) -> Nvml | NvidiaSmi | NoGauge:
+Gauge = Nvml | NvidiaSmi | NoGauge
+
+
+def find_gauge(device: str) -> Gauge:
     """The first source of readings that works for this device."""
     where = torch.device(device)
     if where.type != "cuda":
@@ -136,7 +139,7 @@ def find_gauge(device: str) -> Nvml | NvidiaSmi | NoGauge:
 class ClockSampler:
     """Reads a gauge from a background thread, every ``period_s`` seconds, while used as a context."""
 
-    def __init__(self, gauge: Nvml | NvidiaSmi | NoGauge, period_s: float = 0.01) -> None:
+    def __init__(self, gauge: Gauge, period_s: float = 0.01) -> None:
         self._read: Callable[[], Reading] | None = None if isinstance(gauge, NoGauge) else gauge.read
         self._period_s = period_s
         self._readings: list[Reading] = []
@@ -181,7 +184,7 @@ def package_version(name: str) -> str:
         return ""
 
 
-def describe_machine(device: str, gauge: Nvml | NvidiaSmi | NoGauge) -> dict[str, Any]:
+def describe_machine(device: str, gauge: Gauge) -> dict[str, Any]:
     """GPU, driver and the versions of everything that took part; plain data for the report."""
     where = torch.device(device)
     on_gpu = where.type == "cuda"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +47,52 @@ class Setting:
         return torch.device(self.device).type == "cuda"
 
 
+class Limits(NamedTuple):
+    """Allowed relative error against float64: of a whole head (Frobenius), and of its worst row."""
+
+    head: float
+    row: float
+
+
+ERROR_LIMITS = {
+    "float16": Limits(8e-4, 4e-3),
+    "bfloat16": Limits(6e-3, 3e-2),
+    "float32": Limits(1e-5, 1e-4),
+}
+"""By dtype. The first is 1.4 times what the formula in plain PyTorch shows on N(0, 1) inputs; a single key too many or
+too few among 16384 exceeds it. The second finds a single wrong row."""
+
+
+def limits_of_dtype(dtype: str) -> Limits:
+    return ERROR_LIMITS[dtype]
+
+
+def as_drawn(inputs: Inputs) -> Inputs:
+    return inputs
+
+
+def as_returned(out: Tensor) -> Tensor:
+    return out
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """A launch, and what it will run where the peer can tell."""
+    """A launch, and what it will run where the peer can tell.
+
+    ``read`` turns what the launch returns into values, where those are scaled.
+    """
 
     launch: Launch
     note: str = ""
+    read: Callable[[Tensor], Tensor] = field(default=as_returned)
 
 
 @dataclass(frozen=True)
 class Peer:
     """A row. ``why_unavailable`` returns an empty string where the peer can run, else the reason.
 
-    ``context`` is entered once around a batch of launches, never inside one.
+    ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
+    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
     """
 
     name: str
@@ -67,6 +101,8 @@ class Peer:
     version: Callable[[Setting], str]
     prepare: Callable[[Problem, Inputs, Setting], Prepared]
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    rounding: Callable[[Inputs], Inputs] = field(default=as_drawn)
+    limits: Callable[[str], Limits] = field(default=limits_of_dtype)
 
 
 def needs_gpu(setting: Setting) -> str:
@@ -173,11 +209,12 @@ def positional_arguments(schema: Any, given: dict[str, Any]) -> list[Any]:
     return values
 
 
-def prepare_fa3(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+def prepare_fa3(problem: Problem, inputs: Inputs, setting: Setting, **more: Any) -> Prepared:
+    """``more``: further arguments of the operator, by name."""
     operator = torch.ops.sgl_kernel.fwd.default
     names = {argument.name for argument in operator._schema.arguments}
     given = {name: value for name, value in FA3_NEUTRAL.items() if name in names}
-    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": problem.causal}
+    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": problem.causal, **more}
     given["softmax_scale"] = 1 / math.sqrt(problem.head_dim)
     arguments = positional_arguments(operator._schema, given)
     return Prepared(lambda: operator(*arguments)[0])
@@ -233,6 +270,53 @@ def torch_version(setting: Setting) -> str:
     return f"torch {torch.__version__}"
 
 
+# torch's FlexAttention, compiled
+
+
+def why_no_flex(setting: Setting) -> str:
+    if needs_gpu(setting):
+        return needs_gpu(setting)
+    found = importlib.util.find_spec("torch.nn.attention.flex_attention")
+    return "" if found else f"torch {torch.__version__} has no FlexAttention"
+
+
+@lru_cache(maxsize=1)
+def compile_flex(problem: Problem) -> Callable[..., Tensor]:
+    """FlexAttention compiled for one problem.
+
+    Dynamo keeps a few compiled versions of a function and then runs it uncompiled; so each problem starts anew, and
+    ``fullgraph`` makes an error of what would not compile.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@lru_cache(maxsize=1)
+def flex_mask(problem: Problem, device: str) -> Any:
+    """The causal block mask, aligned bottom-right; None without one. One object for all input sets of a problem: a new
+    one would be compiled for again."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if not problem.causal:
+        return None
+    offset = problem.seqlen_k - problem.seqlen_q
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query + offset >= key
+
+    return create_block_mask(sees, None, None, problem.seqlen_q, problem.seqlen_k, device=device)
+
+
+def prepare_flex(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+    """Storage is (batch, heads, seqlen, head_dim), as it asks for."""
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+    attention, mask = compile_flex(problem), flex_mask(problem, setting.device)
+    gqa = problem.heads != problem.heads_kv
+    return Prepared(lambda: attention(q, k, v, block_mask=mask, enable_gqa=gqa).transpose(1, 2))
+
+
 # the formula in plain PyTorch
 
 
@@ -273,6 +357,7 @@ PEERS: dict[str, Peer] = {
             "fa2", "FlashAttention-2 (torch SDPA)", needs_gpu, torch_version, prepare_sdpa,
             lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         ),
+        Peer("flex", "FlexAttention (torch, compiled)", why_no_flex, torch_version, prepare_flex),
         Peer("torch", "plain PyTorch", always_available, torch_version, prepare_torch),
     )
 }  # fmt: skip
@@ -280,17 +365,17 @@ PEERS: dict[str, Peer] = {
 DEFAULT_PEERS = (OURS, "fa3", "fa4", "cudnn", "fa2")
 
 
-def parse_peers(text: str) -> tuple[Peer, ...]:
+def parse_peers(text: str, registry: Mapping[str, Peer] = PEERS) -> tuple[Peer, ...]:
     """Comma-separated names of rows, in their order.
 
     Raises:
         ValueError: a name is not in the registry.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in PEERS]
+    unknown = [name for name in names if name not in registry]
     if unknown or not names:
-        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(PEERS)}")
-    return tuple(PEERS[name] for name in dict.fromkeys(names))
+        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
+    return tuple(registry[name] for name in dict.fromkeys(names))
 
 
 def inspect_peers(peers: tuple[Peer, ...], setting: Setting) -> dict[str, PeerInfo]:

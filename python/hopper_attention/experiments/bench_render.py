@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -12,27 +13,61 @@ from rich.table import Table
 from hopper_attention.experiments.bench_results import (
     ABLATION,
     OURS,
+    OURS_END_TO_END,
     PAPER_HEAD_DIMS,
     PAPER_SEQLENS,
     Cell,
-    Change,
     Failed,
     ForwardReport,
     Measured,
     Problem,
+    gains,
     geometric_mean,
     grid_cells,
+    is_ours,
     ratios,
 )
 from hopper_attention.experiments.bench_targets import (
     Target,
-    forward_targets,
     latency_targets,
+    longest_problem,
     rmse_targets,
+    throughput_targets,
     worst_cell,
 )
 
-MARKERS = "<!-- results:forward -->", "<!-- /results:forward -->"
+
+@dataclass(frozen=True)
+class Wording:
+    """What a kind of report is called: in titles, in a sentence, and how the README's table is read."""
+
+    title: str
+    subject: str
+    legend: str
+
+
+WORDINGS = {
+    "forward": Wording(
+        "Forward, 16 bit",
+        "bf16 forward",
+        "In brackets: over the fastest of {peers} in the same interleaved run.",
+    ),
+    "fp8": Wording(
+        "Forward, FP8",
+        "FP8 forward",
+        "First the kernel alone, in brackets over the fastest of {peers} in the same interleaved run; after the slash "
+        "end to end from bf16 to bf16, with the quantization that a user pays for.",
+    ),
+}
+
+
+NOTHING = "–"
+LATENCY_HEADINGS = ("host", "device", "call and wait", "in a graph")
+
+
+def markers(kind: str) -> tuple[str, str]:
+    """Lines of the README between which a kind of report is rendered."""
+    return f"<!-- results:{kind} -->", f"<!-- /results:{kind} -->"
 
 
 def short_length(seqlen: int) -> str:
@@ -56,9 +91,23 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def measured_peers(report: ForwardReport) -> list[str]:
-    """Peers that were available, ours first."""
+    """Peers that were available, rows of ours first."""
     names = [name for name, info in report.peers.items() if not info.unavailable]
-    return sorted(names, key=lambda name: name != OURS)
+    return sorted(names, key=lambda name: not is_ours(name))
+
+
+def shows_gain(report: ForwardReport) -> bool:
+    """Whether the report has end-to-end figures beside those of the kernel."""
+    return OURS_END_TO_END in measured_peers(report)
+
+
+def measured_ratios(report: ForwardReport, cell: Cell) -> list[float]:
+    """Of a cell: ours over the best peer and, where there are such figures, end to end over our 16-bit kernel."""
+    return [cell.ratio, cell.gain] if shows_gain(report) else [cell.ratio]
+
+
+def ratio_headings(report: ForwardReport) -> list[str]:
+    return ["ratio", "e2e/bf16"] if shows_gain(report) else ["ratio"]
 
 
 def peer_figure(cell: Cell, peer: str) -> str:
@@ -85,20 +134,20 @@ def problems_of(report: ForwardReport) -> list[str]:
 
 def forward_table(report: ForwardReport) -> Table:
     """TFLOP/s of every peer, ours over the best of the others, spread of ours, clock and power."""
-    table = Table(
-        title=f"Forward, TFLOP/s · {report.machine['gpu']} · {report.commit[:12]}", title_justify="left"
-    )
+    title = f"{WORDINGS[report.kind].title}, TFLOP/s · {report.machine['gpu']} · {report.commit[:12]}"
+    table = Table(title=title, title_justify="left")
     for heading in ("dtype", "d", "mask", "sizes"):
         table.add_column(heading)
     peers = measured_peers(report)
-    for heading in (*peers, "ratio", "spread", "MHz", "W"):
+    for heading in (*peers, *ratio_headings(report), "spread", "MHz", "W"):
         table.add_column(heading, justify="right")
     for cell in report.cells:
         ours = cell.peers.get(OURS)
         spread = number(100 * ours.spread, 1) + " %" if isinstance(ours, Measured) else "–"
         figures = [mark(peer_figure(cell, peer)) for peer in peers]
+        figures += [ratio_mark(ratio) for ratio in measured_ratios(report, cell)]
         gauges = number(cell.clock_mhz), number(cell.power_w)
-        table.add_row(*describe(cell.problem), *figures, ratio_mark(cell.ratio), spread, *gauges)
+        table.add_row(*describe(cell.problem), *figures, spread, *gauges)
     return table
 
 
@@ -124,24 +173,6 @@ def target_table(targets: Sequence[Target]) -> Table:
     return table
 
 
-def compare_table(changes: Sequence[Change]) -> Table:
-    """Two reports side by side; the last row is the geometric mean of the changes."""
-    table = Table(title="Ours, before and after", title_justify="left")
-    for heading in ("dtype", "d", "mask", "sizes"):
-        table.add_column(heading)
-    for heading in ("before", "after", "change", "ratio before", "ratio after"):
-        table.add_column(heading, justify="right")
-    for change in changes:
-        factor = change.after / change.before
-        figures = number(change.before), number(change.after), f"{factor:.3f}"
-        table.add_row(
-            *describe(change.problem), *figures, number(change.ratio_before, 2), number(change.ratio_after, 2)
-        )
-    mean = geometric_mean(change.after / change.before for change in changes)
-    table.add_row("all", "", "", "", "", "", f"{mean:.3f}", "", "")
-    return table
-
-
 # Markdown
 
 
@@ -155,33 +186,44 @@ def all_targets(
     report: ForwardReport, latency: Mapping[str, Any] | None, rmse: Mapping[str, Any] | None
 ) -> list[Target]:
     """The promises that these reports can answer."""
-    targets = forward_targets(report)
+    targets = throughput_targets(report)
     targets += latency_targets(latency) if latency else []
     targets += rmse_targets(rmse) if rmse else []
     return targets
 
 
 def grid_table(report: ForwardReport) -> str:
-    """The paper's grid: TFLOP/s of ours, in brackets its ratio over the best peer."""
+    """The paper's grid: TFLOP/s of ours, in brackets its ratio over the best peer, and end to end if that was run."""
+
+    def figure(cell: Cell) -> str:
+        kernel = f"{peer_figure(cell, OURS)} ({number(cell.ratio, 2)})"
+        return f"{kernel} / {peer_figure(cell, OURS_END_TO_END)}" if shows_gain(report) else kernel
+
     found = {(c.problem.head_dim, c.problem.causal, c.problem.seqlen_q): c for c in grid_cells(report)}
     rows = []
     for head_dim in PAPER_HEAD_DIMS:
         for causal in (False, True):
             cells = [found.get((head_dim, causal, seqlen)) for seqlen in PAPER_SEQLENS]
-            figures = [f"{peer_figure(c, OURS)} ({number(c.ratio, 2)})" if c else "–" for c in cells]
+            figures = [figure(cell) if cell else "–" for cell in cells]
             rows.append([f"{head_dim}, {'causal' if causal else 'full'}", *figures])
     return markdown_table(["head_dim, mask", *map(short_length, PAPER_SEQLENS)], rows)
 
 
 def summary(report: ForwardReport) -> str:
-    """Geometric mean, worst cell and the ablation's shape, in a sentence each."""
+    """Geometric mean, worst cell, end to end and the ablation's shape, in a sentence each."""
     cells = grid_cells(report)
     worst, rated, ablation = worst_cell(cells), ratios(cells), report.cell(ABLATION)
+    gained, longest = gains(cells), report.cell(longest_problem(128))
     sentences = []
     if worst is not None:
         sentences.append(f"Geometric mean over the best peer: **{geometric_mean(rated):.3f}**.")
         where = f"`{worst.problem.name}`, against {report.peers[worst.best_peer].title}"
         sentences.append(f"Worst cell: {worst.ratio:.2f} ({where}).")
+    if gained:
+        whole = f"End to end over our 16-bit kernel: geometric mean **{geometric_mean(gained):.2f}**"
+        if longest is not None and longest.tflops(OURS_END_TO_END):
+            whole += f", **{number(longest.gain, 2)}** at `{longest.problem.name}`"
+        sentences.append(f"{whole}.")
     if ablation is not None and ablation.tflops(OURS):
         fa3 = ablation.tflops("fa3")
         against = f", {ablation.tflops(OURS) / fa3:.3f} of FlashAttention-3" if fa3 else ""
@@ -191,11 +233,11 @@ def summary(report: ForwardReport) -> str:
 
 def render_readme(report: ForwardReport, latency: Mapping[str, Any] | None) -> str:
     """The README's part: the grid, and what to read from it."""
-    others = [f"{report.peers[name].title}" for name in measured_peers(report) if name != OURS]
+    others = [f"{report.peers[name].title}" for name in measured_peers(report) if not is_ours(name)]
+    wording = WORDINGS[report.kind]
     parts = [
-        f"TFLOP/s of our bf16 forward on one {report.machine['gpu']}, by sequence length; 16384 tokens, "
-        "heads × head_dim = 2048, as in the paper. In brackets: over the fastest of "
-        f"{', '.join(others)} in the same interleaved run.",
+        f"TFLOP/s of our {wording.subject} on one {report.machine['gpu']}, by sequence length; 16384 tokens, "
+        f"heads × head_dim = 2048, as in the paper. {wording.legend.format(peers=', '.join(others))}",
         grid_table(report),
         summary(report),
     ]
@@ -207,7 +249,8 @@ def render_readme(report: ForwardReport, latency: Mapping[str, Any] | None) -> s
             if compared
             else f"Host time a call: **{host[OURS]['median']:.0f} us**."
         )
-    parts.append("Every peer, clocks and method: [docs/results/forward.md](docs/results/forward.md).")
+    page = f"docs/results/{report.kind}.md"
+    parts.append(f"Every peer, clocks and method: [{page}]({page}).")
     return "\n\n".join(parts)
 
 
@@ -220,9 +263,10 @@ def render_peers_table(report: ForwardReport, cells: Sequence[Cell]) -> str:
         ours = cell.peers.get(OURS)
         spread = number(100 * ours.spread, 1) if isinstance(ours, Measured) else "–"
         figures = [peer_figure(cell, peer) for peer in peers]
-        gauges = [number(cell.ratio, 2), spread, number(cell.clock_mhz), number(cell.power_w)]
+        figures += [number(ratio, 2) for ratio in measured_ratios(report, cell)]
+        gauges = [spread, number(cell.clock_mhz), number(cell.power_w)]
         rows.append([f"{dtype} d{dims} {mask}, {sizes}", *figures, *gauges])
-    head = ["problem", *peers, "ratio", "spread of ours, %", "MHz", "W"]
+    head = ["problem", *peers, *ratio_headings(report), "spread of ours, %", "MHz", "W"]
     return markdown_table(head, rows)
 
 
@@ -240,9 +284,53 @@ def render_latency(latency: Mapping[str, Any]) -> str:
         for state, entry in latency["first_call_s"].items()
     ]
     table = markdown_table(["first call in a fresh process, beyond torch", "s", "runs"], first)
-    return (
-        f"Problem: `{latency['problem']}`. Wall clock of a call, the GPU running along.\n\n{text}\n\n{table}"
+    intro = f"Problem: `{latency['problem']}`. Wall clock of a call, the GPU running along."
+    return "\n\n".join(part for part in (intro, text, table, render_small_shapes(latency)) if part)
+
+
+def latency_rows(latency: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each problem and peer."""
+    rows = []
+    for cell in latency.get("small", ()):
+        for peer, entry in cell["peers"].items():
+            if entry["ok"]:
+                keys = ("host_us", "device_us", "wait_us", "graph_us")
+                rows.append([cell["problem"], peer, *(number(entry[key], 1) for key in keys)])
+            else:
+                rows.append([cell["problem"], peer, "failed", *[NOTHING] * 3])
+    return rows
+
+
+def latency_problems(latency: Mapping[str, Any]) -> list[str]:
+    """What did not run or could not be captured, a line each: absent peers, then failures."""
+    infos = latency["peers"].items() if latency.get("small") else ()
+    lines = [f"{name}: {info['unavailable']}" for name, info in infos if info["unavailable"]]
+    for cell in latency.get("small", ()):
+        for peer, entry in cell["peers"].items():
+            reason = entry["no_graph"] if entry["ok"] else entry["reason"]
+            if reason:
+                lines.append(f"{peer} on {cell['problem']}{', graph' if entry['ok'] else ''}: {reason}")
+    return lines
+
+
+def render_small_shapes(latency: Mapping[str, Any]) -> str:
+    """The part of a page about small shapes; empty where the report has none."""
+    rows = latency_rows(latency)
+    if not rows:
+        return ""
+    legend = (
+        "Microseconds a call. `host`: to queue it. `device`: on the device, calls back to back. `call and wait`: from "
+        "the call until its result is there. `in a graph`: on the device, in a replayed CUDA graph of 20 calls."
     )
+    merged = [[f"`{row[0]}` {row[1]}", *row[2:]] for row in rows]
+    lines = "\n".join(f"- {line}" for line in latency_problems(latency))
+    parts = [
+        "### Small shapes",
+        legend,
+        markdown_table(["problem and peer", *LATENCY_HEADINGS], merged),
+        lines,
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def render_rmse(rmse: Mapping[str, Any]) -> str:
@@ -259,7 +347,7 @@ def render_rmse(rmse: Mapping[str, Any]) -> str:
 def render_page(
     report: ForwardReport, latency: Mapping[str, Any] | None, rmse: Mapping[str, Any] | None, figure: str
 ) -> str:
-    """docs/results/forward.md: everything that was measured. ``figure`` is the plot's file name beside it."""
+    """docs/results/<kind>.md: everything that was measured. ``figure`` is the plot's file name beside it."""
     machine = ", ".join(f"{key} {value}" for key, value in report.machine.items() if value != "")
     versions = [
         f"- {name}: {info.title}, {info.version}" for name, info in report.peers.items() if info.version
@@ -269,8 +357,17 @@ def render_page(
     rows = [[t.what, t.required, t.measured, "yes" if t.met else "no"] for t in targets]
     grid = grid_cells(report)
     others = [cell for cell in report.cells if cell not in grid]
+    legend = (
+        "TFLOP/s; `ratio` is ours over the fastest other peer; `spread` is the interquartile range of the "
+        "rounds over their median."
+    )
+    if shows_gain(report):
+        legend += (
+            " Figures of `ours` and of the other peers are those of the kernel alone; those of `ours_e2e` hold the "
+            "quantization too, and `e2e/bf16` is their ratio to our 16-bit kernel's."
+        )
     parts = [
-        "# Forward, 16 bit: results",
+        f"# {WORDINGS[report.kind].title}: results",
         "Rendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand.",
         f"Measured {report.date[:10]} at commit `{report.commit[:12]}` on {machine}.",
         f"![TFLOP/s by sequence length, a panel a head_dim and mask]({figure})",
@@ -278,8 +375,7 @@ def render_page(
         "## Targets",
         markdown_table(["what", "required", "measured", "met"], rows),
         "## Throughput",
-        "TFLOP/s; `ratio` is ours over the fastest other peer; `spread` is the interquartile range of the "
-        "rounds over their median.",
+        legend,
         render_peers_table(report, [*grid, *others]),
     ]
     if latency:
@@ -293,13 +389,13 @@ def render_page(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def splice(text: str, body: str) -> str:
-    """``text`` with what lies between the two markers replaced by ``body``.
+def splice(text: str, body: str, kind: str) -> str:
+    """``text`` with what lies between this kind's two markers replaced by ``body``.
 
     Raises:
         ValueError: the markers are not there once each, in order.
     """
-    first, last = MARKERS
+    first, last = markers(kind)
     found = re.findall(rf"{re.escape(first)}\n.*?{re.escape(last)}", text, re.S)
     if len(found) != 1 or text.count(first) != 1 or text.count(last) != 1:
         raise ValueError(f"the text must hold the lines {first} and {last} once each, in this order")

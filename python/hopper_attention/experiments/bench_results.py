@@ -1,7 +1,7 @@
 """What a benchmark run measured, as data: problems, results, JSON, and the figures drawn from them.
 
-Nothing here needs torch or a GPU. A report is one run on one machine; figures of two runs are compared with
-:func:`compare_reports`, but only ratios within one run are safe, because clocks drift.
+Nothing here needs torch or a GPU. A report is one run on one machine; ``bench_compare`` holds two of them against
+each other, but only ratios within one run are safe, because clocks drift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+KINDS = ("forward", "fp8")
+"""What a throughput report is of: the forward in 16 bits, or in FP8."""
+
 OURS = "ours"
+OURS_END_TO_END = "ours_e2e"
+OURS_16_BIT = "ours_bf16"
+"""Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; and our 16-bit kernel."""
+
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_DTYPES = {long: short for short, long in SHORT_DTYPES.items()}
 
@@ -126,6 +133,11 @@ def parse_shapes(text: str) -> tuple[Problem, ...]:
     return tuple(dict.fromkeys(problems))
 
 
+def is_ours(peer: str) -> bool:
+    """Whether a row runs this library."""
+    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT)
+
+
 @dataclass(frozen=True)
 class Measured:
     """Speed of one peer on one problem.
@@ -171,18 +183,26 @@ class Cell:
         result = self.peers.get(peer)
         return result.tflops if isinstance(result, Measured) else 0.0
 
+    def quotient(self, peer: str, other: str) -> float:
+        """TFLOP/s of a peer over those of another; NaN where either has no figure."""
+        above, below = self.tflops(peer), self.tflops(other)
+        return above / below if above and below else math.nan
+
     @property
     def best_peer(self) -> str:
-        """The fastest peer other than ours; empty if there is none."""
-        others = [name for name in self.peers if name != OURS and self.tflops(name) > 0]
+        """The fastest peer that is not a row of ours; empty if there is none."""
+        others = [name for name in self.peers if not is_ours(name) and self.tflops(name) > 0]
         return max(others, key=self.tflops, default="")
 
     @property
     def ratio(self) -> float:
         """Ours over the best peer; NaN where either has no figure."""
-        if not self.best_peer or not self.tflops(OURS):
-            return math.nan
-        return self.tflops(OURS) / self.tflops(self.best_peer)
+        return self.quotient(OURS, self.best_peer)
+
+    @property
+    def gain(self) -> float:
+        """FP8 end to end, pre-pass included, over our 16-bit kernel; NaN where either has no figure."""
+        return self.quotient(OURS_END_TO_END, OURS_16_BIT)
 
 
 @dataclass(frozen=True)
@@ -196,7 +216,7 @@ class PeerInfo:
 
 @dataclass(frozen=True)
 class ForwardReport:
-    """One run of the forward benchmark."""
+    """One run of a forward benchmark; ``kind`` is one of KINDS."""
 
     machine: dict[str, Any]
     commit: str
@@ -204,19 +224,20 @@ class ForwardReport:
     method: dict[str, Any]
     peers: dict[str, PeerInfo]
     cells: tuple[Cell, ...]
+    kind: str = KINDS[0]
 
     def cell(self, problem: Problem) -> Cell | None:
         return next((cell for cell in self.cells if cell.problem == problem), None)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Five significant digits, which is more than a timing holds, and null for what JSON cannot write."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return value
 
 
@@ -225,7 +246,7 @@ def _cell_record(cell: Cell) -> dict[str, Any]:
         name: {"ok": isinstance(result, Measured), **asdict(result)} for name, result in cell.peers.items()
     }
     gauges = {"input_sets": cell.input_sets, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
-    return _rounded({**asdict(cell.problem), **gauges, "peers": peers})
+    return rounded({**asdict(cell.problem), **gauges, "peers": peers})
 
 
 def _read_cell(record: dict[str, Any]) -> Cell:
@@ -242,28 +263,30 @@ def dump_forward(report: ForwardReport) -> str:
     """JSON text of a report, one line a cell, so that a change of one figure is a change of one line."""
     head = {
         "schema": SCHEMA,
-        "kind": "forward",
+        "kind": report.kind,
         "date": report.date,
         "commit": report.commit,
         "machine": report.machine,
         "method": report.method,
         "peers": {name: asdict(info) for name, info in report.peers.items()},
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}," for key, value in head.items()]
-    cells = ",\n".join("  " + json.dumps(_cell_record(cell)) for cell in report.cells)
-    return "{\n" + "\n".join(lines) + '\n"cells": [\n' + cells + "\n]\n}\n"
+    return dump_rows(head, "cells", [_cell_record(cell) for cell in report.cells])
 
 
-def load_forward(text: str) -> ForwardReport:
+def dump_rows(head: dict[str, Any], name: str, records: Sequence[dict[str, Any]]) -> str:
+    """JSON text with a line for each entry of ``head`` and for each record of the list ``name``."""
+    lines = [f"{json.dumps(key)}: {json.dumps(rounded(value))}," for key, value in head.items()]
+    rows = ",\n".join("  " + json.dumps(rounded(record)) for record in records)
+    return "{\n" + "\n".join(lines) + f'\n"{name}": [\n' + rows + "\n]\n}\n"
+
+
+def load_forward(text: str, kind: str = KINDS[0]) -> ForwardReport:
     """Read what :func:`dump_forward` wrote.
 
     Raises:
-        ValueError: the text is not a forward report of this schema.
+        ValueError: the text is not a throughput report of this kind and schema.
     """
-    data = json.loads(text)
-    if data.get("kind") != "forward" or data.get("schema") != SCHEMA:
-        found = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
-        raise ValueError(f"report is {found}, allowed: kind 'forward', schema {SCHEMA}")
+    data = load_figures(text, kind)
     return ForwardReport(
         machine=data["machine"],
         commit=data["commit"],
@@ -271,12 +294,13 @@ def load_forward(text: str) -> ForwardReport:
         method=data["method"],
         peers={name: PeerInfo(**entry) for name, entry in data["peers"].items()},
         cells=tuple(_read_cell(record) for record in data["cells"]),
+        kind=kind,
     )
 
 
 def dump_figures(figures: dict[str, Any]) -> str:
     """JSON text of a latency or accuracy report, one line a key."""
-    lines = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in figures.items()]
+    lines = [f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in figures.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -320,28 +344,12 @@ def ratios(cells: Iterable[Cell]) -> list[float]:
     return [cell.ratio for cell in cells if not math.isnan(cell.ratio)]
 
 
+def gains(cells: Iterable[Cell]) -> list[float]:
+    """FP8 end to end over our 16-bit kernel, for the cells that have both."""
+    return [cell.gain for cell in cells if not math.isnan(cell.gain)]
+
+
 def grid_cells(report: ForwardReport) -> list[Cell]:
     """The report's cells that belong to the paper's grid, in its order."""
     found = (report.cell(problem) for problem in paper_grid())
     return [cell for cell in found if cell is not None]
-
-
-@dataclass(frozen=True)
-class Change:
-    """One problem in two reports: TFLOP/s of a peer, and ours over the best peer."""
-
-    problem: Problem
-    before: float
-    after: float
-    ratio_before: float
-    ratio_after: float
-
-
-def compare_reports(before: ForwardReport, after: ForwardReport, peer: str = OURS) -> list[Change]:
-    """Problems on which both reports measured ``peer``: its TFLOP/s, and ours over the best peer."""
-    changes = []
-    for cell in after.cells:
-        old = before.cell(cell.problem)
-        if old is not None and old.tflops(peer) and cell.tflops(peer):
-            changes.append(Change(cell.problem, old.tflops(peer), cell.tflops(peer), old.ratio, cell.ratio))
-    return changes

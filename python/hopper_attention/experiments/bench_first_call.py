@@ -1,7 +1,7 @@
 """Seconds of the first call in this process beyond importing torch, printed as one line of JSON.
 
-Run by ``latency.py`` in fresh processes. CUDA and a torch operator are brought up first, so that what is
-timed is this package alone: its import, finding or building the kernel, and the call.
+``bench_latency`` runs this text in fresh processes; nothing imports it. CUDA and a torch operator are brought up first,
+so that what is timed is this package alone: its import, finding or building the kernel, and the call.
 """
 
 from __future__ import annotations

@@ -1,0 +1,443 @@
+"""The commands that measure: ``bench`` with its kinds, and ``ablation``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from typer.core import TyperGroup
+
+from hopper_attention.cli_parts import (
+    NO_FILE,
+    Device,
+    Fa3Library,
+    JsonPath,
+    PlotPath,
+    console_for,
+    one_line_errors,
+    pick_device,
+    print_path,
+    progress_bar,
+    write_json,
+    write_json_text,
+)
+
+if TYPE_CHECKING:
+    from hopper_attention.compile_cache import Compilation
+    from hopper_attention.experiments.ablation import Ablation
+
+WIDE_PIPE = 200
+"""Columns of the ablation's table where there is no terminal to ask."""
+
+DEFAULT_KIND = "forward"
+
+Precision = Literal["float16", "bfloat16", "fp8"]
+Shapes = Annotated[
+    str,
+    typer.Option(
+        help="paper (36 cells), ablation, or names such as bf16-b4-s8192-h16-d128-causal, comma-separated; "
+        "empty: what the benchmark promises something about."
+    ),
+]
+Peers = Annotated[str, typer.Option(help="Comma-separated; empty: those that are usually compared.")]
+Budget = Annotated[float, typer.Option(help="Seconds to measure for, first calls not counted.")]
+
+
+class ForwardByDefault(TyperGroup):
+    """``bench`` without a kind is ``bench forward``, and ``bench --compare A B`` is ``bench compare A B``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == ["--compare"]:
+            args = ["compare", *args[1:]]
+        elif not args or (args[0].startswith("-") and args[0] != "--help"):
+            args = [DEFAULT_KIND, *args]
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(
+    cls=ForwardByDefault,
+    help="Speed against the installed peers, in interleaved rounds, each output checked first. Without a kind: "
+    "forward. --compare A.json B.json: the same as compare.",
+)
+
+
+def line_progress(bar: Progress, total: int) -> Callable[[str], None]:
+    """A progress callback of the benchmarks, called with a line as each of ``total`` parts starts."""
+    task = bar.add_task("starting", total=total)
+    seen: list[str] = []
+
+    def start(line: str) -> None:
+        bar.update(task, completed=len(seen), description=line)
+        seen.append(line)
+
+    return start
+
+
+def show_problems(lines: list[str], console: Console) -> None:
+    """What did not run and why."""
+    for line in lines:
+        console.print(line, style="yellow", markup=False)
+
+
+def end_if_lost(lost: str, console: Console) -> None:
+    """End the process if a kernel brought the GPU down."""
+    if lost:
+        from hopper_attention.experiments.bench import exit_with_lost_gpu
+
+        console.print(lost, style="bold red", markup=False)
+        exit_with_lost_gpu()
+
+
+def throughput(
+    kind: str,
+    shapes: str,
+    peers: str,
+    fa3_library: str,
+    device: str,
+    budget: float,
+    plot: str,
+    json_path: str,
+) -> None:
+    """Run a suite, print its table, draw it and write it."""
+    from hopper_attention.experiments.bench import CellLostError, check_affordable, run_forward
+    from hopper_attention.experiments.bench_peers import Setting, parse_peers
+    from hopper_attention.experiments.bench_render import forward_table, problems_of
+    from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
+    from hopper_attention.experiments.bench_suites import SUITES
+    from hopper_attention.experiments.bench_timing import Effort
+
+    suite = SUITES[kind]
+    where = pick_device(device)
+    problems = parse_shapes(shapes or suite.default_shapes)
+    rows = parse_peers(peers or suite.default_peers, suite.registry)
+    check_affordable(problems, where)
+    console = console_for(json_path)
+    latest: list[ForwardReport] = []
+    lost = ""
+    with progress_bar() as bar:
+        try:
+            run_forward(
+                problems,
+                rows,
+                Setting(where, fa3_library),
+                Effort(budget_s=budget),
+                suite=suite,
+                progress=line_progress(bar, len(problems)),
+                save=latest.append,
+            )
+        except CellLostError as error:
+            lost = f"stopped at {error.cell.problem.name}: {error}"
+    report = latest[-1]
+    console.print(forward_table(report))
+    show_problems(problems_of(report), console)
+    if plot != NO_FILE:
+        from hopper_attention.experiments.bench_plot import plot_forward
+
+        print_path(console, "plot", plot_forward(report, Path(plot)))
+    write_json(json.loads(dump_forward(report)), json_path, console)
+    end_if_lost(lost, console)
+
+
+@bench_app.command()
+def forward(
+    shapes: Shapes = "",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 300.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Forward throughput in 16 bits."""
+    with one_line_errors():
+        throughput("forward", shapes, peers, fa3_library, device, budget, plot, json_path)
+
+
+@bench_app.command()
+def fp8(
+    shapes: Shapes = "",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 300.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Forward throughput in FP8: the kernel alone, and end to end from 16 bits."""
+    with one_line_errors():
+        throughput("fp8", shapes, peers, fa3_library, device, budget, plot, json_path)
+
+
+@bench_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def backward() -> None:
+    """Backward throughput: not yet."""
+    with one_line_errors():
+        raise NotImplementedError(
+            "bench backward: there is no Hopper kernel of the backward pass to measure yet (gradients run on the tiled "
+            "reference); measured can be: forward, fp8, latency, scaling, quantize"
+        )
+
+
+@bench_app.command()
+def latency(
+    shapes: Annotated[str, typer.Option(help="Names of small problems, comma-separated.")] = "",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    calls: Annotated[int, typer.Option(help="Calls a measurement.")] = 300,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 11,
+    first_calls: Annotated[
+        int, typer.Option(min=0, help="Fresh processes of each kind for the time of the first call.")
+    ] = 3,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Host time a call, small shapes, CUDA graph replay, and the first call of a process."""
+    with one_line_errors():
+        from hopper_attention.experiments.bench_latency import Calls, parse_small_shapes, run_latency
+        from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
+        from hopper_attention.experiments.bench_render import latency_problems, target_table
+        from hopper_attention.experiments.bench_results import dump_figures
+        from hopper_attention.experiments.bench_tables import latency_table
+        from hopper_attention.experiments.bench_targets import latency_targets
+
+        problems = parse_small_shapes(shapes)
+        rows = parse_peers(peers or ",".join(DEFAULT_PEERS))
+        setting = Setting(pick_device(device), fa3_library)
+        console = console_for(json_path)
+        with progress_bar() as bar:
+            figures = run_latency(
+                problems,
+                rows,
+                setting,
+                Calls(calls, rounds),
+                first_calls=first_calls,
+                progress=line_progress(bar, len(problems) + 1),
+            )
+        console.print(latency_table(figures))
+        console.print(target_table(latency_targets(figures)))
+        show_problems(latency_problems(figures), console)
+        write_json_text(dump_figures(figures), json_path, console)
+
+
+@bench_app.command()
+def scaling(
+    lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Empty: 1k to 1M, doubling.")] = "",
+    tokens: Annotated[int, typer.Option(help="Of the series in which the batch shrinks.")] = 131_072,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 30.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Time, TFLOP/s and memory by length of the sequence, beside plain PyTorch as far as that fits."""
+    with one_line_errors():
+        from hopper_attention.experiments.bench import CellLostError
+        from hopper_attention.experiments.bench_peers import Setting, parse_peers
+        from hopper_attention.experiments.bench_scaling import (
+            DEFAULT_PEERS,
+            Scaling,
+            ScalingReport,
+            dump_scaling,
+            parse_lengths,
+            run_scaling,
+        )
+        from hopper_attention.experiments.bench_tables import scaling_problems, scaling_table
+        from hopper_attention.experiments.bench_timing import Effort
+
+        spec = Scaling(parse_lengths(lengths), tokens, heads, head_dim, causal=causal)
+        rows = parse_peers(peers or DEFAULT_PEERS)
+        setting = Setting(pick_device(device), fa3_library)
+        console = console_for(json_path)
+        latest: list[ScalingReport] = []
+        lost = ""
+        with progress_bar() as bar:
+            start = line_progress(bar, len(spec.problems()))
+            effort = Effort(budget_s=budget)
+            try:
+                run_scaling(spec, rows, setting, effort, progress=start, save=latest.append)
+            except CellLostError as error:
+                lost = f"stopped at {error.cell.problem.name}: {error}"
+        for report in latest[-1:]:
+            console.print(scaling_table(report))
+            show_problems(scaling_problems(report), console)
+            if plot != NO_FILE:
+                from hopper_attention.experiments.bench_scaling_plot import plot_scaling
+
+                print_path(console, "plot", plot_scaling(report, Path(plot)))
+            write_json_text(dump_scaling(report), json_path, console)
+        end_if_lost(lost, console)
+
+
+@bench_app.command()
+def quantize(
+    shapes: Annotated[
+        str, typer.Option(help="As for forward, without regard to the mask; empty: the paper's sizes.")
+    ] = "",
+    device: Device = "auto",
+    budget: Budget = 20.0,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """The FP8 pre-pass against a device copy in the same run: TB/s of each, and their ratio."""
+    with one_line_errors():
+        from hopper_attention.experiments.bench import CellLostError
+        from hopper_attention.experiments.bench_peers import Setting
+        from hopper_attention.experiments.bench_quantize import (
+            QuantizeReport,
+            dump_quantize,
+            paper_sizes,
+            run_quantize,
+        )
+        from hopper_attention.experiments.bench_results import parse_shapes
+        from hopper_attention.experiments.bench_tables import quantize_problems, quantize_table
+        from hopper_attention.experiments.bench_timing import Effort
+
+        problems = parse_shapes(shapes) if shapes else paper_sizes()
+        setting = Setting(pick_device(device))
+        console = console_for(json_path)
+        latest: list[QuantizeReport] = []
+        lost = ""
+        with progress_bar() as bar:
+            start = line_progress(bar, len(problems))
+            try:
+                run_quantize(problems, setting, Effort(budget_s=budget), progress=start, save=latest.append)
+            except CellLostError as error:
+                lost = f"stopped at {error.cell.problem.name}: {error}"
+        for report in latest[-1:]:
+            console.print(quantize_table(report))
+            show_problems(quantize_problems(report), console)
+            write_json_text(dump_quantize(report), json_path, console)
+        end_if_lost(lost, console)
+
+
+@bench_app.command()
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A.json")],
+    after: Annotated[str, typer.Argument(metavar="B.json")],
+    peers: Annotated[str, typer.Option(help="Whose figures; empty: ours; all for all.")] = "",
+    least: Annotated[
+        float, typer.Option(help="Exit with 1 if a figure fell below this share of what it was.")
+    ] = 0.0,
+) -> None:
+    """Two reports of one kind, cell by cell. Runs nothing."""
+    with one_line_errors():
+        from hopper_attention.experiments.bench_compare import (
+            compare as compare_texts,
+        )
+        from hopper_attention.experiments.bench_compare import (
+            compare_table,
+            machine_changes,
+            of_whom,
+            slower_than,
+        )
+
+        texts = [Path(path).read_text(encoding="utf-8") for path in (before, after)]
+        compared = of_whom(compare_texts(*texts), peers)
+        console = console_for(NO_FILE)
+        console.print(compare_table(compared))
+        show_problems(machine_changes(*texts), console)
+        slower = slower_than(compared, least)
+        for entry in slower:
+            where = f"{entry.after.who} on {entry.after.what}"
+            console.print(f"slower: {where}, {entry.speedup:.3f} of before", style="red", markup=False)
+    if slower:
+        raise typer.Exit(1)
+
+
+def ablation(
+    shape: Annotated[str, typer.Option(help="Sizes; sk, hk and dv may follow.")] = "b4-s8448-h16-d128",
+    dtype: Annotated[Precision, typer.Option(help="Of the kernels.")] = "float16",
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    variants: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Rows to measure beside the full kernel; empty: all.")
+    ] = "",
+    compile_only: Annotated[
+        bool,
+        typer.Option(
+            "--compile-only", help="Compile all candidates and show their machine code; needs no GPU."
+        ),
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that compile. 0: one a core, at most 16.")] = 0,
+    device: Device = "auto",
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """What each optimisation is worth: the paper's ablation (section 4.2, table 2), with more rows."""
+    with one_line_errors():
+        from hopper_attention.experiments.ablation import Ablation, check_can_run
+        from hopper_attention.experiments.ablation_results import ablation_problem
+        from hopper_attention.experiments.ablation_variants import parse_variants
+
+        problem = ablation_problem(shape, dtype, causal)
+        asked = Ablation(problem, dtype, parse_variants(variants))
+        workers = jobs or min(16, os.cpu_count() or 1)
+        if compile_only:
+            show_code(asked, workers, json_path)
+        else:
+            where = pick_device(device)
+            check_can_run(where)
+            show_ablation(asked, workers, where, plot, json_path)
+
+
+def compile_bar(bar: Progress) -> Callable[[Compilation], None]:
+    """A callback for each kernel that was compiled."""
+    task = bar.add_task("compiling", total=None)
+    return lambda result: bar.update(task, advance=1, description=result.config.name)
+
+
+def show_code(asked: Ablation, jobs: int, json_path: str) -> None:
+    """Compile every candidate, print its machine code and write it."""
+    from hopper_attention.experiments.ablation import inspect_variants, inspected_as_data
+    from hopper_attention.experiments.ablation_code import INSTALL_NVDISASM, find_nvdisasm
+    from hopper_attention.experiments.ablation_render import code_table
+
+    with progress_bar() as bar:
+        inspected = inspect_variants(asked, jobs, compile_bar(bar))
+    console = console_for(json_path, WIDE_PIPE)
+    console.print(code_table(inspected))
+    if not find_nvdisasm():
+        console.print(f"Instructions are not counted without nvdisasm: {INSTALL_NVDISASM}", style="yellow")
+    write_json(inspected_as_data(asked, inspected), json_path, console)
+
+
+def show_ablation(asked: Ablation, jobs: int, device: str, plot: str, json_path: str) -> None:
+    """Measure, print the table, draw it and write it."""
+    from hopper_attention.experiments.ablation import run_ablation
+    from hopper_attention.experiments.ablation_render import ablation_table, problems_of
+    from hopper_attention.experiments.ablation_results import ablation_targets, dump_ablation
+    from hopper_attention.experiments.bench import CellLostError
+    from hopper_attention.experiments.bench_peers import Setting
+    from hopper_attention.experiments.bench_render import target_table
+
+    console = console_for(json_path, WIDE_PIPE)
+    try:
+        with progress_bar() as bar:
+            report = run_ablation(
+                asked,
+                Setting(device),
+                jobs=jobs,
+                progress=line_progress(bar, 3 + len(asked.variants)),
+                on_compiled=compile_bar(bar),
+            )
+    except CellLostError as error:
+        end_if_lost(f"stopped: {error}", console)
+        return
+    console.print(ablation_table(report))
+    targets = ablation_targets(report)
+    if targets:
+        console.print(target_table(targets))
+    show_problems(problems_of(report), console)
+    if plot != NO_FILE:
+        from hopper_attention.experiments.ablation_plot import plot_ablation
+
+        print_path(console, "plot", plot_ablation(report, Path(plot)))
+    write_json_text(dump_ablation(report), json_path, console)

@@ -1,0 +1,97 @@
+"""What every command of the command line needs: errors in one line, tables, progress bars, files, devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+JsonPath = Annotated[
+    str, typer.Option("--json", metavar="PATH", help="Write the result as JSON too; - is standard output.")
+]
+PlotPath = Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .svg or .pdf.")]
+Device = Annotated[str, typer.Option(help="A torch device; auto is the first GPU, or the CPU.")]
+Fa3Library = Annotated[
+    str, typer.Option(metavar="PATH", help="FlashAttention-3's torch ops, where not installed by pip.")
+]
+
+NO_FILE = ""
+STDOUT = "-"
+PIPE_WIDTH = 120
+"""Columns of a table where there is no terminal to ask."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what a user can cause and mend into one line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def console_for(json_path: str, pipe_width: int = PIPE_WIDTH) -> Console:
+    """Where tables go: standard output, unless the JSON goes there."""
+    width = None if sys.stdout.isatty() else pipe_width
+    return Console(stderr=json_path == STDOUT, width=width, highlight=False)
+
+
+def write_json(data: Any, json_path: str, console: Console) -> None:
+    write_json_text(json.dumps(data, indent=2) + "\n", json_path, console)
+
+
+def write_json_text(text: str, json_path: str, console: Console) -> None:
+    """Put JSON where ``--json`` says, if it was given."""
+    if json_path == NO_FILE:
+        return
+    if json_path == STDOUT:
+        sys.stdout.write(text)
+        return
+    path = Path(json_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print_path(console, "JSON", path)
+
+
+def print_path(console: Console, what: str, path: Path) -> None:
+    console.print(f"[dim]{what}[/] {path.resolve()}", soft_wrap=True)
+
+
+def progress_bar() -> Progress:
+    """The bar that every long command shows, on stderr, and that leaves nothing behind."""
+    return Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def pick_device(device: str) -> str:
+    """The device to run on: ``device`` itself, or for "auto" the first GPU, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without that kind
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is {device!r}, allowed: auto, cpu, or one that is here ({reason})"
+        ) from None
+    return device

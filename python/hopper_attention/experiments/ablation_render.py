@@ -1,0 +1,206 @@
+"""The ablation as text: tables for the terminal, a page for docs/results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from hopper_attention.experiments.ablation_code import MachineCode
+from hopper_attention.experiments.ablation_results import (
+    FULL_TFLOPS,
+    RATIO_GAP,
+    AblationReport,
+    Row,
+    Won,
+    ablation_targets,
+    paper_ratio,
+)
+from hopper_attention.experiments.ablation_variants import FULL, VARIANTS
+from hopper_attention.experiments.bench_render import markdown_table, number
+from hopper_attention.experiments.bench_results import Failed
+
+if TYPE_CHECKING:
+    from hopper_attention.experiments.ablation import Inspected
+
+HEADINGS = (
+    "TFLOP/s", "spread", "/ full", "paper", "paper, / full", "MHz", "W", "hot TFLOP/s",
+    "registers", "spills", "shared", "error",
+)  # fmt: skip
+NOTHING = "–"
+
+
+def percent(share: float) -> str:
+    return NOTHING if math.isnan(share) else f"{100 * share:.1f} %"
+
+
+def figures_of(row: Row) -> list[str]:
+    """A row's cells, in the order of HEADINGS."""
+    papers = [number(row.paper_tflops or math.nan), number(paper_ratio(row), 3)]
+    if isinstance(row.outcome, Failed):
+        return ["failed", *[NOTHING] * 2, *papers, *[NOTHING] * 7]
+    won = row.outcome
+    return [
+        f"{won.measured.tflops:.1f}",
+        percent(won.measured.spread),
+        ratio_text(won),
+        *papers,
+        number(won.soak.clock_mhz),
+        number(won.soak.power_w),
+        number(won.soak.tflops, 1),
+        str(won.code.registers),
+        str(won.code.stack_bytes),
+        f"{won.code.shared_bytes / 1024:.0f} KiB",
+        f"{won.measured.error:.1e}",
+    ]
+
+
+def ratio_text(won: Won) -> str:
+    return NOTHING if math.isnan(won.ratio) else f"{won.ratio:.3f} ± {100 * won.ratio_spread:.1f} %"
+
+
+def describe_problem(report: AblationReport) -> str:
+    """The problem and its precision, such as ``b4 s8448 h16 d128, not causal, float16``."""
+    p = report.problem
+    sizes = " ".join(p.name.split("-")[1:-1])
+    return f"{sizes}, {'causal' if p.causal else 'not causal'}, {report.precision}"
+
+
+def problems_of(report: AblationReport) -> list[str]:
+    """Rows without figures and candidates that fell out, a line each with the reason."""
+    lines = []
+    for row in report.rows:
+        if isinstance(row.outcome, Failed):
+            lines.append(f"{row.title}: {row.outcome.reason}")
+        lines += [
+            f"{row.title}, candidate {trial.label}: {trial.reason}"
+            for trial in row.trials
+            if trial.reason and not (isinstance(row.outcome, Failed) and trial.reason in row.outcome.reason)
+        ]
+    return lines
+
+
+# The terminal
+
+
+def ablation_table(report: AblationReport) -> Table:
+    """Every row with its figures, and which candidate stands for it."""
+    title = f"Ablation, {describe_problem(report)} · {report.machine['gpu']} · {report.commit[:12]}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("kernel")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("changed")
+    for row in report.rows:
+        label = row.outcome.label if isinstance(row.outcome, Won) else row.outcome.reason
+        cells = [f"[red]{cell}[/red]" if cell == "failed" else cell for cell in figures_of(row)]
+        table.add_row(row.title, *cells, label)
+    return table
+
+
+def code_table(inspected: Sequence[Inspected]) -> Table:
+    """Machine code of every candidate."""
+    table = Table(title="Compiled for sm_90a", title_justify="left")
+    for heading in ("kernel", "changed"):
+        table.add_column(heading)
+    for heading in ("registers", "stack", "shared", "instructions", "WGMMA", "MUFU.EX2", "MUFU", "STL, LDL"):
+        table.add_column(heading, justify="right")
+    above = ""
+    for entry in inspected:
+        title = VARIANTS[entry.variant].title if entry.variant != above else ""
+        if title and above:
+            table.add_section()
+        above = entry.variant
+        if isinstance(entry.code, Failed):
+            table.add_row(title, f"[yellow]{entry.code.reason}[/yellow]", *[NOTHING] * 8)
+        else:
+            table.add_row(title, entry.label, *code_cells(entry.code))
+    return table
+
+
+def code_cells(code: MachineCode) -> list[str]:
+    groups = ("all", "wgmma", "exp2", "mufu", "spill")
+    counts = [str(code.instructions.get(group, NOTHING)) for group in groups]
+    return [str(code.registers), str(code.stack_bytes), f"{code.shared_bytes / 1024:.1f} KiB", *counts]
+
+
+# Markdown
+
+
+def summary(report: AblationReport) -> str:
+    """What each optimisation is worth, in a sentence each, beside the paper's figure where there is one."""
+    full = report.row(FULL)
+    sentences = []
+    if full is not None and full.tflops:
+        papers = f" (paper: {FULL_TFLOPS:.0f})" if report.is_papers else ""
+        sentences.append(f"Full kernel: **{full.tflops:.0f} TFLOP/s**{papers}.")
+    for row, won in report.won():
+        if row.variant == FULL or math.isnan(won.ratio):
+            continue
+        papers = f" (paper: {1 / paper_ratio(row):.2f})" if row.paper_tflops else ""
+        sentences.append(f"Full over {row.title}: **{1 / won.ratio:.3f}**{papers}.")
+    return " ".join(sentences)
+
+
+def render_report(report: AblationReport, figure: str) -> list[str]:
+    """The parts of a page about one report. ``figure`` is the plot's file name beside it."""
+    machine = ", ".join(f"{key} {value}" for key, value in report.machine.items() if value != "")
+    rows = [[row.title, *figures_of(row)] for row in report.rows]
+    targets = [[t.what, t.required, t.measured, "yes" if t.met else "no"] for t in ablation_targets(report)]
+    parts = [
+        f"## {describe_problem(report)}",
+        f"Measured {report.date[:10]} at commit `{report.commit[:12]}` on {machine}.",
+        f"![TFLOP/s of each kernel]({figure})",
+        summary(report),
+        markdown_table(["kernel", *HEADINGS], rows),
+        "`spread`: interquartile range of the rounds over their median. `/ full`: rate over the full kernel's in the "
+        "same round, median and spread over the rounds. `MHz`, `W` and `hot TFLOP/s`: of the kernel alone, once the "
+        "power has settled. `registers` at launch, `spills` in bytes of stack a thread, `shared` memory a CTA. "
+        "`error`: of the output against float64. A row that the full kernel stands for shows the noise of the run.",
+        "### Against the promises" if targets else "",
+        markdown_table(["what", "required", "measured", "met"], targets) if targets else "",
+        "### Which kernel stands for a row",
+        render_trials(report),
+    ]
+    lines = problems_of(report)
+    if lines:
+        parts += ["### What fell out", "\n".join(f"- {line}" for line in lines)]
+    parts += ["### Method", "\n".join(f"- {key}: {value}" for key, value in report.method.items())]
+    return parts
+
+
+def render_trials(report: AblationReport) -> str:
+    """Every candidate with its brief timing, the one that stands for the row in bold."""
+    rows = []
+    for row in report.rows:
+        timed = sorted((trial for trial in row.trials if trial.tflops), key=lambda trial: -trial.tflops)
+        chosen = row.outcome.config if isinstance(row.outcome, Won) else ""
+        names = [
+            f"**{trial.label}** {trial.tflops:.0f}"
+            if trial.config == chosen
+            else f"{trial.label} {trial.tflops:.0f}"
+            for trial in timed
+        ]
+        rows.append([row.title, ", ".join(names) or NOTHING])
+    return markdown_table(["kernel", "candidates, TFLOP/s of the brief run"], rows)
+
+
+def render_page(reports: Sequence[AblationReport], figures: Sequence[str]) -> str:
+    """docs/results/ablation.md, from one report or more, each with its plot's file name."""
+    rows = {row.variant: row for report in reports for row in report.rows}
+    parts = [
+        "# Ablation",
+        "Rendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand. "
+        "`hopper-attention ablation` measures it on a Hopper GPU.",
+        "What each optimisation of the forward kernel is worth, as in table 2 of the paper. A row is the kernel "
+        "without an optimisation, compiled from the same source, with the tile, stages and registers that suit it "
+        f"best. Where a speed-up differs from the paper's by more than {RATIO_GAP}, the clock, the power and the "
+        "machine code in its row are the evidence to look at: the chip is limited by power, so cycles that are saved "
+        "come back in part as a lower clock.",
+        "\n".join(f"- **{row.title}**: {row.differs}" for row in rows.values()),
+    ]
+    for report, figure in zip(reports, figures, strict=True):
+        parts += render_report(report, figure)
+    return "\n\n".join(part for part in parts if part) + "\n"

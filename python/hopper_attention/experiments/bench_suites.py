@@ -1,0 +1,54 @@
+"""The forward benchmarks: who takes part in each, on what, and how it is measured by default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hopper_attention.experiments.bench_fp8_peers import DEFAULT_FP8_PEERS, FP8_PEERS
+from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, PEERS, Peer
+from hopper_attention.experiments.bench_results import KINDS
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One benchmark.
+
+    Attributes:
+        kind: what its reports say they are, one of KINDS; also in their file's name.
+        registry: rows that can take part, by name.
+        default_peers, default_shapes: what runs if nothing is asked for, comma-separated.
+        inputs: of the launches, in words.
+        compression: how many times smaller than the 16-bit inputs the smallest ones are that a peer reads.
+        budget_s: seconds to measure for, first calls not counted.
+    """
+
+    kind: str
+    registry: Mapping[str, Peer]
+    default_peers: str
+    default_shapes: str
+    inputs: str
+    compression: int
+    budget_s: float
+
+
+FORWARD = Suite(
+    kind=KINDS[0],
+    registry=PEERS,
+    default_peers=",".join(DEFAULT_PEERS),
+    default_shapes="paper,ablation",
+    inputs="N(0, 1)",
+    compression=1,
+    budget_s=150.0,
+)
+FP8 = Suite(
+    kind=KINDS[1],
+    registry=FP8_PEERS,
+    default_peers=",".join(DEFAULT_FP8_PEERS),
+    default_shapes="paper",
+    inputs="N(0, 1) in 16 bits, from which each peer makes e4m3 before the timing: ours by block and rotated, "
+    "fa3 with a scale by (batch, kv_head), cudnn by tensor; ours_e2e within the timing; ours_bf16 not at all",
+    compression=2,
+    budget_s=60.0,
+)
+SUITES = {suite.kind: suite for suite in (FORWARD, FP8)}
