@@ -77,6 +77,15 @@ def join(low: cutlass.Int16, high: cutlass.Int16) -> Int32:
     )
 
 
+def permute_bytes(a: Int32, b: Int32, selector: int) -> Int32:
+    """Four of the eight bytes of a (0 to 3) and b (4 to 7), by the digits of ``selector``, the lowest first."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
 @cute.jit
 def maximum_of(values: cute.Tensor, start: Float32) -> Float32:
     """Largest of some registers and ``start``, as a tree of FMNMX that skips NaN (their exponentials stay NaN)."""

@@ -30,6 +30,9 @@ FP8_KEY_ORDER = tuple(
 """Slot of the k of an FP8 WGMMA -> key of 32: how V's keys must lie for ``store_row_as_operand_a_e4m3``, which leaves
 P in the order of the accumulator."""
 
+V_ROW_STAGES = 2
+"""Blocks of FP8 V in rows that wait in shared memory for their transposition."""
+
 SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
@@ -147,11 +150,13 @@ class Fp8ForwardConfig(ForwardConfig):
     """A forward kernel on e4m3 inputs with block scales.
 
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
-    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``).
+    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). With ``v_rows`` V arrives as (keys, head_dim_v) and the
+    producer warpgroup transposes it, else as (head_dim_v, keys).
     """
 
     output: str = "bfloat16"
     polynomial_pairs: int = 0
+    v_rows: bool = False
 
     @property
     def out_dtype(self) -> str:
@@ -159,7 +164,14 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def name(self) -> str:
-        return super().name + (f"_poly{self.polynomial_pairs}" if self.polynomial_pairs else "")
+        parts = [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
+        parts += ["vrows"] if self.v_rows else []
+        return "_".join([super().name, *parts])
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
+        return super().smem_bytes + rows
 
 
 def validate_forward_config(config: ForwardConfig) -> None:
@@ -235,6 +247,9 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=64)
+THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
+"""A producer warpgroup that transposes V needs more than one that only issues loads."""
 
 
 ANY_LENGTH = 2**62
@@ -355,12 +370,26 @@ those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else t
 blocks of any size is the one that our quantizer gives its blocks, so it may not depend on causal."""
 
 
+FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
+    64: (Fp8Tiling(192, 128, 3, polynomial_pairs=3), Fp8Tiling(192, 64, 3, polynomial_pairs=3)),
+    128: (Fp8Tiling(128, 128, 2, polynomial_pairs=2), Fp8Tiling(128, 64, 3, polynomial_pairs=2)),
+    256: (Fp8Tiling(128, 64, 2),),
+}
+"""By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition. Not timed yet."""
+
+
 def select_fp8_forward_config(
-    head_dim: int, head_dim_v: int, causal: bool, output: str, seqlen_k: int, block_k: int = 0
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    output: str,
+    seqlen_k: int,
+    block_k: int = 0,
+    v_rows: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
-    ``block_k`` keys share a scale; 0 says that all do.
+    ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v).
 
     Raises:
         ValueError: a head dimension is too large, or no tiling divides ``block_k``.
@@ -370,16 +399,24 @@ def select_fp8_forward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    tilings = FP8_TILINGS[min(fits), causal]
+    tilings = FP8_ROW_TILINGS[min(fits)] if v_rows else FP8_TILINGS[min(fits), causal]
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     long_enough = (tiling for tiling in dividing if seqlen_k <= tiling.max_seqlen_k)
-    return _make_fp8_config(min(fits), causal, output, next(long_enough, dividing[0]))
+    tiling = next(long_enough, dividing[0])
+    return _make_fp8_config(min(fits), causal, output, tiling, v_rows)
 
 
-def _make_fp8_config(head_dim: int, causal: bool, output: str, tiling: Fp8Tiling) -> Fp8ForwardConfig:
+def _make_fp8_config(
+    head_dim: int, causal: bool, output: str, tiling: Fp8Tiling, v_rows: bool = False
+) -> Fp8ForwardConfig:
+    has_two = tiling.tile_m == 2 * WARPGROUP_ROWS
+    if v_rows:
+        registers = TWO_CONSUMERS_TRANSPOSING if has_two else THREE_CONSUMERS_TRANSPOSING
+    else:
+        registers = TWO_CONSUMERS if has_two else THREE_CONSUMERS
     config = Fp8ForwardConfig(
         dtype=FP8_DTYPE,
         head_dim=head_dim,
@@ -388,11 +425,12 @@ def _make_fp8_config(head_dim: int, causal: bool, output: str, tiling: Fp8Tiling
         tile_m=tiling.tile_m,
         tile_n=tiling.tile_n,
         stages=tiling.stages,
-        registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
+        registers=registers,
         ping_pong=tiling.ping_pong,
         late_rescale=tiling.late_rescale,
         output=output,
         polynomial_pairs=tiling.polynomial_pairs,
+        v_rows=v_rows,
     )
     validate_forward_config(config)
     return config
@@ -400,12 +438,20 @@ def _make_fp8_config(head_dim: int, causal: bool, output: str, tiling: Fp8Tiling
 
 def shipped_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
     """Every config that ``select_fp8_forward_config`` can return, each once."""
-    return tuple(
+    transposed = tuple(
         _make_fp8_config(head_dim, causal, output, tiling)
         for output in DTYPES
         for (head_dim, causal), tilings in FP8_TILINGS.items()
         for tiling in tilings
     )
+    # FP8 tensors with descales, which are what comes in rows, give bfloat16.
+    rows = tuple(
+        _make_fp8_config(head_dim, causal, "bfloat16", tiling, v_rows=True)
+        for head_dim, tilings in FP8_ROW_TILINGS.items()
+        for tiling in tilings
+        for causal in (False, True)
+    )
+    return transposed + rows
 
 
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from hopper.config import ForwardConfig, Fp8ForwardConfig
-from hopper.forward.fp8_kernel import Fp8ForwardKernel
+from hopper.forward.fp8_kernel import Fp8ForwardKernel, Fp8RowsForwardKernel
 from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
 
 TMA_ALIGNMENT_BYTES = 16
@@ -63,9 +63,9 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
 
     Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, block_q, block_k, softmax_scale,
     num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``FP8_KEY_ORDER`` within each
-    32 and padded with zeros to a multiple of 32. Strides and head_dims are multiples of 16. The scales are those of
-    ``BlockScales``: block_q a multiple of 64 and block_k of tile_n, or at least the sequence. The rest is as for
-    ``compile_forward``.
+    32 and padded with zeros to a multiple of 32; with ``v_rows`` it is V as it is, (b, sk, hk, dv). Strides and
+    head_dims are multiples of 16. The scales are those of ``BlockScales``: block_q a multiple of 64 and block_k of
+    tile_n, or at least the sequence. The rest is as for ``compile_forward``.
     """
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
     b, sq, sk, sk_padded, h, hk, nq, nk = (cute.sym_int() for _ in range(8))
@@ -77,11 +77,12 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
             dtype, shape, (*strides, 1), assumed_align=max(4, divisibility * dtype.width // 8)
         )
 
+    v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
     return cute.compile(
-        Fp8ForwardKernel(config),
+        Fp8RowsForwardKernel(config) if config.v_rows else Fp8ForwardKernel(config),
         strided(e4m3, (b, sq, h, d), 16),
         strided(e4m3, (b, sk, hk, d), 16),
-        strided(e4m3, (b, hk, dv, sk_padded), 16),
+        strided(e4m3, v_shape, 16),
         strided(out, (b, sq, h, dv), 8),
         strided(Float32, (b, h, cute.sym_int()), 1),
         make_fake_tensor(Int32, (2,), (1,), assumed_align=4),

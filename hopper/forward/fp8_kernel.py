@@ -1,14 +1,20 @@
 """The Hopper forward kernel for e4m3 inputs with block scales."""
 
+import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.softmax import OnlineSoftmax
-from hopper.config import WARPGROUP_ROWS, Fp8ForwardConfig
+from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
 from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
+from hopper.forward.operands import TmaOperand, Work
+from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, BlockScales, ScalePublisher
+from hopper.forward.transpose import PRODUCER_WARPS, VTransposer, load_ahead
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -70,3 +76,112 @@ class Fp8ForwardKernel(ForwardKernel):
             vt=swizzled_layout(c.head_dim_v, c.tile_n, c.stages, self.dtype),
             o=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype),
         )
+
+
+class Fp8RowsForwardKernel(Fp8ForwardKernel):
+    """``Fp8ForwardKernel`` for V in rows, (batch, keys, kv_heads, head_dim_v), as a cache holds it.
+
+    All four warps of the producer warpgroup transpose (``VTransposer``); the first one loads, a block ahead. Instead of
+    the row of ``ForwardKernel``'s table:
+
+    | pipeline | stages | bytes of a full stage | arrivals that fill it, and that empty it |
+    |---|---|---|---|
+    | pipe_v | `stages` | - | 4, `128 * consumers` |
+    | rows of V | 2 | `tile_n * head_dim_v` | 1, 4 |
+    """
+
+    v_row_stages = V_ROW_STAGES
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. As ``Fp8ForwardKernel``, but for mV (batch, seqlen_k, kv_heads, head_dim_v)."""
+        mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 3, 2, 0]))
+        scales = (q_scale, k_scale, v_scale, o_scale, block_q, block_k)
+        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, scales, softmax_scale, num_ctas, stream)
+
+    def _rows_layout(self) -> cute.ComposedLayout:
+        return swizzled_layout(self.config.tile_n, self.config.head_dim_v, V_ROW_STAGES, self.dtype)
+
+    def _make_v_atom(self, mV: cute.Tensor, layouts: SmemLayouts):
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.tile_n, self.config.head_dim_v)
+        return cpasync.make_tiled_tma_atom(load, mV, self._rows_layout(), tile)
+
+    def _make_v_pipeline(self, create, barriers, consumers: pipeline.CooperativeGroup):
+        threads = WARPGROUP_THREADS * self.config.consumers
+        return pipeline.PipelineAsync.create(
+            num_stages=self.config.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, PRODUCER_WARPS),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, threads),
+            barrier_storage=barriers.data_ptr(),
+            defer_sync=True,
+        )
+
+    def _receiving_warps(self) -> int:
+        return super()._receiving_warps() + PRODUCER_WARPS - 1
+
+    def _make_row_pipelines(self, create, storage) -> tuple[pipeline.PipelineTmaAsync, ...]:
+        c = self.config
+        warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, PRODUCER_WARPS)
+        return (create(storage.barriers_rows, V_ROW_STAGES, warps, c.tile_n * c.head_dim_v),)
+
+    @cute.jit
+    def _run_producers(self, work: Work, producer: Producer, storage, warp: Int32):
+        """All warps transpose; the first one also claims tiles, and loads a block ahead of the transposition."""
+        stages = self.config.stages
+        layouts, rows = self._smem_layouts(), self._rows_layout()
+        v = TmaOperand(
+            producer.v.atom,
+            producer.v.gmem,
+            storage.sVrows.get_tensor(rows.outer, swizzle=rows.inner),
+        )
+        sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
+        transposer = VTransposer(self.config, v, sVt, producer.pipes, warp)
+        loading, receiving = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        k_state = pipeline.make_pipeline_state(loading, stages)
+        v_state = pipeline.make_pipeline_state(loading, stages)
+        load_state = pipeline.make_pipeline_state(loading, V_ROW_STAGES)
+        rows_state = pipeline.make_pipeline_state(receiving, V_ROW_STAGES)
+        claim_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
+        mail_state = pipeline.make_pipeline_state(receiving, MAILBOX_STAGES)
+        q_phase = Int32(1)
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            m_block, head, batch = work.order.coordinates(tile)
+            head_kv = head // work.heads_per_kv_head
+            n_end = work.n_end(m_block)
+            if warp == 0:
+                producer.load_queries(m_block, head, batch, q_phase)
+            load_ahead(producer, transposer, (head_kv, batch), n_end - 1, (k_state, load_state))
+            for step in cutlass.range(n_end, unroll=1):
+                k_state.advance()
+                load_state.advance()
+                load_ahead(producer, transposer, (head_kv, batch), n_end - 2 - step, (k_state, load_state))
+                transposer.transpose(rows_state, v_state)
+                rows_state.advance()
+                v_state.advance()
+            q_phase ^= 1
+            if warp == 0:
+                tile = work.scheduler.claim(claim_state)
+            else:
+                tile = work.scheduler.receive(mail_state)
+            claim_state.advance()
+            mail_state.advance()
+        if warp == 0:
+            work.scheduler.finish()

@@ -100,6 +100,7 @@ class ForwardKernel:
 
     v_major = OperandMajorMode.MN
     scale_slots = 0
+    v_row_stages = 0
 
     def __init__(self, config: ForwardConfig):
         validate_forward_config(config)
@@ -149,7 +150,7 @@ class ForwardKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
         atom_K, tma_K = cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim))
-        atom_V, tma_V = cpasync.make_tiled_tma_atom(load, mVt, layouts.vt, (c.head_dim_v, c.tile_n))
+        atom_V, tma_V = self._make_v_atom(mVt, layouts)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
         order = self._tile_order(mQ, mK)
@@ -203,7 +204,7 @@ class ForwardKernel:
         scheduler = TileScheduler(
             tile_counter,
             storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
-            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), WARPS_PER_WARPGROUP * c.consumers),
+            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
             lane,
         )
         pipes = self._make_pipelines(storage)
@@ -226,14 +227,28 @@ class ForwardKernel:
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
-                if warp_idx == 0:
-                    self._produce(work, Producer(c, operands, pipes, self._make_scales(scales, storage)))
+                producer = Producer(c, operands, pipes, self._make_scales(scales, storage))
+                self._run_producers(work, producer, storage, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
                 softmax = self._make_softmax(scale_log2, scales, storage)
                 self._consume(
                     work, (operands, pipes, softmax, NoFeeder()), mLSE, warp_idx - WARPS_PER_WARPGROUP
                 )
+
+    def _make_v_atom(self, mVt: cute.Tensor, layouts: SmemLayouts):
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
+        return cpasync.make_tiled_tma_atom(load, mVt, layouts.vt, tile)
+
+    def _receiving_warps(self) -> int:
+        """Warps that are told which tile comes next."""
+        return WARPS_PER_WARPGROUP * self.config.consumers
+
+    @cute.jit
+    def _run_producers(self, work: Work, producer: Producer, storage, warp: Int32):
+        """The producer warpgroup, of which only one warp has something to do here."""
+        if warp == 0:
+            self._produce(work, producer)
 
     @cute.jit
     def _produce(self, work: Work, producer: Producer):
@@ -335,11 +350,15 @@ class ForwardKernel:
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
+            barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * self.v_row_stages]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scale_slots * SLOT_FLOATS], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
             sO: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], 1024]
+            sVrows: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, self.v_row_stages * c.tile_n * c.head_dim_v], 1024
+            ]
 
         return SharedStorage
 
@@ -363,11 +382,19 @@ class ForwardKernel:
         pipes = Pipelines(
             create(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
             create(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
-            create(storage.barriers_v, c.stages, warps_of_all, c.tile_n * c.head_dim_v),
+            self._make_v_pipeline(create, storage.barriers_v, warps_of_all),
+            self._make_row_pipelines(create, storage),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return pipes
+
+    def _make_row_pipelines(self, create, storage) -> tuple[pipeline.PipelineTmaAsync, ...]:
+        return ()
+
+    def _make_v_pipeline(self, create, barriers, consumers: pipeline.CooperativeGroup):
+        c = self.config
+        return create(barriers, c.stages, consumers, c.tile_n * c.head_dim_v)
 
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""

@@ -24,11 +24,15 @@ class PerOperand(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table."""
+    """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table.
+
+    ``rows`` is empty, or that of V in rows, within the producer.
+    """
 
     q: PipelineTmaAsync
     k: PipelineTmaAsync
     v: PipelineTmaAsync
+    rows: tuple[PipelineTmaAsync, ...]
 
 
 class Mmas(NamedTuple):

@@ -19,7 +19,7 @@ from hopper_attention.fp8_rules import (
     select_config,
 )
 from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, tile_counter
-from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repair_for
+from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from hopper_attention.reference.fp8 import attention_tiled_fp8
@@ -42,7 +42,8 @@ class EmulationLaunch:
 class Fp8HopperLaunch:
     """A compiled kernel on torch's current stream of ``device_index``.
 
-    ``ones`` (batch, kv_heads, 1) float32 stand in for scales that a problem does not have.
+    ``ones`` (batch, kv_heads, 1) float32 stand in for scales that a problem does not have. ``transposes`` says that the
+    kernel takes V in rows.
     """
 
     kernel: Kernel
@@ -54,6 +55,7 @@ class Fp8HopperLaunch:
     block_k: int
     no_lse: Tensor
     ones: Tensor
+    transposes: bool
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
@@ -67,7 +69,10 @@ class Fp8HopperLaunch:
             q, k = (repair.apply(x) for repair, x in zip(self.repairs, (q, k), strict=True))
         if (q.data_ptr() | k.data_ptr()) % TMA_BYTES:
             q, k = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k))
-        vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+        if isinstance(v, TransposedV):
+            values = v.data
+        else:
+            values = make_addressable(v.data) if self.transposes else transpose_for_kernel(v.data)
         v_scale, o_scale = v.scale, self.ones
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
@@ -77,7 +82,7 @@ class Fp8HopperLaunch:
         self.kernel(
             q,
             k,
-            vt,
+            values,
             out,
             lse,
             tile_counter(self.device_index),
@@ -111,7 +116,11 @@ def attend(
 
 
 def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
-    """What the rules need to know of quantized tensors."""
+    """What the rules need to know of quantized tensors.
+
+    V in rows is transposed by PyTorch first: the kernel that does it itself is used in tests only, until those on a GPU
+    have passed.
+    """
     q, k, v = parts.q, parts.k, parts.v
     return Fp8Problem(
         tuple(q.data.shape),
@@ -162,4 +171,5 @@ def find_fp8_launch(
         block_k=p.block_k or ALL_ROWS,
         no_lse=no_lse,
         ones=ones,
+        transposes=p.v_rows,
     )

@@ -26,7 +26,7 @@ class Fp8Problem(NamedTuple):
     """Sizes, blocks and options of a problem with e4m3 inputs.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...). The
-    blocks are rows that share a scale, or ONE_BLOCK.
+    blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that the kernel is to transpose V.
     """
 
     q_shape: tuple[int, ...]
@@ -37,6 +37,7 @@ class Fp8Problem(NamedTuple):
     block_v: int
     out_dtype: torch.dtype
     causal: bool
+    v_rows: bool = False
 
 
 def block_of(rows: int, seqlen: int) -> int:
@@ -90,7 +91,7 @@ def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     p = problem
     seqlen_k = p.k_shape[1]
     config = select_fp8_forward_config(
-        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k
+        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k, p.v_rows
     )
     check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
     return config

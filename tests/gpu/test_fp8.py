@@ -11,6 +11,7 @@ import torch
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
+from hopper_attention.fp8_launch import find_fp8_launch, problem_of
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
 
@@ -118,6 +119,23 @@ def test_fp8_tensors_with_descales(draw, head_dim: int) -> None:
         *data, causal=True, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2]
     )
     assert torch.equal(out, flash_attn_quantized_func(parts, causal=True, backend="hopper"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
+    for seqlens in LENGTHS:
+        x = draw(torch.float16, 2, seqlens, (4, 2), head_dim)
+        data = [(0.7 * t).to(torch.float8_e4m3fn) for t in (x.q, x.k, x.v)]
+        parts = from_descales(*data, None, None, None, torch.bfloat16)
+        for causal in (False, True):
+            problem = problem_of(parts, causal)._replace(v_rows=True)
+            strides = parts.q.data.stride(), parts.k.data.stride()
+            launch = find_fp8_launch(problem, *strides, x.q.device, "hopper")
+            out, lse = launch(parts, head_dim**-0.5, True)
+            like, like_lse = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+            assert (out - like).float().norm() <= 0.02 * like.float().norm()
+            visible = like_lse > -math.inf
+            assert ((lse - like_lse)[visible].abs() <= 5e-3 + 2e-3 * like_lse[visible].abs()).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

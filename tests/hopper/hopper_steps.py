@@ -374,6 +374,21 @@ def _stmatrix(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _ldmatrix(name: str, ops: list[str]) -> Step:
+    registers = operands_of(ops[0].strip("{}"))
+    base, offset = address_of(ops[1])
+    assert ".x4.trans" in name
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        addresses = warp.get(base, np.uint32)
+        for i, register in enumerate(registers):
+            cells = addresses[8 * i : 8 * i + 8, None].astype(np.int64) + offset + np.arange(16)
+            rows = np.ascontiguousarray(warp.cta.shared[cells]).view(np.uint16)
+            warp.set(register, np.ascontiguousarray(rows.T.reshape(LANES, 2)).view(np.uint32)[:, 0], mask)
+
+    return step
+
+
 # barriers
 
 
@@ -580,6 +595,6 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "prmt": _prmt, "lop3": _lop3,
     "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "rcp": _plain(lambda x: np.float32(1) / x),
     "shfl": _shfl, "vote": _vote, "elect": _elect, "ld": _load_or_store, "st": _load_or_store, "atom": _atom,
-    "stmatrix": _stmatrix, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
+    "stmatrix": _stmatrix, "ldmatrix": _ldmatrix, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
     "cp.async.bulk": _bulk, "cp.reduce": _bulk, "wgmma.mma_async": _wgmma,
 }  # fmt: skip

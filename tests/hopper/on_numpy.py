@@ -123,12 +123,16 @@ def fp8_forward_on_numpy(
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the FP8 kernel of ``config`` leaves them."""
     c, q, k, v = config, parts.q, parts.k, parts.v
-    vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+    if c.v_rows:
+        v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
+    else:
+        vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+        v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
     arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
     arguments.values[:4] = (
         row_map(q.data, WARPGROUP_ROWS, c.head_dim),
         row_map(k.data, c.tile_n, c.head_dim),
-        tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n),
+        v_map,
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     ones = torch.ones(*v.scale.shape[:2], 1)

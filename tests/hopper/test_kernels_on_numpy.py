@@ -136,6 +136,22 @@ def test_fp8_forward_of_tensors_with_descales_of_any_sign() -> None:
     assert not out[:, :, 1].any() and out[:, :, 0].any()
 
 
+@pytest.mark.parametrize("head_dim,causal", [(64, True), (128, False), (256, True)])
+def test_fp8_forward_transposes_v(head_dim, causal) -> None:
+    q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), head_dim)
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128))
+    dims = head_dim, head_dim
+    with_rows = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128, v_rows=True)
+    without = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128)
+    without = replace(without, tile_m=with_rows.tile_m, tile_n=with_rows.tile_n, stages=2)
+    if with_rows.tile_m != 128:
+        without = replace(without, registers=Registers(160, 32))
+    without = replace(without, polynomial_pairs=with_rows.polynomial_pairs)
+    out, lse = fp8_forward_on_numpy(with_rows, parts, head_dim**-0.5, LATE)
+    expected, expected_lse = fp8_forward_on_numpy(without, parts, head_dim**-0.5, LATE)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
 def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
     q, k, v = draw(torch.float16, (128, 300), (1, 1), 64)
     k[0, 250, 0, 3] = math.nan

@@ -132,6 +132,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
         block_k=parts.k.block if parts.k.block < problem.seqlen_k else ALL_ROWS,
         no_lse=inputs.q.new_empty((problem.batch, problem.heads, 0), dtype=torch.float32),
         ones=torch.ones(of_heads, dtype=torch.float32, device=device),
+        transposes=False,
     )
     scale = problem.head_dim**-0.5
     return Prepared(lambda: launch(parts, scale, False)[0], config.name)
