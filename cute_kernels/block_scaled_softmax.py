@@ -4,8 +4,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.exp2_pairs import PAIR_RANGE, PAIR_ZERO, exp2_of_pair, is_polynomial, sum_of_words
-from cute_kernels.fast_math import exp2, multiply_rounded, pin
+from cute_kernels.exp2_pairs import (
+    PAIR_RANGE,
+    PAIR_ZERO,
+    exp2_of_pair,
+    is_polynomial,
+    scale_pair,
+    sum_of_words,
+)
+from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pack, pin
 from cute_kernels.fragments import (
     LANES_PER_ROW,
     ROWS_PER_THREAD,
@@ -14,6 +21,9 @@ from cute_kernels.fragments import (
 )
 from cute_kernels.row_maximum import row_maximum, thread_maximum
 from cute_kernels.softmax import LN_2, OnlineSoftmax
+
+SMALLEST_SCALE = 2.0**-126
+"""Of a score: that of a block of zeros times another would be 0."""
 
 P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""
@@ -24,7 +34,8 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     scale = softmax_scale log2(e) s_q s_k. bias = log2(s_v), so that the V block's scale
     enters P through the exponent and no pass over O is needed; it enters the running maximum too, so that the
-    largest P of a row is 2^8 whichever blocks the row sees, and exact. The row sum takes it out again.
+    largest P of a row is 2^8 whichever blocks the row sees, and exact. The row sum takes it out again. ``deficit`` is
+    how far a block's maximum lies below the running one.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
     ``enter_block`` finds the block's scales in: pairs of s_k and log2(s_v). Of each 8 column pairs
@@ -37,6 +48,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
         self.slots, self.polynomial_pairs = slots, polynomial_pairs
         self.tile_scale, self.scale, self.bias = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
+        self.deficit = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
 
     @cute.jit
     def enter_tile(self, row: Int32, head: Int32, batch: Int32):
@@ -44,7 +56,10 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        self.scale[0] = self.slots[slot, 0] * self.tile_scale[0]
+        scale = self.slots[slot, 0] * self.tile_scale[0]
+        # No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so.
+        scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
+        self.scale[0] = scale
         self.bias[0] = self.slots[slot, 1]
 
     @cute.jit
@@ -61,10 +76,13 @@ class BlockScaledSoftmax(OnlineSoftmax):
         of_thread: Int32,
         is_first: cutlass.Constexpr[bool],
     ):
-        shift = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0]) + self.bias[0]
+        of_block = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0]) + self.bias[0]
+        shift = of_block
         if const_expr(not is_first):
-            shift = cute.arch.fmax(shift, self.shift[r])
+            shift = maximum_or_nan(of_block, self.shift[r])
         self._move_origin(r, shift, is_first)
+        if const_expr(self.polynomial_pairs > 0):
+            self.deficit[r] = of_block - self.origin[r]
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
@@ -74,20 +92,25 @@ class BlockScaledSoftmax(OnlineSoftmax):
         rows = as_rows(acc_S)
         words = as_rows(cute.recast_tensor(acc_S, Int32))
         scale, offset = self.scale[0], self.bias[0] - self.origin[r] + Float32(P_EXPONENT)
-        pair_scale = scale * Float32(1.0 / PAIR_RANGE)
-        pair_offset = (offset + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
         total = Float32(0.0)
         polynomials = []
+        if const_expr(self.polynomial_pairs > 0):
+            # The largest of the block is 2^8 to the polynomial, however quiet the block: float16 would lose it.
+            pair_scale = scale * Float32(1.0 / PAIR_RANGE)
+            pair_offset = (offset - self.deficit[r] + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
+            factor = exp2(self.deficit[r])
+            pair_factor = pack(factor, factor, cutlass.Float16)
         for j in cutlass.range_constexpr(rows.shape[1][1]):
             if const_expr(is_polynomial(j, self.polynomial_pairs)):
-                words[r, (0, j)] = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
-                polynomials.append(words[r, (0, j)])
+                pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
+                polynomials.append(pair)
+                words[r, (0, j)] = scale_pair(pair, pair_factor)
             else:
                 for e in cutlass.range_constexpr(2):
                     rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale + offset)
                 total = total + (rows[r, (0, j)] + rows[r, (1, j)])
         if const_expr(len(polynomials) > 0):
-            total = total + sum_of_words(polynomials)
+            total = total + sum_of_words(polynomials) * factor
         if const_expr(r == 0):
             self.second_maximum[0] = pin(self.second_maximum[0], Int32)
         self.row_sum[r] = self.row_sum[r] + pin(total) * exp2(-self.bias[0])

@@ -25,6 +25,13 @@ def multiply_rounded(a: Float32, b: Float32) -> Float32:
     )
 
 
+def maximum_or_nan(a: Float32, b: Float32) -> Float32:
+    """The larger, or NaN if one of them is: ``cute.arch.fmax`` gives the other one then."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
 def pin(x: Float32 | Int32, dtype: type[cutlass.Numeric] = Float32) -> Float32 | Int32:
     """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[dtype], read_only_args=[x])

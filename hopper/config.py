@@ -199,9 +199,10 @@ def validate_forward_config(config: ForwardConfig) -> None:
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     _validate_registers(c)
-    if c.o_shares_q and c.head_dim_v > c.head_dim:
+    if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
-            f"head_dim_v is {c.head_dim_v}, allowed where O is staged in Q's memory: at most head_dim, {c.head_dim}"
+            f"O is staged in Q's memory and needs {c.o_bytes} bytes, allowed: {c.q_bytes}; stages is {c.stages} and "
+            f"tile_n {c.tile_n}, of which fewer leave O memory of its own"
         )
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
@@ -224,11 +225,13 @@ def _validate_registers(config: ForwardConfig) -> None:
             raise ValueError(f"registers are {r}, allowed without a producer: {Registers(launched, 0)}")
         return
     total = WARPGROUP_THREADS * (r.consumer * config.consumers + r.producer)
+    # A warpgroup that asks for more than is left of what the CTA was launched with waits forever.
+    available = launched * config.threads
     in_order = MIN_REGISTERS <= r.producer <= launched <= r.consumer <= MAX_REGISTERS
-    if r.consumer % 8 or r.producer % 8 or not in_order or total > REGISTERS_PER_SM:
+    if r.consumer % 8 or r.producer % 8 or not in_order or total > available:
         raise ValueError(
             f"registers {r} need {total}, allowed: multiples of 8, producer {MIN_REGISTERS} to {launched}, "
-            f"consumer {launched} to {MAX_REGISTERS}, {REGISTERS_PER_SM} in all"
+            f"consumer {launched} to {MAX_REGISTERS}, {available} in all"
         )
 
 
@@ -247,7 +250,7 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
-TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=64)
+TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""
 

@@ -52,8 +52,8 @@ def flash_attn_func(
         softmax_scale: factor of the scores, positive; head_dim**-0.5 by default.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the mask is aligned bottom-right).
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
-            the data is multiplied by; ones by default. FP8 gives a bfloat16 output, runs as an emulation
-            so far, and has no gradient.
+            the data is multiplied by; ones by default. Where the product of those of q and k is negative,
+            the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient.
         deterministic: accepted as it is: every run gives the same bits either way.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).

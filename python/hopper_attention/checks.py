@@ -171,8 +171,9 @@ def check_fp8_has_no_grad(*tensors: Tensor | None) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name} requires grad, allowed with {FP8_DTYPE}: tensors that do not, as FP8 attention "
-                "has no backward; train with torch.float16 or torch.bfloat16, or call under torch.no_grad()"
+                f"{name} requires grad, allowed with {FP8_DTYPE}: tensors that do not, as e4m3 inputs "
+                "have no gradient; train with 16-bit tensors, which flash_attn_fp8_func quantizes and "
+                "differentiates, or call under torch.no_grad()"
             )
 
 

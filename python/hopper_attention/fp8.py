@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.checks import TensorSpec
 from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
+from hopper_attention.shapes import attention_shape
 
 DEFAULT_QUANTIZATION = Fp8Quantization()
 
@@ -52,7 +52,7 @@ def flash_attn_fp8_func(
     checks.check_are_tensors(q=q, k=k, v=v)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wants_grad or torch.compiler.is_compiling():
-        checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
+        attention_shape(q, k, v)
         checks.check_backend(backend)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
         out, lse = differentiable_fp8(q, k, v, scale, bool(causal), quantization, backend)

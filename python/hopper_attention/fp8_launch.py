@@ -23,8 +23,9 @@ from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_add
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from hopper_attention.reference.fp8 import attention_tiled_fp8
+from hopper_attention.shapes import fit_shapes
 
-ALL_ROWS = 2**30
+ALL_ROWS = 2**31 - 1
 """Rows that share a scale, where all do, as the kernel is told."""
 
 
@@ -107,11 +108,13 @@ def attend(
     """Attention of quantized tensors: out and lse. Without ``wants_lse`` the lse may lack its rows.
 
     Raises:
-        ValueError: ``backend`` cannot run the problem.
+        ValueError: the tensors do not fit together, or ``backend`` cannot run the problem.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
     q, k = parts.q.data, parts.k.data
-    launch = find_fp8_launch(problem_of(parts, causal), q.stride(), k.stride(), q.device, backend)
+    # What is made while a graph is captured belongs to that graph: it is not remembered.
+    find = find_fp8_launch.__wrapped__ if _is_capturing(q.device) else find_fp8_launch
+    launch = find(problem_of(parts, causal), q.stride(), k.stride(), q.device, backend)
     return launch(parts, softmax_scale, wants_lse)
 
 
@@ -142,8 +145,14 @@ def find_fp8_launch(
     device: torch.device,
     backend: str | None,
 ) -> Fp8Launch:
-    """What serves a problem; compiles or loads its kernel the first time."""
+    """What serves a problem; checks it, and compiles or loads its kernel, the first time.
+
+    Raises:
+        ValueError: the shapes do not fit together, or ``backend`` cannot run the problem.
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
     p = problem
+    fit_shapes(p.q_shape, p.k_shape, p.v_shape)
     choice = choose_fp8_backend(p, target_of(device), backend)
     if choice.advice:
         warn_once(f"FP8 attention on its emulation, which is slow: {choice.reason}; {choice.advice}")
@@ -159,7 +168,7 @@ def find_fp8_launch(
         for shape, strides in ((p.q_shape, q_strides), (p.k_shape, k_strides))
     )
     with torch.inference_mode(False):
-        ones = torch.ones((batch, kv_heads, 1), dtype=torch.float32, device=device)
+        ones = _unit_scales((batch, kv_heads, 1), device)
         no_lse = torch.empty((batch, heads, 0), dtype=torch.float32, device=device)
     return Fp8HopperLaunch(
         kernel=compile_cache.get_forward(config),
@@ -173,3 +182,14 @@ def find_fp8_launch(
         ones=ones,
         transposes=p.v_rows,
     )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _unit_scales(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Ones that every stream may read: copied before this returns, or made anew by each replay of a captured graph."""
+    if _is_capturing(device):
+        return torch.ones(shape, dtype=torch.float32, device=device)
+    return torch.ones(shape, dtype=torch.float32, device="cpu").to(device)

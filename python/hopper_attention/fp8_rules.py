@@ -58,7 +58,9 @@ def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | Non
         return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype float8_e4m3fn")
     if requested == "hopper":
         raise ValueError(f"backend is 'hopper', but {blocked}; allowed here: 'reference' or None")
-    return Choice("reference", blocked, "flash_attn_func on bfloat16 may be faster" if target.is_gpu else "")
+    has_work = 0 not in (*problem.q_shape, *problem.k_shape)
+    advice = "flash_attn_func on bfloat16 may be faster" if target.is_gpu and has_work else ""
+    return Choice("reference", blocked, advice)
 
 
 def why_not_kernel(problem: Fp8Problem) -> str:

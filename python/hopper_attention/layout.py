@@ -40,7 +40,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
 
 def repair_for(spec: TensorSpec) -> Repair:
     """What a tensor of this shape and these strides needs, wherever it lies."""
-    if _bad_strides(spec):
+    if _bad_strides(spec) or (spec.shape[3] > 1 and spec.strides[3] != 1):
         return Repair(copy=True, strides=())
     step = _step(spec)
     fixed = tuple(

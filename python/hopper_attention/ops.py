@@ -81,7 +81,7 @@ def backward(
     if q.is_cuda:
         warn_once(
             "the backward pass of attention runs on the tiled reference in PyTorch: correct, and slow. The "
-            "Hopper backward kernel does not exist yet; torch's scaled_dot_product_attention has a fast one"
+            "Hopper backward kernel is not in use yet; torch's scaled_dot_product_attention has a fast one"
         )
     return tiled_backward(dout, dlse, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
 

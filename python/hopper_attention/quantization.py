@@ -171,6 +171,8 @@ def _check_parts(data: torch.Tensor, scale: torch.Tensor, block: int, dimensions
         raise TypeError(f"data has dtype {data.dtype}, allowed: {E4M3}")
     if scale.dtype != torch.float32:
         raise TypeError(f"scale has dtype {scale.dtype}, allowed: torch.float32")
+    if scale.device != data.device:
+        raise ValueError(f"scale is on {scale.device}, allowed: the device of its data, {data.device}")
     if block < 1:
         raise ValueError(f"block is {block}, allowed: 1 or more")
     if data.dim() != 4:
@@ -197,6 +199,12 @@ class QuantizedQKV:
     quantization: Fp8Quantization
     dtype: torch.dtype
     shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        device = self.q.data.device
+        for name, part in (("k", self.k), ("v", self.v)):
+            if part.data.device != device:
+                raise ValueError(f"{name} is on {part.data.device}, allowed: the device of q, {device}")
 
 
 def padded_keys(seqlen: int) -> int:
@@ -226,7 +234,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator) - 1.0).to(device)
+    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0).to(device)
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -409,7 +417,9 @@ def from_descales(
                 f"({shape.batch}, {shape.kv_heads})"
             )
         if descale.device != data.device:
-            raise ValueError(f"{name} is on {descale.device}, allowed: the device of q, {data.device}")
+            raise ValueError(
+                f"{name} is on {descale.device}, allowed: the device of its tensor, {data.device}"
+            )
         seqlen, heads = data.shape[1], data.shape[2]
         scale = descale.repeat_interleave(heads // shape.kv_heads, 1).unsqueeze(-1)
         return QuantizedTensor(data, scale[:, :, : min(seqlen, 1)].contiguous(), max(seqlen, 1))

@@ -40,21 +40,27 @@ def attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attent
             raise TypeError(f"{name} has dtype {tensor.dtype}, allowed: the dtype of q, {q.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, allowed: the device of q, {q.device}")
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    return fit_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+
+
+def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> AttentionShape:
+    """``attention_shape`` of shapes with four dimensions each.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    batch, seqlen_q, heads, head_dim = q
+    _, seqlen_k, kv_heads, _ = k
+    head_dim_v = v[3]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             f"q has {heads} heads and k has {kv_heads}, allowed: a positive multiple of the heads of k"
         )
-    if k.shape != (batch, seqlen_k, kv_heads, head_dim):
+    if k != (batch, seqlen_k, kv_heads, head_dim):
+        raise ValueError(f"k has shape {k}, allowed with q {q}: ({batch}, seqlen_k, kv_heads, {head_dim})")
+    if v != (batch, seqlen_k, kv_heads, head_dim_v):
         raise ValueError(
-            f"k has shape {tuple(k.shape)}, allowed with q {tuple(q.shape)}: "
-            f"({batch}, seqlen_k, kv_heads, {head_dim})"
-        )
-    if v.shape != (batch, seqlen_k, kv_heads, head_dim_v):
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, allowed with k {tuple(k.shape)}: "
-            f"({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
+            f"v has shape {v}, allowed with k {k}: ({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
         )
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"head_dim is {head_dim} and head_dim_v is {head_dim_v}, allowed: 1 or more")

@@ -16,6 +16,7 @@ from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
 from hopper_attention.backward_launch import lse_shape, zero_dq
+from hopper_attention.fp8_launch import ALL_ROWS
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
 
@@ -139,7 +140,7 @@ def fp8_forward_on_numpy(
     v_scale, o_scale = (ones, v.scale) if v.scale.shape[2] == 1 else (v.scale, ones)
     for scale in (q.scale, k.scale, v_scale, o_scale):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
-    arguments.add(min(q.block, 2**30), 2**30 if v.scale.shape[2] == 1 else k.block)
+    arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(arguments, q.data, k.data, softmax_scale)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse

@@ -65,10 +65,13 @@ def test_cover_is_the_pair_of_least_work():
         ({"warp_specialized": False}, "allowed without a producer: Registers\\(consumer=256, producer=0\\)"),
         ({"tile_n": 100}, "tile_n is 100"),
         ({"stages": 1}, "stages is 1"),
-        ({"registers": Registers(consumer=256, producer=24)}, "consumer 168 to 256, 65536 in all"),
+        ({"registers": Registers(consumer=256, producer=24)}, "consumer 168 to 256, 64512 in all"),
         ({"registers": Registers(consumer=240, producer=16)}, "producer 24 to 168"),
         ({"registers": Registers(consumer=160, producer=24)}, "consumer 168 to 256"),
-        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 128}, "head_dim_v is 256, allowed where O is staged"),
+        (
+            {"head_dim": 64, "head_dim_v": 256, "tile_n": 128},
+            "O is staged in Q's memory and needs 65536 bytes, allowed: 16384",
+        ),
         ({"tile_n": 256}, "bytes of shared memory, allowed: 232448"),
     ],
 )
@@ -94,6 +97,12 @@ def test_sizes_that_32_bit_tile_numbers_cannot_count_are_refused():
         check_problem_size(config, 1, 1, 2**31 - 1, 1)
     with pytest.raises(NotImplementedError, match="2147483648 tiles of 128 queries"):
         check_problem_size(config, 2**25, 64, 1, 1)
+
+
+def test_fp8_output_that_does_not_fit_into_the_memory_of_q_is_refused():
+    config = select_fp8_forward_config(256, 256, True, "bfloat16", 8192)
+    with pytest.raises(ValueError, match="needs 65536 bytes, allowed: 32768; stages is 3 and tile_n 128"):
+        validate_forward_config(replace(config, stages=3))
 
 
 def test_invalid_fp8_fields_are_named():

@@ -136,6 +136,37 @@ def test_fp8_forward_of_tensors_with_descales_of_any_sign() -> None:
     assert not out[:, :, 1].any() and out[:, :, 0].any()
 
 
+@pytest.mark.parametrize("descale", [0.0, 1e-30])
+def test_fp8_forward_of_scores_whose_scale_vanishes(descale: float) -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (1, 1), 64))
+    vanishing = torch.full((1, 1), descale)
+    check_fp8(from_descales(q, k, v, vanishing, vanishing, None, torch.bfloat16), True)
+
+
+def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
+    q, k, v = draw(torch.bfloat16, (70, 130), (1, 1), 64)
+    parts = quantize_qkv(q * 0, k * 0, v * 0 + 1, quantization=Fp8Quantization(block_q=64, block_k=128))
+    assert relative(check_fp8(parts, False, 128), torch.ones(1, 70, 1, 64, dtype=torch.float64)) < 2e-3
+
+
+def test_fp8_forward_with_descales_of_a_negative_product_is_nan() -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (1, 1), 64))
+    parts = from_descales(q, k, v, torch.full((1, 1), -1.0), None, None, torch.bfloat16)
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 130)
+    out, lse = fp8_forward_on_numpy(config, parts, 0.125)
+    assert bool(out.isnan().all()) and bool(lse.isnan().all())
+
+
+@pytest.mark.parametrize("quiet", [0.0, 2.0**-20])
+def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
+    """Keys whose values are small take their part of the row sum, though float16 cannot hold what they add to P."""
+    q, k, v = draw(torch.float16, (70, 256), (1, 1), 64)
+    q[..., 0], k[:, 1, :, 0] = 8, 6
+    v[:, :128] *= quiet
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+    check_fp8(parts, False, 128)
+
+
 @pytest.mark.parametrize("head_dim,causal", [(64, True), (128, False), (256, True)])
 def test_fp8_forward_transposes_v(head_dim, causal) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), head_dim)
@@ -160,6 +191,18 @@ def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     # The last query sees the last key.
     assert bool(out[0, 78:].isnan().all()) and bool(out[0, :78].isfinite().all())
+
+
+@pytest.mark.parametrize("key", [0, 9, 130])
+def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
+    """Of the block visited first as of later ones; of columns whose exponentials are polynomials as of the others."""
+    q, k, v = draw(torch.float16, (64, 256), (1, 1), 64)
+    k[0, key, 0, 3] = math.nan
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+    config = select_fp8_forward_config(64, 64, False, "float16", 256, 128)
+    assert config.polynomial_pairs > 0
+    out, _ = fp8_forward_on_numpy(config, parts, 0.125)
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.parametrize(
