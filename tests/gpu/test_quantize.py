@@ -138,7 +138,7 @@ def test_blocks_of_every_size(draw, head_dim: int, block_q: int, block_k: int) -
     reason = why_not_fused_here(x.q, x.k, x.v, c)
     if reason:
         assert "registers" in reason and max(block_q, block_k) * head_dim > 192 * 192
-        pytest.skip(reason)
+        pytest.skip(f"the fused quantizer does not do these blocks: {reason}")
     assert find_differences(x.q, x.k, x.v, c) == []
 
 
@@ -324,8 +324,9 @@ BIG = {
 
 @pytest.mark.parametrize("dimension", BIG)
 def test_tensors_above_two_to_the_31_elements(draw, device: str, dimension: str) -> None:
-    if torch.cuda.get_device_properties(device).total_memory < 60 * 2**30:
-        pytest.skip("needs a GPU of 60 GiB")
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if total < 60:
+        pytest.skip(f"needs a GPU of 60 GiB for tensors above 2^31 elements, this one has {total:.0f}")
     batch, seqlens, heads = BIG[dimension]
     x = draw(torch.bfloat16, batch, seqlens, heads, 64)
     assert max(x.q.numel(), x.k.numel()) > 2**31

@@ -215,6 +215,13 @@ def test_what_tma_cannot_address_is_copied(
     assert text.startswith(f"k is copied to contiguous memory: {reason}")
 
 
+def test_rows_that_are_not_contiguous_are_copied() -> None:
+    x = torch.randn(2, 9, 2, 128).half()[..., ::2]
+    repair = repair_for(TensorSpec.of(x))
+    assert repair == Repair(copy=True, strides=())
+    assert repair.apply(x).is_contiguous() and torch.equal(repair.apply(x), x)
+
+
 def test_a_misaligned_address_is_copied() -> None:
     good, bad = strided(*ADDRESSABLE[0]), strided(*ADDRESSABLE[0], offset=3)
     (text,) = plan_for(good, good, bad).copies

@@ -287,3 +287,17 @@ def test_gradients_take_whatever_quantization_takes() -> None:
     assert torch.equal(out, expected)
     out.sum().backward()
     assert q.grad is not None and bool(q.grad.isfinite().all()) and bool(q.grad.any())
+
+
+def test_what_a_captured_graph_makes_is_not_remembered(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, _ = hopper
+    parts = quantize_qkv(*qkv())
+    with monkeypatch.context() as capture:
+        capture.setattr(fp8_launch, "_is_capturing", lambda device: True)
+        flash_attn_quantized_func(parts)
+    assert fp8_launch.find_fp8_launch.cache_info().currsize == 0
+    of_capture = kernel.arguments[9]
+    flash_attn_quantized_func(parts)
+    assert fp8_launch.find_fp8_launch.cache_info().currsize == 1 and kernel.arguments[9] is not of_capture

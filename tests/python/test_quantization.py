@@ -289,3 +289,9 @@ def test_smooth_k_takes_out_the_mean_and_remembers_what_it_did_to_the_scores():
     assert torch.allclose(parts.shift, torch.einsum("bqhd,bhd->bhq", q, mean), atol=1e-3)
     assert quantize_qkv(q, k, v, quantization=PLAIN).shift.numel() == 0
     assert (parts.k.scale < quantize_qkv(q, k, v, quantization=PLAIN).k.scale / 3).all()
+
+
+def test_signs_do_not_depend_on_the_default_device() -> None:
+    expected = rotation_signs(64, 3)
+    with torch.device("meta"):
+        assert torch.equal(rotation_signs(64, 3), expected)
