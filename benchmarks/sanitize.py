@@ -1,12 +1,13 @@
-"""One small case of every shipped forward config, for compute-sanitizer.
+"""One small case of every shipped kernel, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
-    compute-sanitizer --tool racecheck python benchmarks/sanitize.py --config d128_causal
+    compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-No kernel but ours runs on the GPU: inputs, poison and the check against float64 live on the CPU, because
-every kernel is slow under the tool. Each case has three blocks of keys, the last one partial, a partial tile
-of queries, two heads on one KV head, and two CTAs for four tiles, so that shared memory is reused across
-tiles. Compile first (``hopper-attention compile``), or the tool watches the compiler too.
+Families are forward, fp8, quantize and backward. No kernel but ours runs on the GPU: inputs, poison and the check of
+the result live on the CPU, because every kernel is slow under the tool. Each case of attention has three blocks of
+keys, the last one partial, a partial tile of queries, two heads on one KV head, and two CTAs for four tiles, so that
+shared memory is reused across tiles. Compile first (``hopper-attention compile``), or the tool watches the compiler
+too.
 """
 
 from __future__ import annotations
@@ -15,67 +16,197 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hopper.config import ForwardConfig, shipped_forward_configs
+from hopper.backward.config import BackwardConfig, shipped_backward_configs
+from hopper.config import (
+    ForwardConfig,
+    Fp8ForwardConfig,
+    shipped_forward_configs,
+    shipped_fp8_forward_configs,
+)
+from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
+from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.reference import attention_naive, attention_standard
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
+from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
+from hopper_attention.reference.fp8 import attention_tiled_fp8
+from hopper_attention.reference.tiled_backward import tiled_backward
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
+FP8_TOLERANCE = 1.1
+"""RMS error of the FP8 kernel over that of its emulation: one small case has a wider spread than the tests' average."""
+
+
+def draw(
+    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the case, N(0, 1), on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (
+        (seqlen_q, HEADS, head_dim),
+        (seqlen_k, KV_HEADS, head_dim),
+        (seqlen_k, KV_HEADS, head_dim_v),
+    )
+    q, k, v = (torch.randn(1, *shape, generator=generator).to(getattr(torch, dtype)) for shape in shapes)
+    return q, k, v
+
+
+def poisoned_results(q: Tensor, head_dim_v: int, dtype: torch.dtype) -> list[Tensor]:
+    """out, lse and a tile counter for a problem with these queries, on the CPU."""
+    out = torch.full((*q.shape[:3], head_dim_v), math.nan, dtype=dtype)
+    return [out, torch.full((1, HEADS, q.shape[1]), math.nan), torch.zeros(2, dtype=torch.int32)]
 
 
 def run_case(config: ForwardConfig, device: str) -> str:
     """Run the kernel once; returns what is wrong with its output, empty if nothing is."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, config.dtype)
-    seqlen_q, seqlen_k = config.tile_m + 17, 2 * config.tile_n + 5
-    q = torch.randn(1, seqlen_q, HEADS, config.head_dim, generator=generator).to(dtype)
-    k = torch.randn(1, seqlen_k, KV_HEADS, config.head_dim, generator=generator).to(dtype)
-    v = torch.randn(1, seqlen_k, KV_HEADS, config.head_dim_v, generator=generator).to(dtype)
-    out = torch.full((1, seqlen_q, HEADS, config.head_dim_v), math.nan, dtype=dtype)
-    lse = torch.full((1, HEADS, seqlen_q), math.nan)
-    counter = torch.zeros(2, dtype=torch.int32)
-    on_gpu = [tensor.to(device) for tensor in (q, k, v, out, lse, counter)]
+    lengths = config.tile_m + 17, 2 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
+    on_gpu = [x.to(device) for x in (q, k, v, *poisoned_results(q, config.head_dim_v, q.dtype))]
     get_forward(config)(*on_gpu, config.head_dim**-0.5, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:])
 
     oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal)
     plain = attention_standard(q, k, v, causal=config.causal)
-    rounding = torch.finfo(dtype).eps / 2 * oracle.abs().max().item()
+    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
     allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
     error = (out.double() - oracle).abs().max().item()
-    hidden = oracle_lse == -math.inf
-    lse_error = (lse.double() - oracle_lse)[~hidden].abs().max().item()
     # "not <=" so that a NaN, which is an unwritten element, counts as wrong.
     wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
-    wrong += [f"LSE error {lse_error:.2e}, allowed 2e-4"] if not lse_error <= 2e-4 else []
-    wrong += ["LSE of rows without keys is not -inf"] if not bool((lse[hidden] == -math.inf).all()) else []
-    wrong += [f"tile counter left at {counter.tolist()}"] if bool(counter.any()) else []
+    return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+
+
+def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
+    """``run_case`` for FP8: block scales where V comes transposed, else one scale a head."""
+    lengths = config.tile_m + 17, 2 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.out_dtype)
+    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n)
+    parts = quantize_qkv(
+        q, k, v, quantization=Fp8Quantization(granularity="head") if config.v_rows else by_block
+    )
+    values = parts.v.row_major().data if config.v_rows else parts.v.data
+    ones = torch.ones(1, KV_HEADS, 1)
+    scales = (
+        parts.q.scale,
+        parts.k.scale,
+        *((ones, parts.v.scale) if config.v_rows else (parts.v.scale, ones)),
+    )
+    results = poisoned_results(q, config.head_dim_v, q.dtype)
+    on_gpu = [x.to(device) for x in (parts.q.data, parts.k.data, values, *results, *scales)]
+    get_forward(config)(*on_gpu, parts.q.block, parts.k.block, config.head_dim**-0.5, CTAS)
+    torch.cuda.synchronize()
+    out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])
+
+    like, like_lse = attention_tiled_fp8(parts, causal=config.causal, softmax_scale=config.head_dim**-0.5)
+    dequantized = (x.dequantize() for x in (parts.q, parts.k, parts.v))
+    oracle, _ = attention_naive(*dequantized, causal=config.causal)
+    error, emulated = (_rms(x.double() - oracle) for x in (out, like))
+    allowed = FP8_TOLERANCE * emulated
+    wrong = [f"RMS error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
+    return "; ".join(wrong + _lse_faults(lse, like_lse, 5e-3) + _counter_faults(counter))
+
+
+def run_quantize_case(config: QuantizeConfig, device: str) -> str:
+    """The fused quantizer, whose twin in PyTorch has the same bits."""
+    lengths = config.block_q + 17, 2 * config.block_k + 5
+    inputs = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
+    c = Fp8Quantization(
+        rotate=config.rotate,
+        block_q=config.block_q,
+        block_k=config.block_k,
+        smooth_k=config.smooth_k,
+        rotate_v=config.rotate_v,
+    )
+    twin = quantize_qkv(*inputs, quantization=c)
+    on_gpu = [x.to(device) for x in inputs]
+    outputs = empty_outputs(config, *on_gpu)
+    fill(outputs, config, c.seed, *on_gpu, torch.empty(0, device=device))
+    torch.cuda.synchronize()
+    expected = Outputs(
+        *(part.data for part in (twin.q, twin.k, twin.v)), *(part.scale for part in (twin.q, twin.k, twin.v))
+    )
+    return "; ".join(
+        f"{name} differs from its twin"
+        for name, result, right in zip(Outputs._fields, outputs, expected, strict=True)
+        if not torch.equal(result.cpu().view(torch.uint8), right.view(torch.uint8))
+    )
+
+
+def run_backward_case(config: BackwardConfig, device: str) -> str:
+    """All three kernels of the backward: prepare, the main one, finish."""
+    lengths = 2 * config.tile_m + 17, 2 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
+    scale = config.head_dim**-0.5
+    out, lse = attention_tiled(q, k, v, causal=config.causal)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    on_gpu = [x.to(device) for x in (dout, q, k, v, out, lse)]
+    gradients = [x.cpu() for x in run_backward(*on_gpu, scale, config.causal)]
+    torch.cuda.synchronize()
+    inputs = [x.double() for x in (dout, q, k, v, out, lse)]
+    exact = tiled_backward(inputs[0], None, *inputs[1:], causal=config.causal, softmax_scale=scale)
+    like = tiled_backward(dout, None, q, k, v, out, lse, causal=config.causal, softmax_scale=scale)
+    wrong = []
+    for name, gradient, right, emulated in zip(("dq", "dk", "dv"), gradients, exact, like, strict=True):
+        error = (gradient.double() - right).abs().max().item()
+        allowed = 2 * (emulated.double() - right).abs().max().item() + 1e-4
+        if not error <= allowed:
+            wrong.append(f"error of {name} {error:.2e}, allowed {allowed:.2e}")
     return "; ".join(wrong)
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _lse_faults(lse: Tensor, expected: Tensor, allowed: float) -> list[str]:
+    hidden = expected == -math.inf
+    error = (lse.double() - expected)[~hidden].abs().max().item()
+    wrong = [f"LSE error {error:.2e}, allowed {allowed:.0e}"] if not error <= allowed else []
+    return wrong + (
+        ["LSE of rows without keys is not -inf"] if not bool((lse[hidden] == -math.inf).all()) else []
+    )
+
+
+def _counter_faults(counter: Tensor) -> list[str]:
+    return [f"tile counter left at {counter.tolist()}"] if bool(counter.any()) else []
+
+
+FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
+    "forward": (shipped_forward_configs, run_case),
+    "fp8": (shipped_fp8_forward_configs, run_fp8_case),
+    "quantize": (shipped_quantize_configs, run_quantize_case),
+    "backward": (shipped_backward_configs, run_backward_case),
+}
 
 
 def main(arguments: list[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
     parser.add_argument("--config", default="", help="only configs whose name holds this")
     parser.add_argument("--list", action="store_true", help="print the configs' names and stop")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
-    configs = [config for config in shipped_forward_configs() if options.config in config.name]
-    if not configs:
+    families = [FAMILIES[options.family]] if options.family else FAMILIES.values()
+    cases = [(config, run) for find, run in families for config in find() if options.config in config.name]
+    if not cases:
         parser.error(f"--config is {options.config!r}, allowed: a part of a name that --list shows")
     if options.list:
-        print("\n".join(config.name for config in configs))
+        print("\n".join(config.name for config, _ in cases))
         return 0
     failures = 0
-    for config in configs:
+    for config, run in cases:
         start = time.perf_counter()
-        wrong = run_case(config, options.device)
+        wrong = run(config, options.device)
         failures += bool(wrong)
         print(f"{config.name}: {wrong or 'ok'} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{len(configs) - failures} of {len(configs)} configs right")
+    print(f"{len(cases) - failures} of {len(cases)} configs right")
     return 1 if failures else 0
 
 

@@ -108,7 +108,7 @@ def spoil_counter(out: Tensor, lse: Tensor, counter: Tensor) -> None:
     [
         (leave, ""),
         (spoil_out, "error nan, allowed"),
-        (spoil_lse, "LSE error 1.00e-02, allowed 2e-4"),
+        (spoil_lse, "LSE error 1.00e-02, allowed 2e-04"),
         (spoil_counter, "tile counter left at [0, 5]"),
     ],
 )
