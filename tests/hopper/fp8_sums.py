@@ -1,0 +1,54 @@
+"""How FP8 WGMMA adds, and how far it may move the LSE of a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hopper_attention.quantization import QuantizedQKV, row_scale
+
+COLUMNS_PER_STEP = 32
+"""Products that one FP8 WGMMA adds to an accumulator at once."""
+
+FRACTION_BITS = 13
+"""Bits that are kept of each term, below the leading bit of the largest."""
+
+LSE_ROUNDING = 5e-3
+"""What is allowed for everything else: exponentials and their sum."""
+
+
+def wgmma_product(q: Tensor, k: Tensor) -> Tensor:
+    """Q K^T of e4m3 q (m, d) and k (n, d) as FP8 WGMMA adds it, float32 (m, n).
+
+    A step adds 32 products and the accumulator. Each term is first truncated to a unit, 2^-13 of the power of two of
+    the largest, so a sum of many terms of one sign comes out too small.
+    """
+    total = torch.zeros(q.shape[0], k.shape[0], device=q.device)
+    steps = zip(q.float().split(COLUMNS_PER_STEP, 1), k.float().split(COLUMNS_PER_STEP, 1), strict=True)
+    for q_part, k_part in steps:
+        products = q_part.unsqueeze(1) * k_part
+        largest = torch.maximum(products.abs().amax(-1), total.abs())
+        unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 1 - FRACTION_BITS)
+        terms = torch.cat([products, total.unsqueeze(-1)], -1) / unit.unsqueeze(-1)
+        total = terms.trunc().sum(-1) * unit
+    return total
+
+
+def allowed_lse_error(parts: QuantizedQKV, softmax_scale: float) -> Tensor:
+    """How far the LSE of each row may be from that of exact scores: float32 (batch, heads, seqlen_q), finite.
+
+    An LSE moves no further than the score of its row that moves most, and WGMMA moves a score by what
+    ``wgmma_product`` loses. All keys are counted, also those behind a mask.
+    """
+    q, k = parts.q, parts.k
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
+    q_scale, k_scale = row_scale(q.scale, q.block, seqlen_q), row_scale(k.scale, k.block, seqlen_k)
+    allowed = torch.empty(batch, heads, seqlen_q, device=q.data.device)
+    for entry in range(batch):
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            data = q.data[entry, :, head], k.data[entry, :, kv_head]
+            lost = (data[0].float() @ data[1].float().T - wgmma_product(*data)).abs()
+            largest = (lost * k_scale[entry, :, kv_head].abs().T).amax(-1)
+            allowed[entry, head] = softmax_scale * largest * q_scale[entry, :, head, 0].abs()
+    return LSE_ROUNDING + allowed
