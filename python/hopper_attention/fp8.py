@@ -1,6 +1,7 @@
 """Attention in FP8: quantize 16-bit tensors and attend, or the second half alone.
 
-PyTorch quantizes. On a Hopper GPU the FP8 kernel attends; anywhere else its emulation does, tile by tile.
+On a Hopper GPU one kernel quantizes and the FP8 kernel attends. Anywhere else PyTorch quantizes, with the same bits,
+and the kernel's emulation attends, tile by tile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8
+from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8, quantizer_of
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.shapes import attention_shape
 
@@ -39,7 +40,7 @@ def flash_attn_fp8_func(
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         return_attn_probs: also return the LSE, natural log, float32 (batch, heads, seqlen_q).
         quantization: rotation, what shares a scale, and the block sizes.
-        backend: "hopper", "reference", or None to have one chosen.
+        backend: "hopper", "reference", or None to have one chosen. "reference" quantizes in PyTorch.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q; with ``return_attn_probs``, (out, lse).
@@ -50,14 +51,14 @@ def flash_attn_fp8_func(
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
     checks.check_are_tensors(q=q, k=k, v=v)
+    checks.check_backend(backend)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wants_grad or torch.compiler.is_compiling():
         attention_shape(q, k, v)
-        checks.check_backend(backend)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
         out, lse = differentiable_fp8(q, k, v, scale, bool(causal), quantization, backend)
         return (out, lse) if return_attn_probs else out
-    parts = quantize_qkv(q, k, v, quantization=quantization)
+    parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
     return flash_attn_quantized_func(parts, softmax_scale, causal, return_attn_probs, backend=backend)
 
 

@@ -18,7 +18,7 @@ from hopper_attention.fp8_rules import (
     choose_fp8_backend,
     select_config,
 )
-from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, tile_counter
+from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, is_capturing, tile_counter
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
@@ -113,7 +113,7 @@ def attend(
     """
     q, k = parts.q.data, parts.k.data
     # What is made while a graph is captured belongs to that graph: it is not remembered.
-    find = find_fp8_launch.__wrapped__ if _is_capturing(q.device) else find_fp8_launch
+    find = find_fp8_launch.__wrapped__ if is_capturing(q.device) else find_fp8_launch
     launch = find(problem_of(parts, causal), q.stride(), k.stride(), q.device, backend)
     return launch(parts, softmax_scale, wants_lse)
 
@@ -184,12 +184,8 @@ def find_fp8_launch(
     )
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _unit_scales(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Ones that every stream may read: copied before this returns, or made anew by each replay of a captured graph."""
-    if _is_capturing(device):
+    if is_capturing(device):
         return torch.ones(shape, dtype=torch.float32, device=device)
     return torch.ones(shape, dtype=torch.float32, device="cpu").to(device)

@@ -50,7 +50,7 @@ def forward_fp8_of_16_bits(
     """out (b, sq, h, dv), lse float32 (b, h, sq), and what the gradient needs: data and scales of q, of k, and of v
     transposed, and what smooth K took from the scores."""
     c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v))
-    parts = quantize_qkv(q, k, v, quantization=c)
+    parts = quantize_qkv(q, k, v, quantization=c, backend=quantizer_of(backend))
     out, lse = attend_and_undo(parts, softmax_scale, causal, backend, wants_lse=True)
     data = (parts.q.data, parts.q.scale, parts.k.data, parts.k.scale, parts.v.data, parts.v.scale)
     return out, lse, *data, parts.shift
@@ -96,6 +96,11 @@ def _(
         float32(batch, kv_heads, blocks_k),
         float32(batch, heads, seqlen_q) if smooth_k and seqlen_k else float32(0),
     )
+
+
+def quantizer_of(backend: str | None) -> str | None:
+    """The backend of ``quantize_qkv`` that goes with one of attention: the reference calls no kernel at all."""
+    return "torch" if backend == "reference" else None
 
 
 def attend_and_undo(

@@ -118,6 +118,11 @@ class HopperLaunch:
         return out, lse
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream records a CUDA graph in place of running."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 _tile_counters: dict[tuple[int, int], Tensor] = {}
 
 

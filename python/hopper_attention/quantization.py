@@ -15,6 +15,7 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -207,6 +208,13 @@ class QuantizedQKV:
                 raise ValueError(f"{name} is on {part.data.device}, allowed: the device of q, {device}")
 
 
+Quantizer = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Fp8Quantization, torch.Tensor],
+    tuple[QuantizedTensor, QuantizedTensor, TransposedV],
+]
+"""(q, k, v, quantization, mean of K or no elements) -> the three in e4m3."""
+
+
 def padded_keys(seqlen: int) -> int:
     """Keys of a transposed V: whole steps of 32."""
     return -(-seqlen // FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP
@@ -322,6 +330,29 @@ def _quantize_by_torch(
     )
 
 
+def _choose_quantizer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, backend: str | None
+) -> Quantizer:
+    """What does a problem: the kernel where it can, unless PyTorch is asked for.
+
+    Raises:
+        ValueError: there is no such ``backend``, or it cannot do the problem.
+    """
+    # It imports the rules from here.
+    from hopper_attention.quantization_launch import quantize_fused, why_not_fused_here
+
+    if backend not in (None, *QUANTIZERS):
+        raise ValueError(f"backend is {backend!r}, allowed: {', '.join(map(repr, QUANTIZERS))} or None")
+    if backend == "torch":
+        return _quantize_by_torch
+    reason = why_not_fused_here(q, k, v, quantization)
+    if not reason:
+        return quantize_fused
+    if backend == "fused":
+        raise ValueError(f"backend is 'fused', but {reason}; allowed here: 'torch' or None")
+    return _quantize_by_torch
+
+
 @torch.no_grad()
 def quantize_qkv(
     q: torch.Tensor,
@@ -336,18 +367,18 @@ def quantize_qkv(
     What is asked for is done in this order: the mean of K is subtracted, Q and K are rotated, V is rotated. All is
     computed in float32.
 
-    PyTorch does it, in several passes. With ``backend="fused"`` one kernel for Hopper GPUs does it in one pass, reading
-    float16 or bfloat16 and writing e4m3, where ``granularity`` is "block" (the other two need a maximum before anything
-    is written) and the sizes suit it (:func:`hopper_attention.quantization_launch.why_not_fused`). Its bits are
-    the same, but only a simulation of its machine code has been tested so far, which is why it has to be asked for.
-    The mean of K may differ in its last bit between devices.
+    On a Hopper GPU one kernel does it in one pass, reading float16 or bfloat16 and writing e4m3, where ``granularity``
+    is "block" (the other two need a maximum before anything is written) and the sizes suit it
+    (:func:`hopper_attention.quantization_launch.why_not_fused`). Elsewhere PyTorch does it, in several passes, with
+    the same bits. The mean of K may differ in its last bit between devices. A CUDA graph can be captured of the kernel
+    once a call with the same head_dim, options and device has been made, and of PyTorch's passes not at all.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, on any device.
         k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v).
         quantization: rotation, what shares a scale, and the block sizes.
-        backend: "fused", "torch", or None for the default.
+        backend: "fused" for the kernel, "torch" for PyTorch, or None for the kernel where it can do the problem.
 
     Returns:
         The quantized tensors, V transposed; ``dtype`` is the dtype of q, and ``quantization`` what was asked for with
@@ -356,26 +387,19 @@ def quantize_qkv(
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together, or ``backend`` cannot do the problem.
         TypeError: q, k and v differ in dtype, or it is not one of the three above.
+        RuntimeError: a CUDA graph is being captured and the signs of the rotation are not on the GPU yet.
     """
-    # It imports the rules from here.
-    from hopper_attention.quantization_launch import quantize_fused, why_not_fused_here
-
     shape = attention_shape(q, k, v)
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
     c = replace(
         quantization, block_k=quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
     )
+    run = _choose_quantizer(q, k, v, c, backend)
     mean = shift = torch.empty(0, device=q.device)
     if c.smooth_k and shape.seqlen_k:
         mean = mean_of_keys(k)
         shift = lost_scores(q, mean)
-    if backend not in (None, *QUANTIZERS):
-        raise ValueError(f"backend is {backend!r}, allowed: {', '.join(map(repr, QUANTIZERS))} or None")
-    reason = why_not_fused_here(q, k, v, c) if backend == "fused" else ""
-    if reason:
-        raise ValueError(f"backend is 'fused', but {reason}; allowed here: 'torch' or None")
-    run = quantize_fused if backend == "fused" else _quantize_by_torch
     return QuantizedQKV(*run(q, k, v, c, mean), quantization=c, dtype=q.dtype, shift=shift)
 
 

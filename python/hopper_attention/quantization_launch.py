@@ -13,6 +13,7 @@ from hopper.quantize.config import CHUNK, HEAD_DIM_STEP, QuantizeConfig, validat
 from hopper_attention import compile_cache
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.launch import is_capturing
 from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable
 from hopper_attention.quantization import (
     E4M3,
@@ -56,9 +57,18 @@ def why_not_fused(
 
 
 def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
-    """``why_not_fused`` on the device of q."""
+    """``why_not_fused`` on the device of q, and for tensors that nothing traces or transforms."""
+    if _is_traced():
+        return "the call is traced or transformed, which the fused kernel cannot be"
     specs = (TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
     return why_not_fused(*specs, quantization, target_of(q.device))
+
+
+def _is_traced() -> bool:
+    """Whether torch compiles the call, or runs it on tensors that stand for others."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +124,10 @@ def quantize_fused(
     """Quantize on a Hopper GPU, on torch's current stream. The problem passes ``why_not_fused``.
 
     ``mean`` float32 (b, hk, d) is what the rows of k are less with ``smooth_k``; without, it is not read. The first
-    call with a head_dim and seed copies the signs of the rotation to the GPU; make it before capturing a graph.
+    call with a head_dim and seed copies the signs of the rotation to the GPU.
+
+    Raises:
+        RuntimeError: that first call is made while a CUDA graph is captured.
     """
     config = select_quantize_config(q.dtype, q.shape[3], v.shape[3], k.shape[1], quantization)
     outputs = empty_outputs(config, q, k, v)
@@ -155,7 +168,18 @@ def _addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def sign_masks(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """int32 (head_dim / 2,): what XOR with a pair of 16-bit columns gives them the signs of the rotation."""
+    """int32 (head_dim / 2,): what XOR with a pair of 16-bit columns gives them the signs of the rotation.
+
+    They are on the GPU when this returns, so that every stream may read them.
+
+    Raises:
+        RuntimeError: they would have to be copied while a CUDA graph is captured, which CUDA does not allow.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and the signs of the rotation for head_dim {head_dim} and seed {seed} "
+            f"are not on {device} yet: quantize once with them before the capture"
+        )
     flips = (rotation_signs(head_dim, seed) < 0).long()
     with torch.inference_mode(False):
         return (flips[0::2] * 2**15 - flips[1::2] * 2**31).to(torch.int32).to(device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import QuantizeConfig, default_block_sizes
-from hopper_attention import compile_cache, quantization_launch
+from hopper_attention import compile_cache, flash_attn_fp8_func, quantization, quantization_launch
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedTensor,
@@ -300,6 +300,44 @@ def test_a_captured_graph_quantizes_what_its_inputs_hold_then(draw) -> None:
     graph.replay()
     assert difference((parts.q, parts.k, parts.v), (expected.q, expected.k, expected.v)) == []
     assert torch.equal(parts.shift, expected.shift)
+
+
+def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
+    x = draw(torch.bfloat16, 1, (300, 517), (2, 2), 128)
+    c = Fp8Quantization(seed=987)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="quantize once"), torch.cuda.graph(graph):
+        quantize_qkv(x.q, x.k, x.v, quantization=c)
+    torch.cuda.synchronize()
+    assert find_differences(x.q, x.k, x.v, c) == []
+
+
+def test_the_kernel_is_the_default(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(torch.bfloat16, 2, (300, 517), (4, 2), 128)
+    by_torch = quantize_qkv(x.q, x.k, x.v, backend="torch")
+    monkeypatch.setattr(quantization, "_quantize_by_torch", None)
+    parts = quantize_qkv(x.q, x.k, x.v)
+    assert difference((parts.q, parts.k, parts.v), (by_torch.q, by_torch.k, by_torch.v)) == []
+
+
+def test_a_captured_graph_quantizes_and_attends(draw) -> None:
+    static, fresh = (draw(torch.bfloat16, 2, (300, 517), (4, 2), 128) for _ in range(2))
+    expected = flash_attn_fp8_func(fresh.q, fresh.k, fresh.v, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_fp8_func(static.q, static.k, static.v, causal=True)
+    for target, source in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v)):
+        target.copy_(source)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_torch_compile_quantizes_and_attends(draw) -> None:
+    x = draw(torch.bfloat16, 2, (300, 517), (4, 2), 128)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: flash_attn_fp8_func(q, k, v, causal=True), fullgraph=True)
+    assert torch.equal(compiled(x.q, x.k, x.v), flash_attn_fp8_func(x.q, x.k, x.v, causal=True))
 
 
 @pytest.mark.skipif(

@@ -295,7 +295,7 @@ def test_what_a_captured_graph_makes_is_not_remembered(
     kernel, _ = hopper
     parts = quantize_qkv(*qkv())
     with monkeypatch.context() as capture:
-        capture.setattr(fp8_launch, "_is_capturing", lambda device: True)
+        capture.setattr(fp8_launch, "is_capturing", lambda device: True)
         flash_attn_quantized_func(parts)
     assert fp8_launch.find_fp8_launch.cache_info().currsize == 0
     of_capture = kernel.arguments[9]

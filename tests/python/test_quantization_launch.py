@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import compile_cache, quantization, quantization_launch
 from hopper_attention.backends import Target
 from hopper_attention.checks import TensorSpec
+from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.quantization import (
     Fp8Quantization,
     TransposedV,
@@ -171,6 +173,51 @@ def test_what_the_kernel_cannot_address_is_copied(kernel: FakeKernel) -> None:
     expanded = k[:, :, :1].expand(-1, -1, 2, -1)
     quantize_fused(q, expanded, v, BLOCKS, torch.empty(0))
     assert kernel.arguments[1] is expanded
+
+
+def test_the_kernel_is_the_default_where_it_can_do_the_problem(kernel: FakeKernel) -> None:
+    q, k, v = qkv()
+    assert not quantize_qkv(q, k, v).q.data.float().any() and kernel.arguments[0] is q
+    kernel.arguments = ()
+    assert quantize_qkv(q, k, v, backend="torch").q.data.float().any()
+    assert quantize_qkv(q.float(), k.float(), v.float()).q.data.float().any()
+    assert kernel.arguments == ()
+
+
+def test_attention_on_the_reference_does_not_quantize_with_the_kernel(kernel: FakeKernel) -> None:
+    q, k, v = qkv()
+    out = flash_attn_fp8_func(q, k, v, backend="reference")
+    q.requires_grad_()
+    assert torch.equal(flash_attn_fp8_func(q, k, v, backend="reference"), out) and kernel.arguments == ()
+    assert flash_attn_fp8_func(q, k, v).shape == out.shape and len(kernel.arguments) == 13
+
+
+def test_what_is_traced_is_quantized_by_torch(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    torch.func.vmap(lambda *x: quantize_qkv(*x).q.scale, randomness="same")(*(x[None] for x in (q, k, v)))
+    with FakeTensorMode() as mode:
+        quantize_qkv(*map(mode.from_tensor, (q, k, v)))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    quantize_qkv(q, k, v)
+    with pytest.raises(ValueError, match="the call is traced or transformed"):
+        fused_qkv(q, k, v)
+    assert kernel.arguments == ()
+
+
+def test_signs_are_not_copied_while_a_graph_is_captured(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = qkv()
+    new, plain = Fp8Quantization(seed=987), Fp8Quantization(rotate=False)
+    with monkeypatch.context() as capture:
+        capture.setattr(quantization_launch, "is_capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: quantize once"):
+            quantize_qkv(q, k, v, quantization=new)
+        assert kernel.arguments == ()
+        quantize_qkv(q, k, v, quantization=plain)
+    quantize_qkv(q, k, v, quantization=new)
+    monkeypatch.setattr(quantization_launch, "is_capturing", lambda device: True)
+    quantize_qkv(q, k, v, quantization=new)
 
 
 def test_the_kernel_runs_where_it_is_asked_for_and_torch_elsewhere(kernel: FakeKernel) -> None:
