@@ -170,7 +170,7 @@ def _plan_fp8(
     """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
-    problem = fp8_rules.Fp8Problem(*shapes, *blocks, checks.FP8_OUT_DTYPE, causal)
+    problem = fp8_rules.Fp8Problem(*shapes, *blocks, checks.FP8_OUT_DTYPE, causal, v_rows=True)
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":
         return choice, fp8_rules.select_config(problem)

@@ -21,7 +21,7 @@ from hopper_attention.fp8_rules import (
 from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, is_capturing, tile_counter
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
-from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
+from hopper_attention.quantization import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
 from hopper_attention.reference.fp8 import attention_tiled_fp8
 from hopper_attention.shapes import fit_shapes
 
@@ -119,11 +119,7 @@ def attend(
 
 
 def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
-    """What the rules need to know of quantized tensors.
-
-    V in rows is transposed by PyTorch first: the kernel that does it itself is used in tests only, until those on a GPU
-    have passed.
-    """
+    """What the rules need to know of quantized tensors."""
     q, k, v = parts.q, parts.k, parts.v
     return Fp8Problem(
         tuple(q.data.shape),
@@ -134,6 +130,7 @@ def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
         block_of(v.block, v.shape[1]),
         parts.dtype,
         causal,
+        v_rows=isinstance(v, QuantizedTensor),
     )
 
 
@@ -180,7 +177,7 @@ def find_fp8_launch(
         block_k=p.block_k or ALL_ROWS,
         no_lse=no_lse,
         ones=ones,
-        transposes=p.v_rows,
+        transposes=config.v_rows,
     )
 
 

@@ -26,7 +26,8 @@ class Fp8Problem(NamedTuple):
     """Sizes, blocks and options of a problem with e4m3 inputs.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...). The
-    blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that the kernel is to transpose V.
+    blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
+    for each key, as FP8 tensors with descales have.
     """
 
     q_shape: tuple[int, ...]
@@ -87,13 +88,17 @@ def why_not_kernel(problem: Fp8Problem) -> str:
 def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     """The config that serves a problem which passes ``why_not_kernel``.
 
+    Its ``v_rows`` says whether the kernel transposes V. It does where V comes in rows and a head has one scale. V in
+    rows with scales by block, which only callers put together, is transposed by PyTorch first.
+
     Raises:
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
     p = problem
     seqlen_k = p.k_shape[1]
+    transposes = p.v_rows and p.block_k == ONE_BLOCK
     config = select_fp8_forward_config(
-        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k, p.v_rows
+        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k, transposes
     )
     check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
     return config

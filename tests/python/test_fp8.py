@@ -180,14 +180,35 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
 def test_lone_scales_of_v_are_factors_of_the_output(
     hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
 ) -> None:
-    kernel, _ = hopper
+    kernel, configs = hopper
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
     descale = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
     flash_attn_quantized_func(from_descales(q, k, v, None, None, descale, torch.bfloat16))
-    vt, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 11))
-    assert torch.equal(vt.view(torch.uint8), transpose_for_kernel(v).view(torch.uint8))
+    rows, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 11))
+    assert rows is v and [config.v_rows for config in configs] == [True]
     assert torch.equal(v_scale, torch.ones(2, 2, 1)) and torch.equal(o_scale[..., 0], descale)
     assert block_k == fp8_launch.ALL_ROWS
+
+
+def test_v_in_rows_that_tma_cannot_address_is_copied(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
+) -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
+    odd = torch.zeros(2, 203, 2, 67).to(torch.float8_e4m3fn)[..., :64].copy_(v)
+    flash_attn_quantized_func(from_descales(q, k, odd, None, None, None, torch.bfloat16))
+    given = hopper[0].arguments[2]
+    assert torch.equal(given.float(), v.float()) and given.data_ptr() % 16 == 0
+    assert all(stride % 16 == 0 for stride in given.stride()[:3])
+
+
+def test_v_in_rows_with_scales_by_block_is_transposed_first(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
+) -> None:
+    kernel, configs = hopper
+    parts = quantize_qkv(*qkv())
+    flash_attn_quantized_func(replace(parts, v=parts.v.row_major()))
+    assert torch.equal(kernel.arguments[2].view(torch.uint8), parts.v.data.view(torch.uint8))
+    assert [config.v_rows for config in configs] == [False]
 
 
 def test_tensors_that_do_not_fit_are_refused(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
