@@ -294,7 +294,3 @@ def compile_kernels(
 
 app.add_typer(bench_app, name="bench")
 app.command()(ablation)
-
-
-if __name__ == "__main__":
-    app()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,15 @@ def test_help_names_every_command() -> None:
     output = succeed("--help").output
     for command in ("info", "explain", "rmse", "compile", "bench"):
         assert command in output
+
+
+def test_the_package_runs_as_a_module() -> None:
+    arguments = [sys.executable, "-m", "hopper_attention", "explain", "--capability", "9.0", "--json", "-"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["backend"] == "hopper"
+    wrong = subprocess.run([*arguments[:3], "nothing"], env=environment, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "hopper-attention" in wrong.stderr
 
 
 def test_info_shows_machine_backends_and_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
