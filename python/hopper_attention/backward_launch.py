@@ -1,6 +1,6 @@
 """Calls the Hopper backward kernel: what it is given, and what is made of what it leaves.
 
-``ops.backward`` does not call it yet: it runs in the GPU tests only, until they have passed.
+``ops.backward`` does not call it yet: only tests and the sanitizer cases run it.
 """
 
 from __future__ import annotations
