@@ -56,11 +56,13 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        scale = self.slots[slot, 0] * self.tile_scale[0]
+        scale_k, self.bias[0] = self.slots[slot, 0], self.slots[slot, 1]
+        # All lanes have read before one of them releases the stage, and with it the slot.
+        cute.arch.sync_warp()
+        scale = scale_k * self.tile_scale[0]
         # No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so.
         scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
         self.scale[0] = scale
-        self.bias[0] = self.slots[slot, 1]
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):

@@ -40,7 +40,8 @@ class ScalePublisher(NoScales):
 
     There are twice as many slots as stages of K. The slot of a block was last used 2 ``stages`` blocks ago, and
     the block ``stages`` + 1 ago has been released before the stage of the last block was acquired; so a slot
-    can be written before its stage is acquired. The arrival with which the producer acquires the stage publishes it.
+    can be written before its stage is acquired. The arrival with which the producer acquires the stage publishes it:
+    one lane writes and one arrives, with the warp's barrier between them.
     """
 
     scales: BlockScales
@@ -51,5 +52,7 @@ class ScalePublisher(NoScales):
     def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
         s = self.scales
         block = n_block * self.tile_n // s.block_k
-        self.slots[slot, 0] = s.k[batch, head_kv, block]
-        self.slots[slot, 1] = cute.math.log2(s.v[batch, head_kv, block], fastmath=True)
+        if cute.arch.lane_idx() == 0:
+            self.slots[slot, 0] = s.k[batch, head_kv, block]
+            self.slots[slot, 1] = cute.math.log2(s.v[batch, head_kv, block], fastmath=True)
+        cute.arch.sync_warp()
