@@ -248,11 +248,13 @@ def compile_kernels(
 ) -> None:
     """Fill the kernel cache ahead of time, in parallel; no GPU is needed."""
     with one_line_errors():
+        from hopper.backward.config import shipped_backward_kernels
         from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
         from hopper_attention.cli_views import compile_summary
         from hopper_attention.compile_cache import cache_dir, compile_all, read_entry
 
-        shipped = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
+        forward = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
+        shipped = (*forward, *shipped_backward_kernels())
         configs = [config for config in shipped if only in config.name]
         if not configs:
             raise ValueError(f"only is {only!r}, allowed: part of a shipped config's name, as fp16_d64")
