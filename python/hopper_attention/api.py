@@ -40,7 +40,9 @@ def flash_attn_func(
     Query head i reads key/value head i // (heads / kv_heads). A query that sees no key gives 0, with LSE
     -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
     NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
-    kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN.
+    kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN. Gradients come from
+    the Hopper backward kernel for head dims up to 128, else from the tiled reference, with a warning on a GPU;
+    ``explain`` says which.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn. head_dim is a multiple
