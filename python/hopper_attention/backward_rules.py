@@ -15,6 +15,7 @@ ARRIVAL_ORDER = (
     "deterministic gradients are asked for, and the Hopper backward kernel sums dQ in the order in which tiles "
     "finish"
 )
+KERNEL_WITHOUT = "without deterministic=True and torch.use_deterministic_algorithms the kernel runs"
 
 
 class BackwardProblem(NamedTuple):
@@ -47,7 +48,7 @@ def choose_backward(problem: BackwardProblem, target: Target, requested: str | N
     if blocked:
         return Choice("reference", blocked, SDPA_HAS_ONE)
     if problem.deterministic:
-        return Choice("reference", ARRIVAL_ORDER, "without deterministic=True the kernel runs")
+        return Choice("reference", ARRIVAL_ORDER, KERNEL_WITHOUT)
     return Choice("hopper", f"{target.name} has compute capability 9.0 and the kernel takes these sizes")
 
 

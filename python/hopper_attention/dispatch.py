@@ -164,7 +164,8 @@ def explain(
     notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
     if choice.backend == "hopper" and any(tensor.requires_grad for tensor in (q, k, v)):
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
-        problem = BackwardProblem(*shapes, q.dtype, bool(causal), bool(deterministic))
+        in_order = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+        problem = BackwardProblem(*shapes, q.dtype, bool(causal), in_order)
         notes += (_note_on_gradients(problem, target, backend),)
     return Plan(choice.backend, config, choice.reason, copies, notes)
 
