@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hopper.config import (
     BARRIER_BYTES,
     DTYPES,
+    MAX_SEQLEN,
     REGISTERS_PER_SM,
     SHORT_NAMES,
     SMEM_BYTES,
@@ -17,6 +18,10 @@ from hopper.config import (
 )
 
 NATIVE_HEAD_DIMS = (64, 128)
+MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
+
+MAX_BATCH_OR_HEADS = 65_535
+"""What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
 SCORE_BUFFERS = 2
 """Tiles of dS in shared memory: one is read by the GEMM of dQ while the next is written."""
@@ -144,11 +149,28 @@ def select_backward_config(dtype: str, head_dim: int, head_dim_v: int, causal: b
     size = max(head_dim, head_dim_v)
     fits = [native for native in NATIVE_HEAD_DIMS if native >= size]
     if not fits:
-        raise ValueError(f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most 128")
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM} in the Hopper "
+            "backward kernel"
+        )
     tile_m = 128 if fits[0] == 64 else 64
     config = BackwardConfig(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2)
     validate_backward_config(config)
     return config
+
+
+def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise NotImplementedError for sizes that the grids of the backward kernels cannot count."""
+    for name, size in (("batch", batch), ("heads", heads)):
+        if size > MAX_BATCH_OR_HEADS:
+            raise NotImplementedError(
+                f"{name} is {size}, the Hopper backward kernel takes at most {MAX_BATCH_OR_HEADS}: split it"
+            )
+    for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        if size > MAX_SEQLEN:
+            raise NotImplementedError(
+                f"{name} is {size}, the Hopper backward kernel takes at most {MAX_SEQLEN}"
+            )
 
 
 def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
@@ -159,3 +181,10 @@ def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
         for size in NATIVE_HEAD_DIMS
         for causal in (False, True)
     )
+
+
+def shipped_backward_kernels() -> tuple[BackwardConfig | BackwardStep, ...]:
+    """All that a backward pass launches: the shipped configs, and the steps on either side of each, each once."""
+    configs = shipped_backward_configs()
+    steps = [BackwardStep(step, config) for step in ("prepare", "finish") for config in configs]
+    return *configs, *{step.name: step for step in steps}.values()

@@ -40,7 +40,9 @@ def flash_attn_func(
     Query head i reads key/value head i // (heads / kv_heads). A query that sees no key gives 0, with LSE
     -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
     NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
-    kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN.
+    kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN. Gradients come from
+    the Hopper backward kernel for head dims up to 128, else from the tiled reference, with a warning on a GPU;
+    ``explain`` says which.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn. head_dim is a multiple
@@ -54,7 +56,9 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
             the data is multiplied by; ones by default. Where the product of those of q and k is negative,
             the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient.
-        deterministic: accepted as it is: every run gives the same bits either way.
+        deterministic: gradients of the same bits in every run. The Hopper backward kernel sums dQ in the order in
+            which key tiles finish, so they then come from the tiled reference, which is slow. The output has the
+            same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
         backend: "hopper", "reference", or None to have one chosen; see ``explain``.
@@ -96,7 +100,8 @@ def flash_attn_func(
         results = run_forward(q, k, v, softmax_scale, bool(causal), backend, sm_margin, return_attn_probs)
     else:
         descales = (q_descale, k_descale, v_descale)
-        results = _call_operator(q, k, v, softmax_scale, bool(causal), descales, backend, sm_margin)
+        options = (bool(causal), backend, sm_margin, bool(deterministic))
+        results = _call_operator(q, k, v, softmax_scale, descales, options)
     return results if return_attn_probs else results[0]
 
 
@@ -121,12 +126,14 @@ def _call_operator(
     k: Tensor,
     v: Tensor,
     softmax_scale: float | None,
-    causal: bool,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    backend: str | None,
-    sm_margin: int,
+    options: tuple[bool, str | None, int, bool],
 ) -> tuple[Tensor, Tensor]:
-    """Through torch's dispatcher, which traces, differentiates and transforms."""
+    """Through torch's dispatcher, which traces, differentiates and transforms.
+
+    ``options`` are causal, backend, sm_margin and deterministic.
+    """
+    causal, backend, *others = options
     checks.check_are_tensors(q=q, k=k, v=v)
     checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
     checks.check_descales(q, k, *descales)
@@ -134,7 +141,7 @@ def _call_operator(
     if q.dtype == FP8_DTYPE:
         checks.check_fp8_has_no_grad(q, k, v, *descales)
         return ops.forward_fp8(q, k, v, *descales, scale, causal, backend)
-    return ops.forward(q, k, v, scale, causal, backend, sm_margin)
+    return ops.forward(q, k, v, scale, causal, backend, *others)
 
 
 def flash_attn_qkvpacked_func(

@@ -11,7 +11,7 @@ from hopper_attention import ops
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, _, _ = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs
     ctx.save_for_backward(q, k, v, *output)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
@@ -21,8 +21,8 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = ops.backward(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal)
-    return *gradients, None, None, None, None
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic)
+    return *ops.backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 5
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,17 +1,40 @@
-"""Calls the Hopper backward kernel: what it is given, and what is made of what it leaves.
-
-``ops.backward`` does not call it yet: only tests and the sanitizer cases run it.
-"""
+"""Runs the Hopper backward kernel: what it is given, and what is made of what it leaves."""
 
 from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from hopper.backward.config import BackwardConfig, BackwardStep, select_backward_config
 from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import Choice, target_of
+from hopper_attention.backward_rules import BackwardProblem, choose_backward
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.launch import REMEMBERED_PROBLEMS
 from hopper_attention.layout import make_addressable
+
+
+@lru_cache(maxsize=REMEMBERED_PROBLEMS)
+def find_choice(problem: BackwardProblem, device: torch.device, requested: str | None) -> Choice:
+    """``choose_backward`` for a device, remembered."""
+    return choose_backward(problem, target_of(device), requested)
+
+
+@cache
+def find_config(dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+    """``select_backward_config``, remembered."""
+    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal)
+
+
+def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
+    """What is launched, in this order; compiled or loaded the first time."""
+    prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
+    first, second, third = (compile_cache.get_backward(part) for part in (prepare, config, finish))
+    return first, second, third
 
 
 def run_backward(
@@ -23,14 +46,19 @@ def run_backward(
     lse: Tensor,
     softmax_scale: float,
     causal: bool,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention on a Hopper GPU, on torch's current stream.
+    """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
+
+    dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
+    do not. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64 or 128.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).
         q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16.
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
         lse: float32 (batch, heads, seqlen_q), natural log; -inf for rows without keys.
+        dlse: gradient of lse, of its shape; None means zero. Ignored in rows without keys.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
@@ -38,17 +66,33 @@ def run_backward(
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
     """
-    config = select_backward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal)
-    prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
+    config = find_config(q.dtype, q.shape[3], v.shape[3], causal)
     rows = torch.empty((2, *lse_shape(config, q)), dtype=torch.float32, device=q.device)
     sums = zero_dq(config, q)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = empty_gradients(q, k, v)
     dout, out, q, k, v = (make_addressable(x) for x in (dout, out, q, k, v))
     with torch.cuda.device(q.device):
-        compile_cache.get_backward(prepare)(out, dout, lse.contiguous(), rows[0], rows[1])
-        compile_cache.get_backward(config)(q, k, v, dout, rows[0], rows[1], sums, dk, dv, softmax_scale)
-        compile_cache.get_backward(finish)(sums, dq, softmax_scale)
+        prepare, kernel, finish = find_kernels(config)
+        prepare(out, dout, lse.contiguous(), rows[0], rows[1])
+        if dlse is not None:
+            subtract_lse_gradient(rows[1], lse, dlse)
+        kernel(q, k, v, dout, rows[0], rows[1], sums, dk, dv, softmax_scale)
+        finish(sums, dq, softmax_scale)
     return dq, dk, dv
+
+
+def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
+    """Let the gradient of the LSE take part, which is P for the scores of a row: dS = P (dP - delta + dlse).
+
+    delta float32 (batch, heads, padded seqlen_q) is changed; lse and dlse are (batch, heads, seqlen_q). Rows without
+    keys keep their delta of 0 whatever dlse holds.
+    """
+    delta[:, :, : lse.shape[2]] -= dlse.masked_fill(lse == -math.inf, 0.0)
+
+
+def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """New contiguous tensors of the shapes, dtype and device of the inputs; ``empty_like`` would keep strides."""
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
 
 
 def lse_shape(config: BackwardConfig, q: Tensor) -> tuple[int, int, int]:

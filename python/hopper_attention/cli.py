@@ -248,6 +248,7 @@ def compile_kernels(
 ) -> None:
     """Fill the kernel cache ahead of time, in parallel; no GPU is needed."""
     with one_line_errors():
+        from hopper.backward.config import shipped_backward_kernels
         from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
         from hopper.quantize.config import shipped_quantize_configs
         from hopper_attention.cli_views import compile_summary
@@ -257,6 +258,7 @@ def compile_kernels(
             *shipped_forward_configs(),
             *shipped_fp8_forward_configs(),
             *shipped_quantize_configs(),
+            *shipped_backward_kernels(),
         )
         configs = [config for config in shipped if only in config.name]
         if not configs:

@@ -174,14 +174,19 @@ def fp8(
         throughput("fp8", shapes, peers, fa3_library, device, budget, plot, json_path)
 
 
-@bench_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def backward() -> None:
-    """Backward throughput: not yet."""
+@bench_app.command()
+def backward(
+    shapes: Shapes = "",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 300.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Backward throughput in 16 bits: the gradients alone, without the forward."""
     with one_line_errors():
-        raise NotImplementedError(
-            "bench backward: there is no Hopper kernel of the backward pass to measure yet (gradients run on the tiled "
-            "reference); measured can be: forward, fp8, latency, scaling, quantize"
-        )
+        throughput("backward", shapes, peers, fa3_library, device, budget, plot, json_path)
 
 
 @bench_app.command()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hopper.config import ForwardConfig, check_problem_size, select_forward_config
-from hopper_attention import checks, fp8_rules
+from hopper_attention import backward_rules, checks, fp8_rules
 from hopper_attention.backends import Choice, Target, choose_backend, target_of
+from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
@@ -160,7 +161,12 @@ def explain(
         addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
         reasons = ((name, copy_reason(specs[name], addresses[name])) for name in specs)
         copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
-    notes = _notes(choice.advice, choice.backend, {"q": q, "k": k, "v": v})
+    notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
+    if choice.backend == "hopper" and any(tensor.requires_grad for tensor in (q, k, v)):
+        shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
+        in_order = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+        problem = BackwardProblem(*shapes, q.dtype, bool(causal), in_order)
+        notes += (_note_on_gradients(problem, target, backend),)
     return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
@@ -192,14 +198,18 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if has_memory else 0
 
 
-def _notes(advice: str, backend: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
+def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
     notes = [advice] if advice else []
     sizes = {
         "batch": tensors["q"].shape[0],
         "seqlen_q": tensors["q"].shape[1],
         "seqlen_k": tensors["k"].shape[1],
     }
-    notes += [f"{name} is 0: no kernel runs" for name, size in sizes.items() if size == 0]
-    if backend == "hopper" and any(tensor.requires_grad for tensor in tensors.values()):
-        notes.append("the backward pass runs on the tiled reference, which is slow")
-    return tuple(notes)
+    return *notes, *(f"{name} is 0: no kernel runs" for name, size in sizes.items() if size == 0)
+
+
+def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
+    choice = backward_rules.choose_backward(problem, target, requested)
+    if choice.backend == "hopper":
+        return f"the backward pass runs on the Hopper kernel {backward_rules.select_config(problem).name}"
+    return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"

@@ -117,7 +117,7 @@ def attend_and_undo(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:
-    _, k, v, ctx.softmax_scale, ctx.causal, _, *options = inputs
+    _, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, *options = inputs
     ctx.quantization, ctx.seqlen_k = _quantization(k, v, tuple(options)), v.shape[1]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[2:])
@@ -144,7 +144,7 @@ def _gradients(
     dout = torch.zeros_like(out) if dout is None else dout
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
-    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal)
+    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.backend)
     if c.rotate:
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
     if c.rotate_v:

@@ -8,6 +8,8 @@ tensors and change none. Their gradients are registered in ``hopper_attention.au
 import torch
 from torch import Tensor
 
+from hopper_attention.backward_launch import find_choice, run_backward
+from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.fp8_launch import attend
 from hopper_attention.launch import run_forward
@@ -18,15 +20,32 @@ from hopper_attention.reference.tiled_backward import tiled_backward
 
 @torch.library.custom_op("hopper_attention::forward", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, backend: str | None, sm_margin: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq)."""
+    """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
+
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits.
+    """
     return run_forward(q, k, v, softmax_scale, causal, backend, sm_margin)
 
 
 @forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, backend: str | None, sm_margin: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -74,14 +93,24 @@ def backward(
     lse: Tensor,
     softmax_scale: float,
     causal: bool,
+    backend: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero."""
+    """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
+
+    ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
+    the same bits in every run.
+    """
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-    if q.is_cuda:
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic)
+    choice = find_choice(problem, q.device, backend)
+    if choice.backend == "hopper":
+        return run_backward(dout, q, k, v, out, lse, softmax_scale, causal, dlse)
+    if choice.advice:
         warn_once(
-            "the backward pass of attention runs on the tiled reference in PyTorch: correct, and slow. The "
-            "Hopper backward kernel is not in use yet; torch's scaled_dot_product_attention has a fast one"
+            f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
         )
     return tiled_backward(dout, dlse, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
 
@@ -97,6 +126,8 @@ def _(
     lse: Tensor,
     softmax_scale: float,
     causal: bool,
+    backend: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

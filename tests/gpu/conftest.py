@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopper.backward.config import shipped_backward_kernels
 from hopper.config import shipped_forward_configs
-from hopper_attention import compile_cache, flash_attn_func, launch
+from hopper_attention import backward_launch, compile_cache, flash_attn_func, launch
 from hopper_attention.reference import attention_naive, attention_standard
 
 WATCHDOG_S = 240
@@ -45,7 +46,7 @@ def device() -> str:
 def compiled_kernels(device: str) -> None:
     """All shipped kernels, compiled in parallel before the first test needs one."""
     jobs = min(os.cpu_count() or 1, 16)
-    results = compile_cache.compile_all(shipped_forward_configs(), jobs)
+    results = compile_cache.compile_all((*shipped_forward_configs(), *shipped_backward_kernels()), jobs)
     assert {result.config.name: result.error for result in results if result.error} == {}
 
 
@@ -63,6 +64,12 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     empty_out, empty_lse = launch.ResultSpec.empty_out, launch.ResultSpec.empty_lse
     monkeypatch.setattr(launch.ResultSpec, "empty_out", lambda spec, q: empty_out(spec, q).fill_(math.nan))
     monkeypatch.setattr(launch.ResultSpec, "empty_lse", lambda spec: empty_lse(spec).fill_(math.nan))
+    empty_gradients = backward_launch.empty_gradients
+
+    def poisoned(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.fill_(math.nan) for x in empty_gradients(*inputs))
+
+    monkeypatch.setattr(backward_launch, "empty_gradients", poisoned)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
-from hopper_attention.backward_launch import lse_shape, zero_dq
+from hopper_attention.backward_launch import lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.fp8_launch import ALL_ROWS
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
@@ -170,6 +170,7 @@ def backward_on_numpy(
     lse: Tensor,
     softmax_scale: float,
     timing: Timing = AT_ONCE,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
     c, (dout, q, k, v) = config, inputs
@@ -186,6 +187,8 @@ def backward_on_numpy(
     for tensor in (lse, lse_log2, delta):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
     arguments.launch(program_of(step), (delta.shape[2] // c.tile_m, heads, batch))
+    if dlse is not None:
+        subtract_lse_gradient(delta, lse, dlse)
 
     arguments = Arguments()
     arguments.add(

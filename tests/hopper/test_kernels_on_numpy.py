@@ -231,6 +231,35 @@ def test_backward(dtype, head_dim, causal, seqlens, heads) -> None:
         assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + 1e-5, name
 
 
+@pytest.mark.parametrize(
+    "head_dim,head_dim_v,causal,seqlens",
+    [
+        (40, 64, True, (130, 70)),
+        (64, 8, False, (65, 129)),
+        (24, 104, True, (70, 140)),
+        (128, 72, False, (65, 33)),
+    ],
+)
+def test_backward_of_other_head_dims_and_of_the_lse(head_dim, head_dim_v, causal, seqlens) -> None:
+    """Values of another head_dim, and a gradient of the LSE, which in rows without keys may hold anything."""
+    config = select_backward_config("bfloat16", head_dim, head_dim_v, causal)
+    inputs = draw(torch.bfloat16, seqlens, (2, 1), head_dim, head_dim_v=head_dim_v)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out, lse = attention_naive(*leaves, causal=causal)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator).bfloat16()
+    dlse = torch.randn(lse.shape, generator=generator)
+    hidden = lse == -math.inf
+    exact = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double().masked_fill(hidden, 0)))
+    dlse[hidden] = math.nan
+    rows = out.detach().bfloat16(), lse.detach().float()
+    ours = backward_on_numpy(config, (dout, *inputs), *rows, head_dim**-0.5, LATE, dlse)
+    for name, x, a, e in zip("qkv", inputs, ours, exact, strict=True):
+        assert a.shape == x.shape and relative(a, e) < EPSILON[torch.bfloat16], name
+    if causal and seqlens[0] > seqlens[1]:
+        assert not ours[0][:, : seqlens[0] - seqlens[1]].any()
+
+
 @pytest.mark.parametrize("kind", ["forward", "without a producer", "fp8", "backward"])
 def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (1, 1), 64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import forward as forward_script
-from hopper_attention.experiments import bench, bench_machine, bench_peers, bench_timing
+from hopper_attention.experiments import bench, bench_checks, bench_machine, bench_peers, bench_timing
 from hopper_attention.experiments.bench_results import (
     ABLATION,
     Failed,
@@ -343,8 +343,8 @@ def test_torchs_peers_agree_with_the_oracle(
             bench_peers.prepare_sdpa(problem, inputs, SETTING)
         return
     out = prepare(problem, inputs, SETTING).launch()
-    oracles, limits = bench.compute_oracles(problem, inputs), bench_peers.ERROR_LIMITS[problem.dtype]
-    error, wrong = bench.check_output(problem, out, oracles, limits)
+    oracles, limits = bench_checks.compute_oracles(problem, inputs), bench_peers.ERROR_LIMITS[problem.dtype]
+    error, wrong = bench_checks.check_output(problem, out, oracles, limits)
     assert wrong == ""
     assert error < 1e-5
 
@@ -355,11 +355,11 @@ def test_torchs_peers_agree_with_the_oracle(
 def test_a_wrong_output_is_found() -> None:
     problem = replace(SMALL, seqlen_q=64, seqlen_k=64)
     inputs = bench.draw_inputs(problem, 0, "cpu")
-    oracles = bench.compute_oracles(problem, inputs)
+    oracles = bench_checks.compute_oracles(problem, inputs)
     right = bench_peers.prepare_torch(problem, inputs, SETTING).launch().clone()
 
     def verdict(out: Tensor) -> str:
-        return bench.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS[problem.dtype])[1]
+        return bench_checks.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS[problem.dtype])[1]
 
     assert [(oracle.batch, oracle.head) for oracle in oracles] == [(0, 0), (0, 2), (0, 3)]
     assert verdict(right) == ""
@@ -375,8 +375,8 @@ def test_a_wrong_output_is_found() -> None:
 @pytest.mark.parametrize("problem", SHAPES, ids=lambda p: p.name)
 def test_oracles_of_some_rows_are_rows_of_the_whole_oracles(problem: Problem) -> None:
     inputs = bench.draw_inputs(problem, 5, "cpu")
-    whole = bench.compute_oracles(problem, inputs)
-    some = bench.compute_row_oracles(problem, inputs, checked_scores=5 * problem.seqlen_k)
+    whole = bench_checks.compute_oracles(problem, inputs)
+    some = bench_checks.compute_row_oracles(problem, inputs, checked_scores=5 * problem.seqlen_k)
     assert [(o.batch, o.head) for o in some] == [(o.batch, o.head) for o in whole]
     for all_rows, rows in zip(whole, some, strict=True):
         assert rows.rows.tolist()[0] == 0 and rows.rows.tolist()[-1] == problem.seqlen_q - 1
@@ -384,20 +384,20 @@ def test_oracles_of_some_rows_are_rows_of_the_whole_oracles(problem: Problem) ->
         torch.testing.assert_close(rows.out, all_rows.out[rows.rows], atol=1e-12, rtol=1e-12)
     out = torch.stack([o.out for o in whole[:1]], 1)[None].expand(1, -1, problem.heads, -1).float()
     right, limits = [o for o in some if o.head == 0], bench_peers.ERROR_LIMITS["float32"]
-    assert bench.check_output(problem, out, right, limits)[1] == ""
+    assert bench_checks.check_output(problem, out, right, limits)[1] == ""
     row = int(right[0].rows[3])
     wrong = out.clone()
     wrong[0, row] *= 1.5
-    assert f"row {row}:" in bench.check_output(problem, wrong, right, bench_peers.Limits(1.0, 1e-4))[1]
+    assert f"row {row}:" in bench_checks.check_output(problem, wrong, right, bench_peers.Limits(1.0, 1e-4))[1]
 
 
 def test_one_wrong_row_among_many_is_found() -> None:
     problem = replace(SMALL, dtype="bfloat16", causal=False, seqlen_q=30_000, seqlen_k=8, heads=1, heads_kv=1)
     inputs = bench.draw_inputs(problem, 0, "cpu")
-    oracles = bench.compute_oracles(problem, inputs)
+    oracles = bench_checks.compute_oracles(problem, inputs)
     out = oracles[0].out[None, :, None].to(torch.bfloat16)
     out[0, 17_000] *= 1.2
-    verdict = bench.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS["bfloat16"])[1]
+    verdict = bench_checks.check_output(problem, out, oracles, bench_peers.ERROR_LIMITS["bfloat16"])[1]
     assert verdict.startswith("batch 0, head 0, row 17000: error")
 
 
@@ -406,10 +406,10 @@ def test_one_wrong_row_among_many_is_found() -> None:
 def test_plain_attention_keeps_the_limits_with_room_to_spare(dtype: str, causal: bool) -> None:
     problem = Problem(dtype, 1, 1024, 1024, 1, 1, 64, 64, causal)
     inputs = bench.draw_inputs(problem, 1, "cpu")
-    oracles = bench.compute_oracles(problem, inputs)
+    oracles = bench_checks.compute_oracles(problem, inputs)
     out = bench_peers.prepare_torch(problem, inputs, SETTING).launch()
     limits = bench_peers.ERROR_LIMITS[dtype]
-    error, wrong = bench.check_output(problem, out, oracles, limits)
+    error, wrong = bench_checks.check_output(problem, out, oracles, limits)
     assert wrong == ""
     assert error < limits.head / 1.3
 

@@ -77,11 +77,15 @@ def test_quantization_of_a_small_problem() -> None:
     assert "share of the copy" in result.stderr
 
 
-def test_backward_says_that_it_is_not_there_whatever_it_is_given() -> None:
-    for arguments in ((), ("--shapes", "paper", "--json", "x")):
-        result = call("backward", *arguments)
-        assert result.exit_code == 2
-        assert "no Hopper kernel of the backward pass to measure yet" in result.stderr
+def test_backward_of_a_small_problem(tmp_path: Path) -> None:
+    out, plot = tmp_path / "backward.json", tmp_path / "backward.svg"
+    run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
+    output = succeed("backward", "--shapes", "bf16-b1-s96-h2-hk1-d64-causal", *run).output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "backward" and set(data["peers"]) == {"ours", "fa3", "fa4", "cudnn", "fa2"}
+    assert data["cells"][0]["peers"]["ours"]["ok"] and data["method"]["flops"].startswith("10*b*h*sq*sk*d")
+    assert "fa3: its library (sglang-kernel) has the forward alone" in output
+    assert "Attention, bf16 backward" in plot.read_text()
 
 
 @pytest.mark.parametrize("words", [("compare",), ("--compare",)])
@@ -98,7 +102,7 @@ def test_reports_are_compared(words: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @ON_CPU_ONLY
-@pytest.mark.parametrize("kind", ["forward", "fp8", "latency", "scaling", "quantize"])
+@pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize"])
 def test_without_a_gpu_the_default_run_is_refused(kind: str) -> None:
     result = call(kind)
     assert result.exit_code == 2, result.output
@@ -112,6 +116,7 @@ def test_without_a_gpu_the_default_run_is_refused(kind: str) -> None:
         (("latency", "--shapes", "small"), "shape is 'small', allowed"),
         (("latency", "--calls", 0, "--device", "cpu"), "calls is 0, rounds is 11, allowed: 1 or more"),
         (("fp8", "--peers", "fa9"), "peers is 'fa9', allowed"),
+        (("backward", "--peers", "flex"), "peers is 'flex', allowed"),
         (("compare", "absent.json", "absent.json"), "absent.json"),
         (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
     ],

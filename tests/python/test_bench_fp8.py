@@ -22,7 +22,7 @@ from benchmarks import forward as forward_script
 from benchmarks import fp8 as fp8_script
 from benchmarks import render as render_script
 from hopper_attention.cli import app
-from hopper_attention.experiments import bench, bench_fp8_peers, bench_peers, bench_render
+from hopper_attention.experiments import bench, bench_checks, bench_fp8_peers, bench_peers, bench_render
 from hopper_attention.experiments.bench_fp8_peers import FP8_PEERS, PER_HEAD, PER_TENSOR, CudnnForm
 from hopper_attention.experiments.bench_plot import plot_forward
 from hopper_attention.experiments.bench_results import (
@@ -48,8 +48,8 @@ DEFAULT_ROWS = ["ours", "ours_e2e", "ours_bf16", "fa3", "cudnn"]
 
 def error_of(peer: bench_peers.Peer, problem: Problem, inputs: bench_peers.Inputs, out: Tensor) -> float:
     """Error of the worst head on what the peer was given, all heads within its limits."""
-    oracles = bench.compute_oracles(problem, peer.rounding(inputs))
-    error, wrong = bench.check_output(problem, out, oracles, peer.limits(problem.dtype))
+    oracles = bench_checks.compute_oracles(problem, peer.rounding(inputs))
+    error, wrong = bench_checks.check_output(problem, out, oracles, peer.limits(problem.dtype))
     assert wrong == ""
     return error
 
@@ -504,7 +504,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
 
 def test_an_unknown_benchmark_is_refused() -> None:
     assert call("bench", "fp4").exit_code == 2
-    assert set(SUITES) == {"forward", "fp8"}
+    assert set(SUITES) == {"forward", "fp8", "backward"}
 
 
 def test_the_script_is_the_forward_script_with_another_suite(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from hopper.backward.config import shipped_backward_kernels
 from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import compile_cache
@@ -149,7 +150,8 @@ def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) ->
     result = call("compile", "--jobs", 3, "--only", "fp16_d64", "--objects", folder, "--json", "-")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
-    shipped = (*shipped_forward_configs(), *shipped_fp8_forward_configs(), *shipped_quantize_configs())
+    forward = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
+    shipped = (*forward, *shipped_quantize_configs(), *shipped_backward_kernels())
     names = [config.name for config in shipped if "fp16_d64" in config.name]
     built = len(names) - 1
     assert built > 0

@@ -162,7 +162,7 @@ def test_notes_on_empty_problems_and_gradients() -> None:
     q, k = meta(1, 9, 2, 64), meta(1, 0, 2, 64)
     assert plan_for(q, k, k).notes == ("seqlen_k is 0: no kernel runs",)
     notes = plan_for(q.requires_grad_(), q, q).notes
-    assert notes == ("the backward pass runs on the tiled reference, which is slow",)
+    assert len(notes) == 1 and notes[0].startswith("the backward pass runs on the Hopper kernel hopper_bwd_")
 
 
 def test_device_capability_must_be_a_pair() -> None:

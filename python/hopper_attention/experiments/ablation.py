@@ -47,6 +47,7 @@ from hopper_attention.experiments.bench_machine import (
 )
 from hopper_attention.experiments.bench_peers import Setting
 from hopper_attention.experiments.bench_results import Cell, Failed, Measured, Problem, relative_spread
+from hopper_attention.experiments.bench_suites import FORWARD, SUITES
 from hopper_attention.experiments.bench_timing import Budget, Effort, Interval, Turn
 from hopper_attention.experiments.bench_variants import compile_missing, label, peers_of, variant_peer
 
@@ -126,8 +127,8 @@ def run_ablation(
     failures = compile_missing(configs, jobs, on_compiled)
     gauge = find_gauge(setting.device)
     machine = describe_machine(setting.device, gauge)
-    compression = 2 if ablation.precision == FP8 else 1
-    with open_bench(setting, ablation.trial, gauge, machine.get("l2_bytes", 0), compression) as bench:
+    suite = SUITES.get(ablation.precision, FORWARD)
+    with open_bench(setting, ablation.trial, gauge, machine.get("l2_bytes", 0), suite) as bench:
         progress(f"choosing among {len(configs) - len(failures)} kernels")
         built = [config for config in configs if config.name not in failures]
         tried = bench.run_cell(ablation.problem, peers_of(built), 1)

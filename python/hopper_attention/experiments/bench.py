@@ -1,6 +1,6 @@
-"""The forward benchmark: every peer on every problem, checked first, then timed in interleaved rounds.
+"""The throughput benchmarks: every peer on every problem, checked first, then timed in interleaved rounds.
 
-Correctness comes before speed: a peer whose output is not finite everywhere, or is off on the heads that are
+Correctness comes before speed: a peer whose result is not finite everywhere, or is off on the heads that are
 checked against float64, is shown as a failure and not timed. The first call of a peer on a problem, which may
 compile, is outside the time budget.
 """
@@ -19,8 +19,8 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
+from hopper_attention.experiments.bench_checks import Rounding
 from hopper_attention.experiments.bench_machine import (
     ClockSampler,
     Gauge,
@@ -65,17 +65,10 @@ L2_MULTIPLE = 3
 CPU_FLOPS = 1e11
 """What a benchmark on the CPU may ask for: seconds, not hours."""
 
-WHOLE_SCORES = 2**30
-"""Scores of a head up to which all of them are computed in float64: 32k queries and keys."""
-
-CHECKED_SCORES = 2**26
-"""Scores of a head that are computed in float64 where there are more: half a gigabyte of them."""
-
 GPU_LOST = 3
 """Exit code of a benchmark that a kernel brought down."""
 
 Progress = Callable[[str], None]
-Rounding = Callable[[Inputs], Inputs]
 
 
 def ignore_progress(line: str) -> None:
@@ -113,92 +106,6 @@ def count_input_sets(problem: Problem, l2_bytes: int, compression: int = 1) -> i
     """Sets of q, k, v to rotate over, so that a launch finds nothing of its inputs in L2."""
     wanted = L2_MULTIPLE * l2_bytes * compression / problem.input_bytes
     return max(1, min(MAX_INPUT_SETS, math.ceil(wanted)))
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """Float64 output of some rows of one (batch, head): (rows, head_dim_v)."""
-
-    batch: int
-    head: int
-    rows: Tensor
-    out: Tensor
-
-
-def checked_heads(problem: Problem) -> list[tuple[int, int]]:
-    """(batch, head) of those that are checked: the first, a middle and the last."""
-    total = problem.batch * problem.heads
-    return [divmod(index, problem.heads) for index in sorted({0, total // 2, total - 1})]
-
-
-def is_short(problem: Problem) -> bool:
-    """Whether whole heads can be checked in moments."""
-    return problem.seqlen_q * problem.seqlen_k <= WHOLE_SCORES
-
-
-def compute_oracles(problem: Problem, inputs: Inputs) -> list[Oracle]:
-    """Float64 attention of whole heads."""
-    from hopper_attention.reference import attention_naive
-
-    group = problem.heads // problem.heads_kv
-    all_rows = torch.arange(problem.seqlen_q, device=inputs.q.device)
-    oracles = []
-    for b, h in checked_heads(problem):
-        rows, head, head_kv = slice(b, b + 1), slice(h, h + 1), slice(h // group, h // group + 1)
-        parts = inputs.q[rows, :, head], inputs.k[rows, :, head_kv], inputs.v[rows, :, head_kv]
-        out = attention_naive(*parts, causal=problem.causal)[0][0, :, 0]
-        oracles.append(Oracle(b, h, all_rows, out))
-    return oracles
-
-
-def compute_row_oracles(
-    problem: Problem, inputs: Inputs, checked_scores: int = CHECKED_SCORES
-) -> list[Oracle]:
-    """Float64 attention of evenly spaced rows of a head, so many that they have ``checked_scores`` scores: for
-    sequences too long to check whole."""
-    device = inputs.q.device
-    count = max(1, checked_scores // problem.seqlen_k)
-    ends = 0.0, problem.seqlen_q - 1.0, min(count, problem.seqlen_q)
-    rows = torch.linspace(*ends, dtype=torch.float64, device=device).round().long()
-    last_keys = rows + problem.seqlen_k - problem.seqlen_q
-    hidden = torch.arange(problem.seqlen_k, device=device) > last_keys[:, None]
-    oracles = []
-    for b, h in checked_heads(problem):
-        head_kv = h * problem.heads_kv // problem.heads
-        scores = (
-            inputs.q[b, rows, h].double() @ inputs.k[b, :, head_kv].double().mT / math.sqrt(problem.head_dim)
-        )
-        if problem.causal:
-            scores.masked_fill_(hidden, -math.inf)
-        weights = torch.softmax(scores, -1).nan_to_num_()  # rows that see no key
-        oracles.append(Oracle(b, h, rows, weights @ inputs.v[b, :, head_kv].double()))
-    return oracles
-
-
-def check_output(
-    problem: Problem, out: Tensor, oracles: Sequence[Oracle], limits: Limits
-) -> tuple[float, str]:
-    """Relative error of the worst checked head, and what is wrong with the output (empty if nothing is)."""
-    expected = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-    if tuple(out.shape) != expected:
-        return math.inf, f"the output is {tuple(out.shape)}, expected {expected}"
-    if not bool(out.isfinite().all()):
-        return math.inf, f"{int((~out.isfinite()).sum())} of {out.numel()} outputs are not finite"
-    worst = 0.0
-    for oracle in oracles:
-        difference = out[oracle.batch, oracle.rows, oracle.head].double() - oracle.out
-        norms = oracle.out.norm(dim=-1)
-        error = (difference.norm() / norms.norm()).item()
-        row_errors = difference.norm(dim=-1) / norms.clamp_min(1e-3 * norms.max())
-        row_error, index = row_errors.max(0)
-        worst = max(worst, error)
-        where = f"batch {oracle.batch}, head {oracle.head}"
-        if not error <= limits.head:
-            return worst, f"{where}: error {error:.2e} against float64, allowed {limits.head:.1e}"
-        if not row_error <= limits.row:
-            where = f"{where}, row {int(oracle.rows[index])}"
-            return worst, f"{where}: error {row_error:.2e} against float64, allowed {limits.row:.1e}"
-    return worst, ""
 
 
 def describe_error(error: Exception) -> str:
@@ -243,7 +150,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a cell is measured with."""
+    """What a cell is measured with, and the suite that it is a cell of."""
 
     setting: Setting
     effort: Effort
@@ -251,14 +158,14 @@ class Bench:
     sampler: ClockSampler
     budget: Budget
     l2_bytes: int
-    compression: int
+    suite: Suite = FORWARD
 
     def admit(
         self,
         peer: Peer,
         problem: Problem,
         sets: Sequence[Inputs],
-        oracles_of: Callable[[Rounding], Sequence[Oracle]],
+        oracles_of: Callable[[Rounding], Sequence[Any]],
     ) -> Entry | Failed:
         """Prepare a peer and check its output. What the peer itself raises becomes a failure of its own."""
         try:
@@ -268,7 +175,8 @@ class Bench:
                     out = prepared[0].launch()
                 self.stopwatch.synchronize()
             oracles = oracles_of(peer.rounding)
-            error, wrong = check_output(problem, prepared[0].read(out), oracles, peer.limits(problem.dtype))
+            result, limits = prepared[0].read(out), peer.limits(problem.dtype)
+            error, wrong = self.suite.check.compare(problem, result, oracles, limits)
         except GpuLostError as lost:
             raise GpuLostError(f"{peer.name}: {lost}") from lost
         except Exception as raised:
@@ -308,13 +216,12 @@ class Bench:
         Raises:
             CellLostError: a kernel hangs or broke the CUDA context.
         """
-        sets = count_input_sets(problem, self.l2_bytes, self.compression)
+        sets = count_input_sets(problem, self.l2_bytes, self.suite.compression)
         inputs = [draw_inputs(problem, seed, self.setting.device) for seed in range(sets)]
 
         @cache
-        def oracles_of(rounding: Rounding) -> Sequence[Oracle]:
-            compute = compute_oracles if is_short(problem) else compute_row_oracles
-            return compute(problem, rounding(inputs[0]))
+        def oracles_of(rounding: Rounding) -> Sequence[Any]:
+            return self.suite.check.oracles(problem, rounding(inputs[0]))
 
         results: dict[str, PeerResult] = {}
         entries: dict[str, Entry] = {}
@@ -346,7 +253,7 @@ class Bench:
         median = statistics.median(seconds)
         clock, power = self.sampler.window((interval.start, interval.stop) for interval in intervals)
         return Measured(
-            tflops=problem.flops / median * 1e-12,
+            tflops=self.suite.work * problem.flops / median * 1e-12,
             median_ms=median * 1e3,
             spread=relative_spread(seconds),
             rounds=len(seconds),
@@ -360,18 +267,18 @@ class Bench:
 
 @contextmanager
 def open_bench(
-    setting: Setting, effort: Effort, gauge: Gauge, l2_bytes: int, compression: int = 1
+    setting: Setting, effort: Effort, gauge: Gauge, l2_bytes: int, suite: Suite = FORWARD
 ) -> Iterator[Bench]:
     """A bench whose clock is read while the context lasts. Its budget starts now."""
     with ClockSampler(gauge) as sampler:
         stopwatch = stopwatch_for(setting.device)
-        yield Bench(setting, effort, stopwatch, sampler, Budget(effort.budget_s), l2_bytes, compression)
+        yield Bench(setting, effort, stopwatch, sampler, Budget(effort.budget_s), l2_bytes, suite)
 
 
 def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
     """How the figures came about, for the report."""
     return {
-        "flops": "4*b*h*sq*sk*d, halved if causal",
+        "flops": f"{4 * suite.work:g}*b*h*sq*sk*d, halved if causal",
         "inputs": suite.inputs,
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
@@ -444,7 +351,7 @@ def run_forward(
         kind=suite.kind,
     )
     l2_bytes = report.machine.get("l2_bytes", 0)
-    with open_bench(setting, effort, gauge, l2_bytes, suite.compression) as bench:
+    with open_bench(setting, effort, gauge, l2_bytes, suite) as bench:
         for index, problem in enumerate(problems):
             progress(f"[{index + 1}/{len(problems)}] {problem.name}")
             try:

@@ -102,6 +102,7 @@ def quantize_figures(text: str, kind: str) -> Iterable[Figure]:
 READERS: Mapping[str, Callable[[str, str], Iterable[Figure]]] = {
     "forward": throughput_figures,
     "fp8": throughput_figures,
+    "backward": throughput_figures,
     "ablation": ablation_figures,
     "latency": latency_figures,
     "scaling": scaling_figures,

@@ -71,8 +71,8 @@ def as_drawn(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def as_returned(out: Tensor) -> Tensor:
-    return out
+def as_returned(result: Any) -> Any:
+    return result
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Prepared:
 
     launch: Launch
     note: str = ""
-    read: Callable[[Tensor], Tensor] = field(default=as_returned)
+    read: Callable[[Any], Any] = field(default=as_returned)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from hopper_attention.experiments.bench_results import (
 )
 from hopper_attention.experiments.bench_targets import (
     Target,
+    lacks_kernel,
     latency_targets,
     longest_problem,
     rmse_targets,
@@ -58,10 +59,19 @@ WORDINGS = {
         "First the kernel alone, in brackets over the fastest of {peers} in the same interleaved run; after the slash "
         "end to end from bf16 to bf16, with the quantization that a user pays for.",
     ),
+    "backward": Wording(
+        "Backward, 16 bit",
+        "bf16 backward",
+        "Operations are counted as in the paper, 2.5 times those of the forward. In brackets: over the fastest of "
+        "{peers} in the same interleaved run.",
+    ),
 }
 
 
 NOTHING = "–"
+FAILED = "failed"
+NO_KERNEL = "no kernel"
+COLOURS = {FAILED: "red", NO_KERNEL: "yellow"}
 LATENCY_HEADINGS = ("host", "device", "call and wait", "in a graph")
 
 
@@ -115,7 +125,7 @@ def peer_figure(cell: Cell, peer: str) -> str:
     if result is None:
         return "–"
     if isinstance(result, Failed):
-        return "failed"
+        return NO_KERNEL if result.lacks_kernel else FAILED
     return number(result.tflops) if result.tflops >= 100 else f"{result.tflops:.3g}"
 
 
@@ -152,7 +162,8 @@ def forward_table(report: ForwardReport) -> Table:
 
 
 def mark(figure: str) -> str:
-    return f"[red]{figure}[/red]" if figure == "failed" else figure
+    colour = COLOURS.get(figure)
+    return f"[{colour}]{figure}[/{colour}]" if colour else figure
 
 
 def ratio_mark(ratio: float) -> str:
@@ -196,6 +207,8 @@ def grid_table(report: ForwardReport) -> str:
     """The paper's grid: TFLOP/s of ours, in brackets its ratio over the best peer, and end to end if that was run."""
 
     def figure(cell: Cell) -> str:
+        if lacks_kernel(cell):
+            return NO_KERNEL
         kernel = f"{peer_figure(cell, OURS)} ({number(cell.ratio, 2)})"
         return f"{kernel} / {peer_figure(cell, OURS_END_TO_END)}" if shows_gain(report) else kernel
 
@@ -216,7 +229,8 @@ def summary(report: ForwardReport) -> str:
     gained, longest = gains(cells), report.cell(longest_problem(128))
     sentences = []
     if worst is not None:
-        sentences.append(f"Geometric mean over the best peer: **{geometric_mean(rated):.3f}**.")
+        share = f" of {len(rated)} of {len(cells)} cells" if len(rated) < len(cells) else ""
+        sentences.append(f"Geometric mean over the best peer{share}: **{geometric_mean(rated):.3f}**.")
         where = f"`{worst.problem.name}`, against {report.peers[worst.best_peer].title}"
         sentences.append(f"Worst cell: {worst.ratio:.2f} ({where}).")
     if gained:

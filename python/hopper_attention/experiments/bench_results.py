@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-KINDS = ("forward", "fp8")
-"""What a throughput report is of: the forward in 16 bits, or in FP8."""
+KINDS = ("forward", "fp8", "backward")
+"""What a throughput report is of: the forward in 16 bits or in FP8, or the backward in 16 bits."""
 
 OURS = "ours"
 OURS_END_TO_END = "ours_e2e"
@@ -163,6 +163,11 @@ class Failed:
     """Why a peer has no figure for a problem: it cannot run it, it raised, or its output is wrong."""
 
     reason: str
+
+    @property
+    def lacks_kernel(self) -> bool:
+        """Whether the peer says that it has nothing that runs the problem."""
+        return self.reason.startswith(NotImplementedError.__name__)
 
 
 PeerResult = Measured | Failed

@@ -20,11 +20,8 @@ from hopper_attention.experiments.bench import (
     Bench,
     CellLostError,
     Entry,
-    Oracle,
     Progress,
-    Rounding,
     check_affordable,
-    compute_row_oracles,
     count_input_sets,
     describe_error,
     describe_run,
@@ -32,6 +29,7 @@ from hopper_attention.experiments.bench import (
     ignore_progress,
     open_bench,
 )
+from hopper_attention.experiments.bench_checks import Oracle, Rounding, compute_row_oracles
 from hopper_attention.experiments.bench_machine import find_gauge
 from hopper_attention.experiments.bench_peers import Peer, Setting, inspect_peers
 from hopper_attention.experiments.bench_results import (

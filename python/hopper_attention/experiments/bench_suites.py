@@ -1,11 +1,14 @@
-"""The forward benchmarks: who takes part in each, on what, and how it is measured by default."""
+"""The throughput benchmarks: who takes part in each, on what, and how it is measured by default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hopper_attention.experiments.bench_backward_peers import BACKWARD_PEERS, DEFAULT_BACKWARD_PEERS
+from hopper_attention.experiments.bench_checks import OUTPUT, Check
 from hopper_attention.experiments.bench_fp8_peers import DEFAULT_FP8_PEERS, FP8_PEERS
+from hopper_attention.experiments.bench_gradients import GRADIENTS
 from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, PEERS, Peer
 from hopper_attention.experiments.bench_results import KINDS
 
@@ -21,6 +24,8 @@ class Suite:
         inputs: of the launches, in words.
         compression: how many times smaller than the 16-bit inputs the smallest ones are that a peer reads.
         budget_s: seconds to measure for, first calls not counted.
+        check: how results are held against float64 before anything is timed.
+        work: floating-point operations of a launch over those of the forward.
     """
 
     kind: str
@@ -30,6 +35,8 @@ class Suite:
     inputs: str
     compression: int
     budget_s: float
+    check: Check = OUTPUT
+    work: float = 1.0
 
 
 FORWARD = Suite(
@@ -51,4 +58,16 @@ FP8 = Suite(
     compression=2,
     budget_s=60.0,
 )
-SUITES = {suite.kind: suite for suite in (FORWARD, FP8)}
+BACKWARD = Suite(
+    kind=KINDS[2],
+    registry=BACKWARD_PEERS,
+    default_peers=",".join(DEFAULT_BACKWARD_PEERS),
+    default_shapes="paper",
+    inputs="N(0, 1), the gradient of the output too; the forward runs before the timing, and a launch is "
+    "torch.autograd.grad of its output",
+    compression=1,
+    budget_s=150.0,
+    check=GRADIENTS,
+    work=2.5,
+)
+SUITES = {suite.kind: suite for suite in (FORWARD, FP8, BACKWARD)}

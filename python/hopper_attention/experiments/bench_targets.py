@@ -1,9 +1,9 @@
-"""What the forward promises, in 16 bits and in FP8, held against what was measured."""
+"""What the forward promises, in 16 bits and in FP8, and the backward, held against what was measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ FP8_TFLOPS = {64: 800.0, 128: 1050.0, 256: 1250.0}
 FP8_GAIN = 1.30
 """End to end, pre-pass included, over our 16-bit kernel, at head_dim 128 on the same problem."""
 FP8_GAIN_HEAD_DIM = 128
+
+BACKWARD_RATIOS = Ratios(0.95, 1.05)
+BACKWARD_TFLOPS = {64: 570.0, 128: 650.0, 256: 480.0}
+"""By head_dim, on the grid's longest problems with a causal mask."""
 
 ABLATION_TFLOPS = 661.0
 ABLATION_RATIO = 0.97
@@ -77,11 +81,11 @@ def grid_targets(report: ForwardReport, what: str, required: Ratios) -> list[Tar
     ]
 
 
-def failure_targets(report: ForwardReport) -> list[Target]:
+def failure_targets(cells: Iterable[Cell]) -> list[Target]:
     """A missed promise where a row of ours failed; none where none did."""
     failed = [
         cell.problem.name if name == OURS else f"{cell.problem.name} ({name})"
-        for cell in report.cells
+        for cell in cells
         for name, result in cell.peers.items()
         if is_ours(name) and isinstance(result, Failed)
     ]
@@ -104,12 +108,12 @@ def forward_targets(report: ForwardReport) -> list[Target]:
                 ours >= ABLATION_TFLOPS and of_fa3 >= ABLATION_RATIO,
             )
         )
-    return targets + failure_targets(report)
+    return targets + failure_targets(report.cells)
 
 
-def longest_problem(head_dim: int) -> Problem:
-    """The grid's longest problem of this head_dim, without a mask."""
-    fits = [p for p in paper_grid() if p.head_dim == head_dim and not p.causal]
+def longest_problem(head_dim: int, causal: bool = False) -> Problem:
+    """The grid's longest problem of this head_dim and mask."""
+    fits = [p for p in paper_grid() if p.head_dim == head_dim and p.causal == causal]
     return max(fits, key=lambda problem: problem.seqlen_q)
 
 
@@ -126,12 +130,43 @@ def fp8_targets(report: ForwardReport) -> list[Target]:
     if cell is not None:
         what = f"FP8 end to end over our 16-bit kernel, {cell.problem.name}"
         targets.append(Target(what, f">= {FP8_GAIN:.2f}", f"{cell.gain:.2f}", cell.gain >= FP8_GAIN))
-    return targets + failure_targets(report)
+    return targets + failure_targets(report.cells)
+
+
+def lacks_kernel(cell: Cell) -> bool:
+    """Whether we say that we have no kernel for a cell."""
+    ours = cell.peers.get(OURS)
+    return isinstance(ours, Failed) and ours.lacks_kernel
+
+
+def coverage_targets(report: ForwardReport) -> list[Target]:
+    """A kernel for each cell of the paper's grid."""
+    cells, total = grid_cells(report), len(paper_grid())
+    if not cells:
+        return []
+    lacking = sorted({cell.problem.head_dim for cell in cells if lacks_kernel(cell)})
+    served = sum(not lacks_kernel(cell) for cell in cells)
+    measured = f"{served} of {total} cells" + "".join(f"; none for head_dim {d}" for d in lacking)
+    return [Target("backward, a kernel for each cell", f"{total} cells", measured, served == total)]
+
+
+def backward_targets(report: ForwardReport) -> list[Target]:
+    """Ratios over the best peer, coverage, and TFLOP/s on the longest causal problems."""
+    targets = grid_targets(report, "backward", BACKWARD_RATIOS) + coverage_targets(report)
+    for head_dim, required in BACKWARD_TFLOPS.items():
+        cell = report.cell(longest_problem(head_dim, causal=True))
+        if cell is not None:
+            figure = "no kernel" if lacks_kernel(cell) else f"{cell.tflops(OURS):.0f} TFLOP/s"
+            met = cell.tflops(OURS) >= required
+            what = f"backward, {cell.problem.name}"
+            targets.append(Target(what, f">= {required:.0f} TFLOP/s", figure, met))
+    return targets + failure_targets(cell for cell in report.cells if not lacks_kernel(cell))
 
 
 def throughput_targets(report: ForwardReport) -> list[Target]:
     """The promises that a throughput report can answer, by its kind."""
-    return {"forward": forward_targets, "fp8": fp8_targets}[report.kind](report)
+    by_kind = {"forward": forward_targets, "fp8": fp8_targets, "backward": backward_targets}
+    return by_kind[report.kind](report)
 
 
 def latency_targets(figures: Mapping[str, Any]) -> list[Target]:

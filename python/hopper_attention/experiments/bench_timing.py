@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-Launch = Callable[[], Tensor]
-"""Runs one kernel on inputs prepared before; returns out (batch, seqlen_q, heads, head_dim_v)."""
+Launch = Callable[[], Any]
+"""Runs what is timed on inputs prepared before; returns its result, mostly out (batch, seqlen_q, heads, head_dim_v)."""
 
 SPIN_HZ = 2.0e9
 """Clock that spin cycles are counted at; above the H200's 1.98 GHz, so that a spin is never too short."""

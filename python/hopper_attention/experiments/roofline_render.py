@@ -29,6 +29,9 @@ from hopper_attention.experiments.roofline import (
     parse_kernel,
 )
 
+OF_THE_FORWARD = ("forward", "fp8")
+"""Kinds of reports whose kernels are on the page."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -173,5 +176,7 @@ def render_roofline(reports: Sequence[ForwardReport]) -> str:
         markdown_table(["kernel", *(TITLES[unit] for unit in units), "overlap"], blocks),
     ]
     for report in reports:
-        parts += render_report(report)
+        # Only the forward's work is counted.
+        if report.kind in OF_THE_FORWARD:
+            parts += render_report(report)
     return "\n\n".join(part for part in parts if part) + "\n"

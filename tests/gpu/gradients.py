@@ -1,0 +1,64 @@
+"""What the GPU tests of the backward pass share: the same formula in plain PyTorch, and the budget for error."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hopper_attention.reference import attention_naive
+
+SLACK = 1e-4
+"""Allowed where the formula in plain PyTorch happens to be exact."""
+
+Gradients = tuple[Tensor, ...]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T) v and its LSE in PyTorch, every step in the dtype of the inputs. Rows without keys give 0."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(hidden.triu(1 + k.shape[2] - q.shape[2]), -math.inf)
+    out = torch.softmax(scores, -1).nan_to_num() @ v
+    return out.transpose(1, 2), torch.logsumexp(scores, -1)
+
+
+def gradients_of(attention, inputs, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Gradients:
+    """dq, dk and dv of ``attention``, (q, k, v) -> (out, lse), on inputs of ``dtype``."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attention(*leaves)
+    if dlse is None:
+        return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    dlse = dlse.masked_fill(lse == -math.inf, 0.0)
+    return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse.to(lse.dtype)))
+
+
+def find_gradient_errors(
+    inputs, ours: Gradients, dout: Tensor, causal: bool, dlse: Tensor | None = None
+) -> list[str]:
+    """What is wrong with dq, dk and dv, against float64.
+
+    The budget: twice the error of the same formula in plain PyTorch at the inputs' dtype.
+    """
+
+    def naive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_naive(q, k, v, causal=causal)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return plain_attention(q, k, v, causal)
+
+    exact = gradients_of(naive, inputs, dout, dlse, torch.float64)
+    torchs = gradients_of(plain, inputs, dout, dlse, inputs.q.dtype)
+    wrong = []
+    for name, a, b, e in zip(("dq", "dk", "dv"), ours, torchs, exact, strict=True):
+        if a.shape != e.shape or a.dtype != inputs.q.dtype:
+            return [f"{name} is {tuple(a.shape)}, {a.dtype}"]
+        error, budget = (a - e).abs().max().item(), 2 * (b - e).abs().max().item() + SLACK
+        # "not <=", so that NaN counts as wrong.
+        if not error <= budget:
+            wrong.append(f"{name}: error {error:.3e}, allowed {budget:.3e}")
+    return wrong
