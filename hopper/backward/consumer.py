@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fast_math import exp2, pack, unpack
+from cute_kernels.fast_math import exp2, pack, pin, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
@@ -80,6 +80,7 @@ class BackwardConsumer(LoopInvariant):
     def clear(self):
         self.acc_dV.fill(0.0)
         self.acc_dK.fill(0.0)
+        self.dq.clear()
 
     @cute.jit
     def block(
@@ -92,25 +93,30 @@ class BackwardConsumer(LoopInvariant):
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``coordinates`` are (m_block, head, batch), ``buffer`` is the tile of dS in shared memory that is free.
-        Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the reduction of dQ under dK. Nothing
-        stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
+        ``coordinates`` are (m_block, head), ``buffer`` is the tile of dS in shared memory that is free. Releases the
+        stages of Q and dO. The softmax runs under dP, dS under dV, the staging of dQ under dK, and the part of dQ of the
+        block before is sent under S. LSE and delta are read before the GEMMs that would slow these loads down are
+        under way. Nothing stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its
+        end.
         """
         f = self.fragments
         acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)
         self.pipes.q.consumer_wait(state)
+        lse = self._read_vector(self.sLSE, state.index)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
+        self.dq.send()
         warpgroup.wait_group(1)
-        m_block, head, batch = coordinates
+        m_block, head = coordinates
         if const_expr(is_masked):
             mask.apply(acc_S, m_block)
-        self._probabilities(acc_S, state.index)
+        self._probabilities(acc_S, lse)
+        delta = self._read_vector(self.sDelta, state.index)
         self._store_operand(self.tPrP, acc_S)
         issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, state.index], True)
         warpgroup.wait_group(1)
-        self._gradient_of_scores(acc_S, acc_dP, state.index)
+        self._gradient_of_scores(acc_S, acc_dP, delta)
         self._store_operand(self.tSrdS, acc_dP)
         self._share_gradient_of_scores(buffer)
         acc_dQ = self.dq.make_accumulator(self.mmas.dq)
@@ -118,40 +124,47 @@ class BackwardConsumer(LoopInvariant):
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, state.index], True)
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)
-        self.dq.add(acc_dQ, m_block, head, batch)
+        self.dq.stage(acc_dQ, m_block, head)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(state)
+
+    @cute.jit
+    def _read_vector(self, vectors: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """(pair, group): what this thread's columns of a transposed score tile need of a vector over the queries."""
+        groups = self.config.tile_m // COLUMNS_PER_GROUP
+        pairs = cute.make_rmem_tensor((2, groups), Float32)
+        first = self.thread % 4 * 2
+        for j in cutlass.range_constexpr(groups):
+            for e in cutlass.range_constexpr(2):
+                pairs[e, j] = pin(vectors[first + COLUMNS_PER_GROUP * j + e, stage])
+        return pairs
 
     @cute.jit
     def _make_scores(self, mma: cute.TiledMma) -> cute.Tensor:
         return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.tile_m)), Float32)
 
     @cute.jit
-    def _probabilities(self, acc_S: cute.Tensor, stage: Int32):
+    def _probabilities(self, acc_S: cute.Tensor, lse: cute.Tensor):
         """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
         rows = as_rows(acc_S)
-        first = self.thread % 4 * 2
         for j in cutlass.range_constexpr(rows.shape[1][1]):
             for e in cutlass.range_constexpr(2):
-                lse = self.sLSE[first + COLUMNS_PER_GROUP * j + e, stage]
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse)
+                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse[e, j])
 
     @cute.jit
-    def _gradient_of_scores(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, stage: Int32):
+    def _gradient_of_scores(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
         """dS^T = P^T (dP^T - delta) in the place of dP^T, with P as dV takes it where registers are short."""
         p, dp = as_rows(acc_P), as_rows(acc_dP)
         words, dtype = cute.recast_tensor(self.tPrP, Int32), self.tPrP.element_type
-        first = self.thread % 4 * 2
         for j in cutlass.range_constexpr(dp.shape[1][1]):
-            delta = [self.sDelta[first + COLUMNS_PER_GROUP * j + e, stage] for e in range(2)]
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 if const_expr(self.config.rounds_probabilities):
                     pair = unpack(words[r + ROWS_PER_THREAD * j], dtype)
                 else:
                     pair = p[r, (0, j)], p[r, (1, j)]
                 for e in cutlass.range_constexpr(2):
-                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e])
+                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])
 
     @cute.jit
     def _store_operand(self, operand: cute.Tensor, acc: cute.Tensor):
@@ -164,7 +177,7 @@ class BackwardConsumer(LoopInvariant):
 
     @cute.jit
     def _share_gradient_of_scores(self, buffer: Int32):
-        """Write dS^T to shared memory and wait until all warpgroups have."""
+        """Write dS^T to shared memory and wait until all warpgroups have; the staging of dQ is free then."""
         target = self.sdS[None, None, buffer]
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
@@ -174,4 +187,5 @@ class BackwardConsumer(LoopInvariant):
         like_acc = cute.make_tensor(self.tSrdS.iterator, self._make_scores(self.mmas.s).layout)
         cute.copy(atom, copy.retile(like_acc), copy.partition_D(target))
         cute.arch.fence_view_async_shared()
+        self.dq.free()
         sync_consumers(self.config)

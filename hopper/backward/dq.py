@@ -29,53 +29,77 @@ def row_and_column(config: BackwardConfig, wg: int, word: int) -> tuple[int, int
     return wg * WARPGROUP_ROWS + row, column
 
 
+NO_TILE = -1
+"""In the place of a query tile: nothing is staged."""
+
+
 class GradientOfQ(LoopInvariant):
     """The part of dQ that one warpgroup computes, on its way to global memory.
 
+    A part is staged in shared memory when its GEMM is done and sent one block later, while the tensor cores work on the
+    next scores: until its stores are visible to the copy engine, which takes long under a running GEMM, nobody waits.
+
     ``sdQ`` is float32 (words,) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words, warpgroups,
-    query tiles, heads, batch), zero before the launch.
+    query tiles, heads, batch), zero before the launch. ``staged`` holds the query tile and head of the part that waits.
     """
 
-    def __init__(self, config: BackwardConfig, sdQ: cute.Tensor, mdQ: cute.Tensor, wg: Int32, thread: Int32):
-        self.config, self.sdQ, self.mdQ, self.wg, self.thread = config, sdQ, mdQ, wg, thread
+    def __init__(
+        self,
+        config: BackwardConfig,
+        sdQ: cute.Tensor,
+        mdQ: cute.Tensor,
+        batch: Int32,
+        wg: Int32,
+        thread: Int32,
+    ):
+        self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
+        self.batch, self.wg, self.thread = batch, wg, thread
+        self.staged = cute.make_rmem_tensor(2, Int32)
+        self.is_issuer = thread < cute.arch.WARP_SIZE
+
+    @cute.jit
+    def clear(self):
+        self.staged[0], self.staged[1] = Int32(NO_TILE), Int32(0)
 
     @cute.jit
     def make_accumulator(self, mma: cute.TiledMma) -> cute.Tensor:
         return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.dq_columns)), Float32)
 
     @cute.jit
-    def add(self, acc_dQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32):
-        """Start the reduction of one tile's part, once that of the part before has been read."""
-        is_issuer = self.thread < cute.arch.WARP_SIZE
-        if is_issuer:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(self.wg)
+    def stage(self, acc_dQ: cute.Tensor, m_block: Int32, head: Int32):
+        """Write a part to shared memory. All threads have passed a barrier since ``free``."""
         words = cute.make_tensor(
             acc_dQ.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(acc_dQ) // WORDS_PER_STORE))
         )
+        groups = self.config.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE
         target = cute.make_tensor(
-            self.sdQ.iterator,
-            cute.make_layout(
-                (
-                    WORDS_PER_STORE,
-                    WARPGROUP_THREADS,
-                    self.config.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE,
-                ),
-            ),
+            self.sdQ.iterator, cute.make_layout((WORDS_PER_STORE, WARPGROUP_THREADS, groups))
         )
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             cute.autovec_copy(words[None, i], target[None, self.thread, i])
+        self.staged[0], self.staged[1] = m_block, head
+
+    @cute.jit
+    def send(self):
+        """Start the reduction of the staged part, if there is one."""
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
-        if is_issuer:
+        if self.is_issuer and self.staged[0] != NO_TILE:
             with cute.arch.elect_one():
-                self._reduce(self.mdQ[None, self.wg, m_block, head, batch])
+                self._reduce(self.mdQ[None, self.wg, self.staged[0], self.staged[1], self.batch])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def drain(self):
-        """Wait until the last reduction has been written; the CTA may end only then."""
-        if self.thread < cute.arch.WARP_SIZE:
+    def free(self):
+        """Wait, in the warp that sends, until the part that was sent has been read."""
+        if self.is_issuer:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def finish(self):
+        """Send the last part and wait until all have been written; the CTA may end only then."""
+        self.send()
+        if self.is_issuer:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit

@@ -57,8 +57,8 @@ class BackwardKernel:
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
-    | CONSUMERS | 1 | all consumers | dS^T in shared memory, complete before dQ = dS K reads it |
-    | WARPGROUP + wg | 2 | 128 | the staging of dQ in shared memory by warpgroup wg |
+    | CONSUMERS | 1 | all consumers | dS^T in shared memory, complete before dQ = dS K reads it; the staging of dQ, sent before it is written again |
+    | WARPGROUP + wg | 2 | 128 | the staging of dQ in shared memory by warpgroup wg, complete before it is sent |
 
     The grid has a CTA for each key tile of each key/value head; it visits the query heads that share the head in
     turn, so that dK and dV need no reduction over them.
@@ -185,7 +185,7 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                GradientOfQ(c, dq_memory[None, wg], mdQ, wg, thread),
+                GradientOfQ(c, dq_memory[None, wg], mdQ, batch, wg, thread),
                 softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
@@ -203,14 +203,14 @@ class BackwardKernel:
             for i in cutlass.range(heads_per_kv_head, unroll=1):
                 head = first_head + i
                 for step in cutlass.range(m_unmasked - m_begin, unroll=1):
-                    consumer.block(mask, (m_begin + step, head, batch), buffer, state, True)
+                    consumer.block(mask, (m_begin + step, head), buffer, state, True)
                     buffer ^= 1
                     state.advance()
                 for step in cutlass.range(m_end - m_unmasked, unroll=1):
-                    consumer.block(mask, (m_unmasked + step, head, batch), buffer, state, False)
+                    consumer.block(mask, (m_unmasked + step, head), buffer, state, False)
                     buffer ^= 1
                     state.advance()
-            consumer.dq.drain()
+            consumer.dq.finish()
             self._store(
                 consumer, (sK, sV), (atoms[6:], tensors[6:]), softmax_scale, (n_block, head_kv, batch)
             )
