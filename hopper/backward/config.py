@@ -24,7 +24,7 @@ MAX_BATCH_OR_HEADS = 65_535
 """What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
 SCORE_BUFFERS = 2
-"""Tiles of dS in shared memory: one is read by the GEMM of dQ while the next is written."""
+"""Tiles of dS and of dQ in shared memory: one is read while the next is written."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class BackwardConfig:
         scores = SCORE_BUFFERS * self.tile_m * self.tile_n
         vectors = 2 * self.stages * self.tile_m
         elements = rows * (self.head_dim + self.head_dim_v) + scores
-        return 2 * elements + 4 * (vectors + self.consumers * self.dq_words) + BARRIER_BYTES
+        return 2 * elements + 4 * (vectors + SCORE_BUFFERS * self.consumers * self.dq_words) + BARRIER_BYTES
 
     @property
     def name(self) -> str:

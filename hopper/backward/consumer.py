@@ -86,18 +86,18 @@ class BackwardConsumer(LoopInvariant):
     def block(
         self,
         mask: KeyMask,
-        coordinates: tuple,
+        m_block: Int32,
+        tile: Int32,
         buffer: Int32,
         state: PipelineState,
         is_masked: cutlass.Constexpr[bool],
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``coordinates`` are (m_block, head), ``buffer`` is the tile of dS in shared memory that is free. Releases the
-        stages of Q and dO. The softmax runs under dP, dS under dV, the staging of dQ under dK, and the part of dQ of the
-        block before is sent under S. LSE and delta are read before the GEMMs that would slow these loads down are
-        under way. Nothing stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its
-        end.
+        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads; ``buffer`` is the tile of dS and
+        of staged dQ that is free. Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the staging
+        of dQ under dK. LSE is read before the GEMMs that would slow these loads down are under way. Nothing stays in
+        flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
         """
         f = self.fragments
         acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)
@@ -106,16 +106,14 @@ class BackwardConsumer(LoopInvariant):
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
-        self.dq.send()
         warpgroup.wait_group(1)
-        m_block, head = coordinates
         if const_expr(is_masked):
             mask.apply(acc_S, m_block)
         self._probabilities(acc_S, lse)
-        delta = self._read_vector(self.sDelta, state.index)
         self._store_operand(self.tPrP, acc_S)
         issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, state.index], True)
         warpgroup.wait_group(1)
+        delta = self._read_vector(self.sDelta, state.index)
         self._gradient_of_scores(acc_S, acc_dP, delta)
         self._store_operand(self.tSrdS, acc_dP)
         self._share_gradient_of_scores(buffer)
@@ -124,7 +122,7 @@ class BackwardConsumer(LoopInvariant):
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, state.index], True)
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)
-        self.dq.stage(acc_dQ, m_block, head)
+        self.dq.stage(acc_dQ, tile, buffer)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(state)
 
@@ -177,7 +175,7 @@ class BackwardConsumer(LoopInvariant):
 
     @cute.jit
     def _share_gradient_of_scores(self, buffer: Int32):
-        """Write dS^T to shared memory and wait until all warpgroups have; the staging of dQ is free then."""
+        """Write dS^T to shared memory and wait until all warpgroups have; send the dQ of the block before."""
         target = self.sdS[None, None, buffer]
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
@@ -189,3 +187,4 @@ class BackwardConsumer(LoopInvariant):
         cute.arch.fence_view_async_shared()
         self.dq.free()
         sync_consumers(self.config)
+        self.dq.send(buffer ^ 1)

@@ -36,11 +36,14 @@ NO_TILE = -1
 class GradientOfQ(LoopInvariant):
     """The part of dQ that one warpgroup computes, on its way to global memory.
 
-    A part is staged in shared memory when its GEMM is done and sent one block later, while the tensor cores work on the
-    next scores: until its stores are visible to the copy engine, which takes long under a running GEMM, nobody waits.
+    A part is staged in shared memory when its GEMM is done, and sent after the barrier of the next block's dS: the
+    fence and the barrier which make dS visible to the tensor cores make the staged part visible to the copy engine. A
+    fence of its own would wait for the GEMMs that are under way. Of the two buffers one is written while the other is
+    read.
 
-    ``sdQ`` is float32 (words,) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words, warpgroups,
-    query tiles, heads, batch), zero before the launch. ``staged`` holds the query tile and head of the part that waits.
+    ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
+    warpgroups, query tiles of all heads, batch), zero before the launch. ``staged`` holds the query tile of the part
+    that waits.
     """
 
     def __init__(
@@ -54,61 +57,61 @@ class GradientOfQ(LoopInvariant):
     ):
         self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
         self.batch, self.wg, self.thread = batch, wg, thread
-        self.staged = cute.make_rmem_tensor(2, Int32)
+        self.staged = cute.make_rmem_tensor(1, Int32)
         self.is_issuer = thread < cute.arch.WARP_SIZE
 
     @cute.jit
     def clear(self):
-        self.staged[0], self.staged[1] = Int32(NO_TILE), Int32(0)
+        self.staged[0] = Int32(NO_TILE)
 
     @cute.jit
     def make_accumulator(self, mma: cute.TiledMma) -> cute.Tensor:
         return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.dq_columns)), Float32)
 
     @cute.jit
-    def stage(self, acc_dQ: cute.Tensor, m_block: Int32, head: Int32):
-        """Write a part to shared memory. All threads have passed a barrier since ``free``."""
+    def stage(self, acc_dQ: cute.Tensor, tile: Int32, buffer: Int32):
+        """Write a part to ``buffer``, which was sent before the last ``free``; a barrier lies between."""
         words = cute.make_tensor(
             acc_dQ.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(acc_dQ) // WORDS_PER_STORE))
         )
         groups = self.config.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE
         target = cute.make_tensor(
-            self.sdQ.iterator, cute.make_layout((WORDS_PER_STORE, WARPGROUP_THREADS, groups))
+            self.sdQ[None, buffer].iterator, cute.make_layout((WORDS_PER_STORE, WARPGROUP_THREADS, groups))
         )
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             cute.autovec_copy(words[None, i], target[None, self.thread, i])
-        self.staged[0], self.staged[1] = m_block, head
+        self.staged[0] = tile
 
     @cute.jit
-    def send(self):
-        """Start the reduction of the staged part, if there is one."""
-        cute.arch.fence_view_async_shared()
-        sync_warpgroup(self.wg)
+    def send(self, buffer: Int32):
+        """Start the reduction of the part staged in ``buffer``, if there is one; fence and barrier lie behind."""
         if self.is_issuer and self.staged[0] != NO_TILE:
             with cute.arch.elect_one():
-                self._reduce(self.mdQ[None, self.wg, self.staged[0], self.staged[1], self.batch])
+                self._reduce(buffer, self.mdQ[None, self.wg, self.staged[0], self.batch])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def free(self):
-        """Wait, in the warp that sends, until the part that was sent has been read."""
+        """Wait, in the warp that sends, until every part that was sent has been read."""
         if self.is_issuer:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish(self):
-        """Send the last part and wait until all have been written; the CTA may end only then."""
-        self.send()
+    def finish(self, buffer: Int32):
+        """Send the last part, in ``buffer``, and wait until all have been written; the CTA may end only then."""
+        cute.arch.fence_view_async_shared()
+        sync_warpgroup(self.wg)
+        self.send(buffer)
         if self.is_issuer:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def _reduce(self, target: cute.Tensor):
+    def _reduce(self, buffer: Int32, target: cute.Tensor):
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[
                 target.iterator.toint(),
-                self.sdQ.iterator.toint(),
+                self.sdQ[None, buffer].iterator.toint(),
                 Int32(4 * self.config.dq_words),
             ],
         )

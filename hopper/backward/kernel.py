@@ -57,8 +57,8 @@ class BackwardKernel:
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
-    | CONSUMERS | 1 | all consumers | dS^T in shared memory, complete before dQ = dS K reads it; the staging of dQ, sent before it is written again |
-    | WARPGROUP + wg | 2 | 128 | the staging of dQ in shared memory by warpgroup wg, complete before it is sent |
+    | CONSUMERS | 1 | all consumers | dS^T before dQ = dS K reads it; the dQ of the block before, before it is sent |
+    | WARPGROUP + wg | 2 | 128 | the last dQ staged by warpgroup wg, complete before it is sent |
 
     The grid has a CTA for each key tile of each key/value head; it visits the query heads that share the head in
     turn, so that dK and dV need no reduction over them.
@@ -85,7 +85,7 @@ class BackwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
-        (batch, heads, padded seqlen_q); mdQ as ``GradientOfQ`` has it, in reverse order."""
+        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -95,7 +95,12 @@ class BackwardKernel:
         mLSE, mDelta = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
         )
-        mdQ = cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[4, 3, 2, 1, 0]))
+        batches, heads, tiles, wgs, words = mdQ.shape
+        strides = mdQ.stride
+        tiles_of_heads = cute.make_layout(
+            (words, wgs, tiles * heads, batches), stride=(1, strides[3], strides[2], strides[0])
+        )
+        mdQ = cute.make_tensor(mdQ.iterator, tiles_of_heads)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -177,7 +182,7 @@ class BackwardKernel:
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
             mmas = self._tiled_mmas()
             sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
-            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.consumers)))
+            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, SCORE_BUFFERS, c.consumers)))
             consumer = BackwardConsumer(
                 c,
                 mmas,
@@ -185,7 +190,7 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                GradientOfQ(c, dq_memory[None, wg], mdQ, batch, wg, thread),
+                GradientOfQ(c, dq_memory[None, None, wg], mdQ, batch, wg, thread),
                 softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
@@ -201,16 +206,18 @@ class BackwardKernel:
             consumer.clear()
             pipes.kv.consumer_wait(kv_state)
             for i in cutlass.range(heads_per_kv_head, unroll=1):
-                head = first_head + i
+                tile = (first_head + i) * m_end
                 for step in cutlass.range(m_unmasked - m_begin, unroll=1):
-                    consumer.block(mask, (m_begin + step, head), buffer, state, True)
+                    m_block = m_begin + step
+                    consumer.block(mask, m_block, tile + m_block, buffer, state, True)
                     buffer ^= 1
                     state.advance()
                 for step in cutlass.range(m_end - m_unmasked, unroll=1):
-                    consumer.block(mask, (m_unmasked + step, head), buffer, state, False)
+                    m_block = m_unmasked + step
+                    consumer.block(mask, m_block, tile + m_block, buffer, state, False)
                     buffer ^= 1
                     state.advance()
-            consumer.dq.finish()
+            consumer.dq.finish(buffer ^ 1)
             self._store(
                 consumer, (sK, sV), (atoms[6:], tensors[6:]), softmax_scale, (n_block, head_kv, batch)
             )
@@ -276,7 +283,9 @@ class BackwardKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v.outer)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.do.outer)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.ds.outer)], 1024]
-            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.consumers], 128]
+            sdQ: cute.struct.Align[
+                cute.struct.MemRange[Float32, c.dq_words * SCORE_BUFFERS * c.consumers], 128
+            ]
 
         return SharedStorage
 

@@ -202,7 +202,7 @@ def backward_on_numpy(
         row_map(dv, c.tile_n, c.head_dim_v),
     )
     arguments.values += [b"\0" * 16] * 8
-    arguments.tensor(sums, (sums.shape[2], heads, batch), sums.stride()[3::-1])
+    arguments.tensor(sums, (sums.shape[2] * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
     arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
     arguments.launch(program_of(config), (-(-seqlen_k // c.tile_n), kv_heads, batch), timing)
 
