@@ -9,10 +9,9 @@ from cute_kernels.exp2_pairs import (
     PAIR_ZERO,
     exp2_of_pair,
     is_polynomial,
-    scale_pair,
     sum_of_words,
 )
-from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pack, pin
+from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pin
 from cute_kernels.fragments import (
     LANES_PER_ROW,
     ROWS_PER_THREAD,
@@ -29,40 +28,50 @@ P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""
 
 
-class BlockScaledSoftmax(OnlineSoftmax):
-    """The softmax of ``OnlineSoftmax`` on x = scale S + bias, with scale and bias of the block.
+UNIT_RANGE = 2.0**-64
+"""By no more than this does the unit of O shrink at once. What a quieter block adds is then too large, but below 2^-50
+of the largest V that the row sees."""
 
-    scale = softmax_scale log2(e) s_q s_k. bias = log2(s_v), so that the V block's scale
-    enters P through the exponent and no pass over O is needed; it enters the running maximum too, so that the
-    largest P of a row is 2^8 whichever blocks the row sees, and exact. The row sum takes it out again. ``deficit`` is
-    how far a block's maximum lies below the running one.
+
+class BlockScaledSoftmax(OnlineSoftmax):
+    """The softmax of ``OnlineSoftmax`` on x = scale S, with scale = softmax_scale log2(e) s_q s_k of the block.
+
+    The scale of a V block is the ``unit`` of O: O is kept as a multiple of that of the last block, and multiplied by
+    the quotient of two units together with ``row_scale`` when they differ. Neighbouring blocks mostly have the same,
+    since the quantizer's are powers of two; then this costs nothing. P depends on the scores alone.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
-    ``enter_block`` finds the block's scales in: pairs of s_k and log2(s_v). Of each 8 column pairs
-    ``polynomial_pairs`` take their exponentials from the FMA pipe.
+    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. Of each 8 column pairs ``polynomial_pairs`` take
+    their exponentials from the FMA pipe. Those add nothing below 2^-23 of the row's largest to the row sum: less than a
+    part in 40 after 2^17 keys, all of them that small, and one that is not.
     """
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
         super().__init__(scale_log2)
         self.q_scale, self.o_scale, self.block_q = tile_scales
         self.slots, self.polynomial_pairs = slots, polynomial_pairs
-        self.tile_scale, self.scale, self.bias = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
+        self.tile_scale, self.scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        self.unit, self.unit_change = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
-        self.deficit = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
 
     @cute.jit
     def enter_tile(self, row: Int32, head: Int32, batch: Int32):
         self.tile_scale[0] = self.q_scale[batch, head, row // self.block_q] * self.scale_log2
+        self.unit[0] = Float32(0.0)
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        scale_k, self.bias[0] = self.slots[slot, 0], self.slots[slot, 1]
+        scale_k, scale_v = self.slots[slot, 0], self.slots[slot, 1]
         # All lanes have read before one of them releases the stage, and with it the slot.
         cute.arch.sync_warp()
         scale = scale_k * self.tile_scale[0]
         # No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so.
         scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
         self.scale[0] = scale
+        unit = maximum_or_nan(scale_v, self.unit[0] * Float32(UNIT_RANGE))
+        quotient = self.unit[0] * cute.arch.rcp_approx(unit)
+        self.unit_change[0] = Float32(1.0) if unit == self.unit[0] else quotient
+        self.unit[0] = unit
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -78,13 +87,12 @@ class BlockScaledSoftmax(OnlineSoftmax):
         of_thread: Int32,
         is_first: cutlass.Constexpr[bool],
     ):
-        of_block = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0]) + self.bias[0]
-        shift = of_block
+        shift = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0])
         if const_expr(not is_first):
-            shift = maximum_or_nan(of_block, self.shift[r])
+            shift = maximum_or_nan(shift, self.shift[r])
         self._move_origin(r, shift, is_first)
-        if const_expr(self.polynomial_pairs > 0):
-            self.deficit[r] = of_block - self.origin[r]
+        if const_expr(not is_first):
+            self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
@@ -93,29 +101,25 @@ class BlockScaledSoftmax(OnlineSoftmax):
             self._update_max(acc_S, r, self.second_maximum[0], is_first)
         rows = as_rows(acc_S)
         words = as_rows(cute.recast_tensor(acc_S, Int32))
-        scale, offset = self.scale[0], self.bias[0] - self.origin[r] + Float32(P_EXPONENT)
+        scale, offset = self.scale[0], Float32(P_EXPONENT) - self.origin[r]
         total = Float32(0.0)
         polynomials = []
-        if const_expr(self.polynomial_pairs > 0):
-            # The largest of the block is 2^8 to the polynomial, however quiet the block: float16 would lose it.
-            pair_scale = scale * Float32(1.0 / PAIR_RANGE)
-            pair_offset = (offset - self.deficit[r] + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
-            factor = exp2(self.deficit[r])
-            pair_factor = pack(factor, factor, cutlass.Float16)
+        pair_scale = scale * Float32(1.0 / PAIR_RANGE)
+        pair_offset = (offset + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
         for j in cutlass.range_constexpr(rows.shape[1][1]):
             if const_expr(is_polynomial(j, self.polynomial_pairs)):
                 pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
                 polynomials.append(pair)
-                words[r, (0, j)] = scale_pair(pair, pair_factor)
+                words[r, (0, j)] = pair
             else:
                 for e in cutlass.range_constexpr(2):
                     rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale + offset)
                 total = total + (rows[r, (0, j)] + rows[r, (1, j)])
         if const_expr(len(polynomials) > 0):
-            total = total + sum_of_words(polynomials) * factor
+            total = total + sum_of_words(polynomials)
         if const_expr(r == 0):
             self.second_maximum[0] = pin(self.second_maximum[0], Int32)
-        self.row_sum[r] = self.row_sum[r] + pin(total) * exp2(-self.bias[0])
+        self.row_sum[r] = self.row_sum[r] + pin(total)
 
     @cute.jit
     def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
@@ -123,8 +127,8 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
-        """As in ``OnlineSoftmax``; ``inverse_sum`` carries the factor of the output."""
-        factor = self.o_scale[batch, head_kv, 0]
+        """As in ``OnlineSoftmax``; ``inverse_sum`` carries the unit of O and the factor of the output."""
+        factor = self.o_scale[batch, head_kv, 0] * self.unit[0]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             is_empty = total == Float32(0.0)

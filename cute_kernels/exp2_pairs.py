@@ -24,13 +24,6 @@ QUADRATIC = ("0x338a338a", "0xb9a5b9a5", "0x3de13de1")
 """Coefficients of m^2, m and 1 as pairs of float16: 0.2356, -0.7056, 1.4697. They add up to 1, so that 1 stays 1."""
 
 
-def scale_pair(pair: Int32, factor: Int32) -> Int32:
-    """The products of two pairs of float16."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[pair, factor]
-    )
-
-
 def is_polynomial(pair: int, polynomial_pairs: int) -> bool:
     """Whether a column pair of a row is one of the ``polynomial_pairs`` in 8, which are spread evenly."""
     return pair * polynomial_pairs % PAIRS_PER_PATTERN < polynomial_pairs

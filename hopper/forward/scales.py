@@ -9,7 +9,7 @@ from cutlass import Int32
 from cute_kernels.invariant import LoopInvariant
 
 SLOT_FLOATS = 2
-"""A slot: the scale of a block of K, and log2 of that of V."""
+"""A slot: the scale of a block of K, and that of V."""
 
 
 class BlockScales(NamedTuple):
@@ -54,5 +54,5 @@ class ScalePublisher(NoScales):
         block = n_block * self.tile_n // s.block_k
         if cute.arch.lane_idx() == 0:
             self.slots[slot, 0] = s.k[batch, head_kv, block]
-            self.slots[slot, 1] = cute.math.log2(s.v[batch, head_kv, block], fastmath=True)
+            self.slots[slot, 1] = s.v[batch, head_kv, block]
         cute.arch.sync_warp()

@@ -28,6 +28,7 @@ from hopper.quantize.words import load_async, reciprocal, transpose_bytes, widen
 CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
 SIGN = -0x80000000
+MANTISSA = 2**23 - 1
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,14 @@ class Operand(LoopInvariant):
         inverse = cute.make_rmem_tensor(blocks, Float32)
         for b in cutlass.range_constexpr(blocks):
             largest = amax[b] * Float32(self._late_factor)
-            scale = cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE))
+            scale = self._final_scale(cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE)))
             inverse[b] = reciprocal(scale) * Float32(self._late_factor)
             if cta.thread == 0 and number * blocks + b < self.scale.shape[2]:
                 self.scale[batch, head, number * blocks + b] = scale
         return inverse
+
+    def _final_scale(self, scale: Float32) -> Float32:
+        return scale
 
     @cute.jit
     def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
@@ -222,6 +226,10 @@ class TransposedOperand(Operand):
 
     buffer: cute.Tensor
     transposed: TransposeTiling
+
+    def _final_scale(self, scale: Float32) -> Float32:
+        """Rounded up to a power of two."""
+        return ((scale.bitcast(Int32) + MANTISSA) & ~MANTISSA).bitcast(Float32)
 
     def _rows_stored(self, place: tuple) -> Int32:
         """Rows of zeros fill up the last step of keys."""

@@ -588,7 +588,8 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "add": _by_type(np.add, np.add), "sub": _plain(np.subtract), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "not": _plain(np.invert), "neg": _plain(np.negative),
-    "min": _plain(np.fmin), "max": _plain(np.fmax), "abs": _plain(np.abs), "div": _plain(_divide),
+    "max": lambda name, ops: _plain(np.maximum if ".NaN" in name else np.fmax)(name, ops),
+    "min": _plain(np.fmin), "abs": _plain(np.abs), "div": _plain(_divide),
     "rem": _plain(lambda a, b: (a - _divide(a, b) * b).astype(a.dtype)),
     "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),

@@ -72,42 +72,28 @@ def attention_fp8_float64(
     scale_log2 = default_scale(softmax_scale, q.shape[3]) * LOG2_E
     group = q.shape[2] // k.shape[2]
     mask = Mask(q.shape[1], k.shape[1], causal)
-    v_scale = row_scales_of_v(parts)
     for b, h, rows in _pieces(q):
         kv = h // group
-        weight = v_scale[b, kv]
         q_rows, keys = q[b, rows.slice, h].double() * scale_log2, k[b, :, kv].double()
-        values = v[b, :, kv].double() / weight[:, None]
-        out[b, rows.slice, h] = _attend_rows(q_rows, keys, values, weight, mask, rows, tile_n)
+        out[b, rows.slice, h] = _attend_rows(q_rows, keys, v[b, :, kv].double(), mask, rows, tile_n)
     if parts.quantization.rotate_v:
         out = rotate_back(out, parts.quantization.seed).double()
     return out
 
 
-def row_scales_of_v(parts: QuantizedQKV) -> Tensor:
-    """The scale of every key's row of V, float64 (batch, kv_heads, seqlen_k)."""
-    scale = parts.v.scale
-    rows = torch.arange(parts.k.data.shape[1], device=scale.device) // parts.v.block
-    return scale[:, :, rows].double()
-
-
-def _attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, weight: Tensor, mask: Mask, rows: Span, tile_n: int
-) -> Tensor:
-    """Some rows of one head: q (rows, d) and keys (seqlen_k, d) give base-2 scores; values (seqlen_k, dv) are e4m3's
-    codes, which ``weight`` (seqlen_k,), the scales of V, make numbers of."""
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, rows: Span, tile_n: int) -> Tensor:
+    """Some rows of one head: q (rows, d) and keys (seqlen_k, d) give base-2 scores; values are (seqlen_k, dv)."""
     row_max = q.new_full((q.shape[0], 1), -math.inf)
     row_sum = torch.zeros_like(row_max)
     acc_o = q.new_zeros(q.shape[0], values.shape[1])
     for cols in mask.key_tiles(rows, tile_n):
-        w = weight[cols.slice]
         visible = mask.visible(rows, cols, 1, q.device)
-        x = masked(q @ keys[cols.slice].mT + w.log2(), visible)
+        x = masked(q @ keys[cols.slice].mT, visible)
         new_max = torch.maximum(row_max, x.amax(-1, keepdim=True))
         shift = new_max.masked_fill(new_max == -math.inf, 0.0)
         p = torch.exp2(x - shift + P_EXPONENT)
         rescale = torch.exp2(row_max - shift)
-        row_sum = row_sum * rescale + (p / w).sum(-1, keepdim=True)
+        row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
         acc_o = acc_o * rescale + masked_matmul(to_e4m3(p.float()).double(), values[cols.slice], visible)
         row_max = new_max
     return acc_o / row_sum.masked_fill(row_sum == 0, 1.0)

@@ -50,9 +50,9 @@ def _tile_scale(tensor: QuantizedTensor, span: Span) -> torch.Tensor:
 
 
 def _split_scales(v: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
-    """(v with the scales that enter P, the factor of each head's output, (b, h)).
+    """(v with the scales of its blocks, the factor of each head's output, (b, h)).
 
-    A head's only scale is a factor, whatever its sign. Scales of blocks are positive and enter P.
+    A head's only scale is a factor, whatever its sign. Scales of blocks are positive.
     """
     if v.scale.shape[-1] == 1:
         return QuantizedTensor(v.data, torch.ones_like(v.scale), v.block), v.scale[..., 0]
@@ -89,11 +89,9 @@ def _forward(
             visible = mask.visible(rows, cols, shape.group, q_i.device)
             s_v = _tile_scale(v, cols)
             x = q_i @ k_j.mT * (s_q * _tile_scale(k, cols))
-            # The scale of the V block enters P through the exponent, so that no pass over O is needed, and
-            # the running maximum, so that the largest P of a row is 2^8 whichever blocks the row sees.
-            p, rescale = softmax.step(masked(x, visible), s_v.log2(), p_exponent)
-            softmax.add(p.sum(-1, keepdim=True) / s_v, rescale)
-            acc_o = acc_o * rescale + masked_matmul(to_e4m3(p).float(), v_j, visible)
+            p, rescale = softmax.step(masked(x, visible), p_exponent)
+            softmax.add(p.sum(-1, keepdim=True), rescale)
+            acc_o = acc_o * rescale + masked_matmul(to_e4m3(p).float(), v_j, visible) * s_v
         o_i = softmax.normalize(acc_o) * factor[:, :, None, None]
         out[:, :, :, rows.slice] = o_i.unflatten(2, (shape.group, -1))
         lse[:, :, :, rows.slice] = softmax.lse(p_exponent).unflatten(2, (shape.group, -1))
@@ -110,15 +108,11 @@ def attention_tiled_fp8(
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
     Tiles are ``block_q`` queries by ``block_k`` keys of ``parts.quantization``, keys from the last tile down
-    to the first. The scales of Q and K multiply S, giving base-2 scores x. P = exp2(x + log2(s_v) - m + 8), with s_v
-    the scale of the V block, is rounded to e4m3, where m is the exact running maximum of x + log2(s_v). The row
-    sum is taken from the unrounded P, with s_v divided back; the output is rounded once. Where all of a head's V
-    has one scale, it multiplies the output instead. No s_v below 2^-80 comes from :func:`quantize_qkv`, so
-    P / s_v stays within float32 for any number of keys.
-
-    m must include log2(s_v). Were it the maximum of x alone, the P of a row that sees quiet V blocks only would
-    sink into e4m3's subnormals, and the P of the key that takes most of a row, no longer a power of two,
-    would be rounded: on the paper's inputs that costs a fifth more error.
+    to the first. The scales of Q and K multiply S, giving base-2 scores x. P = exp2(x - m + 8), where m is the exact
+    running maximum of x, is rounded to e4m3; the P of the key with the largest score is a power of two and stays exact.
+    The row sum is taken from the unrounded P. The product of P with a V block is multiplied by the block's scale (the
+    kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
+    head's V has one scale, it multiplies the output instead.
 
     S and O accumulate in float32: what FP8 WGMMA drops in its accumulation is not emulated. Memory is linear
     in the sequence lengths.

@@ -139,20 +139,18 @@ class OnlineSoftmax:
         self.row_max = torch.full_like(like[..., :1], -math.inf)
         self.row_sum = torch.zeros_like(self.row_max)
 
-    def step(
-        self, x: torch.Tensor, log2_weight: float | torch.Tensor = 0.0, headroom: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in scores x (overwritten), already times log2(e), of keys that weigh 2^log2_weight.
+    def step(self, x: torch.Tensor, headroom: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in scores x (overwritten), already times log2(e).
 
-        Returns P = exp2(x + log2_weight - row_max + headroom), where row_max is the largest x + log2_weight
-        so far, and the factor by which what was accumulated so far shrinks. A row that has seen no key yet
-        keeps maximum -inf; it is shifted by 0, so that P is 0 and not NaN.
+        Returns P = exp2(x - row_max + headroom), where row_max is the largest x so far, and the factor by which what
+        was accumulated so far shrinks. A row that has seen no key yet keeps maximum -inf; it is shifted by 0, so that
+        P is 0 and not NaN.
         """
-        row_max = torch.maximum(self.row_max, x.amax(-1, keepdim=True) + log2_weight)
+        row_max = torch.maximum(self.row_max, x.amax(-1, keepdim=True))
         shift = row_max.masked_fill(row_max == -math.inf, 0.0)
         rescale = torch.exp2(self.row_max - shift)
         self.row_max = row_max
-        return x.sub_(shift - headroom - log2_weight).exp2_(), rescale
+        return x.sub_(shift - headroom).exp2_(), rescale
 
     def add(self, tile_sum: torch.Tensor, rescale: torch.Tensor) -> None:
         self.row_sum = self.row_sum * rescale + tile_sum
