@@ -23,16 +23,13 @@ MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
 MAX_BATCH_OR_HEADS = 65_535
 """What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
-SCORE_BUFFERS = 2
-"""Tiles of dS and of dQ in shared memory: one is read while the next is written."""
-
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """Everything that is fixed when a backward kernel is compiled.
 
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
-    tiles of ``tile_m``; Q and dO run through ``stages`` buffers.
+    tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers.
     """
 
     dtype: str
@@ -76,10 +73,10 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         rows = self.tile_n + self.stages * self.tile_m
-        scores = SCORE_BUFFERS * self.tile_m * self.tile_n
+        scores = self.stages * self.tile_m * self.tile_n
         vectors = 2 * self.stages * self.tile_m
         elements = rows * (self.head_dim + self.head_dim_v) + scores
-        return 2 * elements + 4 * (vectors + SCORE_BUFFERS * self.consumers * self.dq_words) + BARRIER_BYTES
+        return 2 * elements + 4 * (vectors + self.stages * self.consumers * self.dq_words) + BARRIER_BYTES
 
     @property
     def name(self) -> str:

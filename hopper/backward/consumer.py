@@ -47,6 +47,12 @@ class BackwardFragments(NamedTuple):
     k_t: cute.Tensor
 
 
+@cute.jit
+def previous_stage(config: cutlass.Constexpr[BackwardConfig], stage: Int32) -> Int32:
+    """The number of the stage before."""
+    return Int32(config.stages - 1) if stage == 0 else stage - 1
+
+
 class BackwardConsumer(LoopInvariant):
     """The five GEMMs of a block and what lies between them, for the keys of one warpgroup.
 
@@ -88,41 +94,41 @@ class BackwardConsumer(LoopInvariant):
         mask: KeyMask,
         m_block: Int32,
         tile: Int32,
-        buffer: Int32,
         state: PipelineState,
         is_masked: cutlass.Constexpr[bool],
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads; ``buffer`` is the tile of dS and
-        of staged dQ that is free. Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the staging
-        of dQ under dK. LSE is read before the GEMMs that would slow these loads down are under way. Nothing stays in
-        flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
+        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads. dS and the staged dQ go to the
+        buffers of the number of the stage. Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the
+        staging of dQ under dK. LSE is read before the GEMMs that would slow these loads down are under way. Nothing
+        stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
         """
         f = self.fragments
         acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)
+        stage = state.index
         self.pipes.q.consumer_wait(state)
-        lse = self._read_vector(self.sLSE, state.index)
-        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
+        lse = self._read_vector(self.sLSE, stage)
+        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
         self.pipes.do.consumer_wait(state)
-        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
+        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
         warpgroup.wait_group(1)
         if const_expr(is_masked):
             mask.apply(acc_S, m_block)
         self._probabilities(acc_S, lse)
         self._store_operand(self.tPrP, acc_S)
-        issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, state.index], True)
+        issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        delta = self._read_vector(self.sDelta, state.index)
+        delta = self._read_vector(self.sDelta, stage)
         self._gradient_of_scores(acc_S, acc_dP, delta)
         self._store_operand(self.tSrdS, acc_dP)
-        self._share_gradient_of_scores(buffer)
+        self._share_gradient_of_scores(stage)
         acc_dQ = self.dq.make_accumulator(self.mmas.dq)
-        issue_gemm(self.mmas.dq, acc_dQ, f.ds[None, None, None, buffer], f.k_t, False)
-        issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, state.index], True)
+        issue_gemm(self.mmas.dq, acc_dQ, f.ds[None, None, None, stage], f.k_t, False)
+        issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)
-        self.dq.stage(acc_dQ, tile, buffer)
+        self.dq.stage(acc_dQ, tile, stage)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(state)
 
@@ -174,9 +180,9 @@ class BackwardConsumer(LoopInvariant):
                 words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
 
     @cute.jit
-    def _share_gradient_of_scores(self, buffer: Int32):
+    def _share_gradient_of_scores(self, stage: Int32):
         """Write dS^T to shared memory and wait until all warpgroups have; send the dQ of the block before."""
-        target = self.sdS[None, None, buffer]
+        target = self.sdS[None, None, stage]
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
@@ -187,4 +193,4 @@ class BackwardConsumer(LoopInvariant):
         cute.arch.fence_view_async_shared()
         self.dq.free()
         sync_consumers(self.config)
-        self.dq.send(buffer ^ 1)
+        self.dq.send(previous_stage(self.config, stage))

@@ -58,7 +58,8 @@ class GradientOfQ(LoopInvariant):
         self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
         self.batch, self.wg, self.thread = batch, wg, thread
         self.staged = cute.make_rmem_tensor(1, Int32)
-        self.is_issuer = thread < cute.arch.WARP_SIZE
+        # Uniform, or else ptxas keeps nothing in uniform registers across a branch on it, descriptors among it.
+        self.is_issuer = cute.arch.make_warp_uniform(thread // cute.arch.WARP_SIZE) == 0
 
     @cute.jit
     def clear(self):
@@ -85,10 +86,11 @@ class GradientOfQ(LoopInvariant):
     @cute.jit
     def send(self, buffer: Int32):
         """Start the reduction of the part staged in ``buffer``, if there is one; fence and barrier lie behind."""
-        if self.is_issuer and self.staged[0] != NO_TILE:
-            with cute.arch.elect_one():
-                self._reduce(buffer, self.mdQ[None, self.wg, self.staged[0], self.batch])
-            cute.arch.cp_async_bulk_commit_group()
+        if self.is_issuer:
+            if self.staged[0] != NO_TILE:
+                with cute.arch.elect_one():
+                    self._reduce(buffer, self.mdQ[None, self.wg, self.staged[0], self.batch])
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def free(self):

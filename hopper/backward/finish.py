@@ -5,14 +5,27 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import pack
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    LANES_PER_ROW,
+    ROW_STRIDE,
+    ROWS_PER_THREAD,
+    ROWS_PER_WARP,
+)
 from hopper.backward.config import BackwardConfig
 from hopper.backward.dq import WORDS_PER_STORE
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.kernel import DSL_DTYPES
 
+WORDS_PER_CHUNK = WORDS_PER_STORE * LANES_PER_ROW
+"""What the four lanes of a row have added in a group of columns: eight columns of two rows."""
+
+GROUPS_AT_ONCE = 4
+"""Groups of columns that neighbouring threads write: 64 bytes of a row."""
+
 
 class FinishKernel:
-    """dQ = softmax_scale times its sums, each thread reading what a thread of ``GradientOfQ`` has added to."""
+    """dQ = softmax_scale times its sums. A thread reads whole chunks and writes 16 bytes of each of their rows."""
 
     def __init__(self, config: BackwardConfig):
         self.config = config
@@ -34,27 +47,34 @@ class FinishKernel:
         tile, head, batch = cute.arch.block_idx()
         wg = cute.arch.thread_idx()[0] // WARPGROUP_THREADS
         thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
-        warp, lane = thread // cute.arch.WARP_SIZE, cute.arch.lane_idx()
-        row = tile * c.tile_m + 16 * warp + lane // 4
-        column = 2 * (lane % 4)
+        chunks_per_group = WARPGROUP_ROWS // ROWS_PER_THREAD
+        chunk = thread // GROUPS_AT_ONCE
+        row = tile * c.tile_m + chunk // ROW_STRIDE * ROWS_PER_WARP + chunk % ROW_STRIDE
+        first_column = Int32(0)
         if cutlass.const_expr(c.splits_columns):
-            column += wg * c.dq_columns
+            first_column = wg * c.dq_columns
         else:
             row += wg * WARPGROUP_ROWS
         words = mSums[batch, head, tile, wg, None]
-        for group in cutlass.range_constexpr(c.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE):
-            four = cute.make_rmem_tensor(WORDS_PER_STORE, Float32)
-            place = group * WARPGROUP_THREADS + thread
-            cute.autovec_copy(cute.local_tile(words, (WORDS_PER_STORE,), (place,)), four)
-            for half in cutlass.range_constexpr(2):
-                low, high = four[2 * half] * softmax_scale, four[2 * half + 1] * softmax_scale
-                self._store(
-                    mdQ, (batch, row + 8 * half, head, column + 8 * group), pack(low, high, self.dtype)
-                )
+        for i in cutlass.range_constexpr(c.dq_columns // COLUMNS_PER_GROUP // GROUPS_AT_ONCE):
+            group = i * GROUPS_AT_ONCE + thread % GROUPS_AT_ONCE
+            sums = cute.make_rmem_tensor(WORDS_PER_CHUNK, Float32)
+            place = group * chunks_per_group + chunk
+            cute.autovec_copy(cute.local_tile(words, (WORDS_PER_CHUNK,), (place,)), sums)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                pairs = cute.make_rmem_tensor(LANES_PER_ROW, Int32)
+                for lane in cutlass.range_constexpr(LANES_PER_ROW):
+                    first = WORDS_PER_STORE * lane + 2 * r
+                    low, high = sums[first] * softmax_scale, sums[first + 1] * softmax_scale
+                    pairs[lane] = pack(low, high, self.dtype)
+                column = first_column + group * COLUMNS_PER_GROUP
+                self._store(mdQ, (batch, row + r * ROW_STRIDE, head, column), pairs)
 
     @cute.jit
-    def _store(self, mdQ: cute.Tensor, place: tuple, pair: Int32):
+    def _store(self, mdQ: cute.Tensor, place: tuple, pairs: cute.Tensor):
         batch, row, head, column = place
         if row < mdQ.shape[1] and column < mdQ.shape[3]:
-            target = cute.local_tile(mdQ[batch, row, head, None], (2,), (column // 2,))
-            cute.recast_tensor(target, Int32)[0] = pair
+            target = cute.local_tile(
+                mdQ[batch, row, head, None], (COLUMNS_PER_GROUP,), (column // COLUMNS_PER_GROUP,)
+            )
+            cute.autovec_copy(pairs, cute.recast_tensor(target, Int32))

@@ -15,8 +15,8 @@ from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.query_range import QueryRange
 from hopper.backward.barriers import sync_consumers
-from hopper.backward.config import SCORE_BUFFERS, BackwardConfig, validate_backward_config
-from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas
+from hopper.backward.config import BackwardConfig, validate_backward_config
+from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.dq import GradientOfQ
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
@@ -182,7 +182,7 @@ class BackwardKernel:
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
             mmas = self._tiled_mmas()
             sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
-            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, SCORE_BUFFERS, c.consumers)))
+            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
             consumer = BackwardConsumer(
                 c,
                 mmas,
@@ -202,22 +202,19 @@ class BackwardKernel:
             m_unmasked = queries.unmasked_begin(n_block, seqlen_q, seqlen_k)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
             kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-            buffer = Int32(0)
             consumer.clear()
             pipes.kv.consumer_wait(kv_state)
             for i in cutlass.range(heads_per_kv_head, unroll=1):
                 tile = (first_head + i) * m_end
                 for step in cutlass.range(m_unmasked - m_begin, unroll=1):
                     m_block = m_begin + step
-                    consumer.block(mask, m_block, tile + m_block, buffer, state, True)
-                    buffer ^= 1
+                    consumer.block(mask, m_block, tile + m_block, state, True)
                     state.advance()
                 for step in cutlass.range(m_end - m_unmasked, unroll=1):
                     m_block = m_unmasked + step
-                    consumer.block(mask, m_block, tile + m_block, buffer, state, False)
-                    buffer ^= 1
+                    consumer.block(mask, m_block, tile + m_block, state, False)
                     state.advance()
-            consumer.dq.finish(buffer ^ 1)
+            consumer.dq.finish(previous_stage(c, state.index))
             self._store(
                 consumer, (sK, sV), (atoms[6:], tensors[6:]), softmax_scale, (n_block, head_kv, batch)
             )
@@ -264,7 +261,7 @@ class BackwardKernel:
             k=swizzled_layout(c.tile_n, c.head_dim, 1, self.dtype),
             v=swizzled_layout(c.tile_n, c.head_dim_v, 1, self.dtype),
             do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
-            ds=swizzled_layout(c.tile_n, c.tile_m, SCORE_BUFFERS, self.dtype),
+            ds=swizzled_layout(c.tile_n, c.tile_m, c.stages, self.dtype),
         )
 
     def _shared_storage(self, layouts: BackwardLayouts) -> type:
@@ -283,9 +280,7 @@ class BackwardKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v.outer)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.do.outer)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.ds.outer)], 1024]
-            sdQ: cute.struct.Align[
-                cute.struct.MemRange[Float32, c.dq_words * SCORE_BUFFERS * c.consumers], 128
-            ]
+            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.stages * c.consumers], 128]
 
         return SharedStorage
 
