@@ -19,7 +19,7 @@ from cute_kernels.fragments import (
     store_row_as_operand_a_e4m3,
 )
 from cute_kernels.row_maximum import row_maximum, thread_maximum
-from cute_kernels.softmax import LN_2, OnlineSoftmax
+from cute_kernels.softmax import LEAST, LN_2, OnlineSoftmax
 
 SMALLEST_SCALE = 2.0**-126
 """Of a score: that of a block of zeros times another would be 0."""
@@ -87,10 +87,9 @@ class BlockScaledSoftmax(OnlineSoftmax):
         of_thread: Int32,
         is_first: cutlass.Constexpr[bool],
     ):
+        before = Float32(LEAST) if const_expr(is_first) else self.shift[r]
         shift = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0])
-        if const_expr(not is_first):
-            shift = maximum_or_nan(shift, self.shift[r])
-        self._move_origin(r, shift, is_first)
+        self._move_shift(r, maximum_or_nan(shift, before), is_first)
         if const_expr(not is_first):
             self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
 
@@ -101,7 +100,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
             self._update_max(acc_S, r, self.second_maximum[0], is_first)
         rows = as_rows(acc_S)
         words = as_rows(cute.recast_tensor(acc_S, Int32))
-        scale, offset = self.scale[0], Float32(P_EXPONENT) - self.origin[r]
+        scale, offset = self.scale[0], Float32(P_EXPONENT) - self.shift[r]
         total = Float32(0.0)
         polynomials = []
         pair_scale = scale * Float32(1.0 / PAIR_RANGE)

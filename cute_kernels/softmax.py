@@ -12,20 +12,23 @@ from cute_kernels.invariant import LoopInvariant
 
 LN_2 = math.log(2.0)
 
+LEAST = -3.4028234663852886e38
+"""The least finite float32."""
+
 
 class OnlineSoftmax(LoopInvariant):
     """Running maximum and sum of a row, exponentials in base 2.
 
-    ``row_max`` is the maximum of S before scaling, ``shift`` the same after, rounded once, and ``origin`` what
-    exponents are measured from: ``shift``, or 0 where that is -inf. ``row_scale`` is the factor by which everything
-    summed before the current block must shrink. ``row_sum`` is this thread's share of the sum, added up over the
-    four lanes of the row only once, in ``finalize``. ``scale_log2`` is softmax_scale * log2(e).
+    ``row_max`` is the maximum of S before scaling and ``shift`` the same after, rounded once and finite: it is what
+    exponents are measured from. ``row_scale`` is the factor by which everything summed before the current block must
+    shrink. ``row_sum`` is this thread's share of the sum, added up over the four lanes of the row only once, in
+    ``finalize``. ``scale_log2`` is softmax_scale * log2(e).
     """
 
     def __init__(self, scale_log2: Float32):
         self.scale_log2 = scale_log2
-        self.row_max, self.shift, self.origin, self.row_sum, self.row_scale = (
-            cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(5)
+        self.row_max, self.shift, self.row_sum, self.row_scale = (
+            cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4)
         )
 
     def enter_tile(self, row: Int32, head: Int32, batch: Int32):
@@ -41,25 +44,25 @@ class OnlineSoftmax(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             start = -Float32.inf if const_expr(is_first) else self.row_max[r]
             row_max = max_over_lanes(maximum_of(scores[r, None], start), LANES_PER_ROW)
-            self._move_origin(r, multiply_rounded(row_max, self.scale_log2), is_first)
+            shift = cute.arch.fmax(multiply_rounded(row_max, self.scale_log2), Float32(LEAST))
+            self._move_shift(r, shift, is_first)
             self.row_max[r] = row_max
 
     @cute.jit
-    def _move_origin(self, r: cutlass.Constexpr[int], shift: Float32, is_first: cutlass.Constexpr[bool]):
+    def _move_shift(self, r: cutlass.Constexpr[int], shift: Float32, is_first: cutlass.Constexpr[bool]):
         """Measure the exponents of row ``r`` from its new scaled maximum.
 
-        Those of a row that is all -inf so far are measured from 0, so that exp2(-inf - 0) is 0 and not NaN.
+        It is no less than ``LEAST``, so that in a row that is all -inf so far exp2(-inf - shift) is 0 and not NaN.
         A row whose maximum stays gets a scale of exactly 1: both shifts are the
         same rounded product. (A residue of 1e-7 here, from an FMA, is an error of 5e-4 after a million keys.)
         """
-        origin = Float32(0.0) if shift == -Float32.inf else shift
         if const_expr(is_first):
             self.row_scale[r] = Float32(1.0)
             self.row_sum[r] = Float32(0.0)
         else:
-            self.row_scale[r] = exp2(self.shift[r] - origin)
+            self.row_scale[r] = exp2(self.shift[r] - shift)
             self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-        self.shift[r], self.origin[r] = shift, origin
+        self.shift[r] = shift
 
     @cute.jit
     def rescale_if_needed(self, acc_O: cute.Tensor):
@@ -80,7 +83,7 @@ class OnlineSoftmax(LoopInvariant):
         large to take single exponentials without rounding them off.
         """
         row = as_rows(acc_S)[r, None]
-        row.store(row.load() * self.scale_log2 - self.origin[r])
+        row.store(row.load() * self.scale_log2 - self.shift[r])
         for i in cutlass.range_constexpr(cute.size(row)):
             row[i] = exp2(row[i])
         self.row_sum[r] = self.row_sum[r] + pin(row.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
