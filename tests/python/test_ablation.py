@@ -37,6 +37,7 @@ from hopper_attention.experiments.ablation_render import (
 from hopper_attention.experiments.ablation_results import (
     PAPER_SIZES,
     AblationReport,
+    Elapsed,
     Row,
     Soak,
     Trial,
@@ -44,6 +45,7 @@ from hopper_attention.experiments.ablation_results import (
     ablation_problem,
     ablation_targets,
     dump_ablation,
+    elapsed_targets,
     load_ablation,
 )
 from hopper_attention.experiments.ablation_variants import (
@@ -179,7 +181,11 @@ FAST, SLOW = 1.0e-3, 2.0e-3
 
 
 def run_fakes(
-    monkeypatch: pytest.MonkeyPatch, names: str, costs: Callable[[ForwardConfig], float], broken: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    costs: Callable[[ForwardConfig], float],
+    broken: str = "",
+    inspect: Callable[[ForwardConfig], MachineCode] = lambda config: CODE,
 ) -> AblationReport:
     """An ablation whose kernels take as long as ``costs`` says; those whose name holds ``broken`` are wrong."""
     watch = FakeStopwatch({})
@@ -191,7 +197,7 @@ def run_fakes(
     monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
     monkeypatch.setattr(ablation, "variant_peer", peer)
     monkeypatch.setattr(ablation, "peers_of", lambda configs: [peer(c.name, c) for c in configs])
-    monkeypatch.setattr(ablation, "inspect_config", lambda config: CODE)
+    monkeypatch.setattr(ablation, "inspect_config", inspect)
     monkeypatch.setattr(
         ablation, "compile_missing",
         lambda configs, jobs, done: {c.name: "no registers" for c in configs if c.tile_n == 192},
@@ -251,16 +257,57 @@ def test_a_hang_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         run_fakes(monkeypatch, "neither", lambda config: FAST)
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    def intervals(*seconds: float) -> list[bench.Interval]:
-        return [bench.Interval(s, 0.0, 1.0) for s in seconds]
+def in_turn(*seconds: float) -> list[bench.Interval]:
+    """Measurements of the full kernel and of a row in turn, one after the other."""
+    return [bench.Interval(s, float(i), i + 1.0) for i, s in enumerate(seconds)]
 
-    # The clock halves for a round; the ratio does not notice.
-    full, row = intervals(1.0, 2.0, 1.0, 1.0), intervals(1.25, 2.5, 1.25, 1.25)
-    assert ablation.paired_ratio(full, row) == (pytest.approx(0.8), 0.0)
-    ratio, spread = ablation.paired_ratio(intervals(1, 1, 1), intervals(1.0, 1.25, 2.0))
+
+def test_a_ratio_is_to_the_full_kernel_before_and_after() -> None:
+    # The clock falls steadily; a ratio to the neighbours does not notice.
+    played = in_turn(1.00, 1.25 * 1.05, 1.10, 1.25 * 1.15, 1.20)
+    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
+    assert ratio == pytest.approx(0.8) and spread == pytest.approx(0.0, abs=1e-12)
+    # The last has only one neighbour.
+    ratio, spread = ablation.paired_ratio(in_turn(1.0), in_turn(0.0, 1.25)[1:])
+    assert (ratio, spread) == (0.8, 0.0)
+    assert all(map(math.isnan, ablation.paired_ratio((), played)))
+
+
+def test_the_spread_of_a_ratio_is_of_single_rounds() -> None:
+    played = in_turn(1.0, 1.0, 1.0, 1.25, 1.0, 2.0, 1.0)
+    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
     assert ratio == 0.8 and spread == pytest.approx((0.9 - 0.65) / 0.8)
-    assert all(map(math.isnan, ablation.paired_ratio((), row)))
+
+
+def test_clock_and_power_are_read_without_a_pause_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    soak = ablation.soak
+
+    def note_soak(*arguments: object) -> Soak:
+        seen.append("soak")
+        return soak(*arguments)  # type: ignore[arg-type]
+
+    def note_code(config: ForwardConfig) -> MachineCode:
+        seen.append("code")
+        return CODE
+
+    monkeypatch.setattr(ablation, "soak", note_soak)
+    report = run_fakes(monkeypatch, "neither,one-consumer", lambda config: FAST, inspect=note_code)
+    assert len(report.won()) == 3 and seen == ["soak"] * 3 + ["code"] * 3
+
+
+def test_a_run_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run_fakes(monkeypatch, "", lambda config: FAST)
+    assert report.elapsed is not None and report.elapsed.seconds > 0 and report.elapsed.compiled == 0
+    again = load_ablation(dump_ablation(report))
+    assert again.elapsed is not None and again.elapsed.compiled == 0
+    slow = replace(report, elapsed=Elapsed(45.0, 0))
+    assert [(t.what, t.met) for t in elapsed_targets(slow)] == [("whole run, all kernels cached", False)]
+    compiled = replace(report, elapsed=Elapsed(45.0, 44))
+    assert [(t.what, t.met) for t in elapsed_targets(compiled)] == [("whole run, 44 kernels compiled", True)]
+    # A run of some rows answers nothing, and neither does a report that does not say.
+    assert elapsed_targets(replace(slow, rows=slow.rows[:2])) == []
+    assert elapsed_targets(replace(slow, elapsed=None)) == []
 
 
 # Reports
