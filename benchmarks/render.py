@@ -15,6 +15,7 @@ from typing import Any
 
 from hopper_attention.experiments.ablation_plot import plot_ablation
 from hopper_attention.experiments.ablation_render import render_page as render_ablation
+from hopper_attention.experiments.ablation_render import render_readme as render_ablation_readme
 from hopper_attention.experiments.ablation_results import AblationReport, load_ablation
 from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_plot import plot_forward
@@ -95,6 +96,7 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
         pages[folder / "ablation.md"] = render_ablation(ablations, figures)
+        text = splice(text, render_ablation_readme(ablations[0]), "ablation")
     for scaling in read_scaling(results):
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
     for prepass in read_prepass(results):
