@@ -75,9 +75,9 @@ def render_clock(report: AblationReport) -> list[str]:
         "### Clock or cycles",
         markdown_table(["kernel", *HEADINGS], rows),
         f"First in the interleaved rounds, then alone. The peak is {peak} FLOP a cycle and SM. In the rounds the "
-        f"clocks of the rows, as the driver reports them, differ by {100 * spread:.1f} % at most: so much of a ratio may be "
-        "clock, and no more. A measurement lasts about as long as the pause between two readings, so this holds for "
-        "medians over the rounds. Power is not told apart there: the driver averages it over about a second.",
+        f"clocks of the rows, as the driver reports them, differ by {100 * spread:.1f} % at most: so much of a ratio "
+        "may be clock, and no more. A measurement lasts about as long as the pause between two readings, so this holds "
+        "for medians over the rounds. Power is not told apart there: the driver averages it over about a second.",
         *repeat_lines(same_kernel_twice(report)),
     ]
 
