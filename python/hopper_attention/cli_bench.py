@@ -110,9 +110,10 @@ def throughput(
     """Run a suite, print its table, draw it and write it."""
     from hopper_attention.experiments.bench import CellLostError, check_affordable, run_forward
     from hopper_attention.experiments.bench_peers import Setting, parse_peers
-    from hopper_attention.experiments.bench_render import forward_table, problems_of
+    from hopper_attention.experiments.bench_render import forward_table, problems_of, target_table
     from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
     from hopper_attention.experiments.bench_suites import SUITES
+    from hopper_attention.experiments.bench_targets import throughput_targets
     from hopper_attention.experiments.bench_timing import Effort
 
     suite = SUITES[kind]
@@ -138,6 +139,9 @@ def throughput(
             lost = f"stopped at {error.cell.problem.name}: {error}"
     report = latest[-1]
     console.print(forward_table(report))
+    targets = throughput_targets(report)
+    if targets:
+        console.print(target_table(targets))
     show_problems(problems_of(report), console)
     if plot != NO_FILE:
         from hopper_attention.experiments.bench_plot import plot_forward
