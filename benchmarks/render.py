@@ -107,7 +107,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     ablations = read_ablations(results)
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
-        pages[folder / "ablation.md"] = render_ablation(ablations, figures)
+        timeline_page = "timeline.md" if read_timeline(results) else ""
+        pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page)
         text = splice(text, render_ablation_readme(ablations[0]), "ablation")
     for scaling in read_scaling(results):
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")

@@ -446,7 +446,9 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
     from benchmarks import render as render_script
     from hopper_attention.experiments.bench_render import markers
     from hopper_attention.experiments.bench_results import dump_forward
+    from hopper_attention.experiments.timeline import dump_timeline
     from tests.python.test_bench_results import fake_report as fake_forward
+    from tests.python.test_timeline import fake_report as fake_timeline
 
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
@@ -466,6 +468,12 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
     assert (page.parent / "ablation.png").stat().st_size > 10_000
     assert (page.parent / "roofline.md").is_file()
     assert render_script.main([*arguments, "--check"]) == 0
+    # Timelines have a page of their own, and the ablation's leads there.
+    assert "(timeline.md)" not in page.read_text()
+    (results / "timeline_nvidia_h200.json").write_text(dump_timeline(fake_timeline()))
+    assert render_script.main(arguments) == 0
+    assert "[timeline](timeline.md)" in page.read_text()
+    assert (page.parent / "timeline.md").is_file() and (page.parent / "timeline_full.png").is_file()
 
 
 def test_code_is_shown_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

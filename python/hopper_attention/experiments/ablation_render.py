@@ -215,8 +215,11 @@ def render_trials(report: AblationReport) -> str:
     return markdown_table(["kernel", "candidates, TFLOP/s of the brief run"], rows)
 
 
-def render_page(reports: Sequence[AblationReport], figures: Sequence[str]) -> str:
-    """docs/results/ablation.md, from one report or more, each with its plot's file name."""
+def render_page(reports: Sequence[AblationReport], figures: Sequence[str], timeline: str = "") -> str:
+    """docs/results/ablation.md, from one report or more, each with its plot's file name.
+
+    ``timeline`` is the file name of the page with the timelines of these kernels; empty if there is none.
+    """
     rows = {row.variant: row for report in reports for row in report.rows}
     parts = [
         "# Ablation",
@@ -227,6 +230,9 @@ def render_page(reports: Sequence[AblationReport], figures: Sequence[str]) -> st
         f"best. Where a speed-up differs from the paper's by more than {RATIO_GAP}, *Clock or cycles* below has the "
         "evidence of the run, and the [performance log](../performance-log.md#ablation) what is made of it.",
         "\n".join(f"- **{row.title}**: {row.differs}" for row in rows.values()),
+        f"What overlaps what in each of them, from clocks read in the kernel: [timeline]({timeline})."
+        if timeline
+        else "",
     ]
     for report, figure in zip(reports, figures, strict=True):
         parts += render_report(report, figure)
