@@ -15,6 +15,7 @@ from typing import Any
 
 from hopper_attention.experiments.ablation_plot import plot_ablation
 from hopper_attention.experiments.ablation_render import render_page as render_ablation
+from hopper_attention.experiments.ablation_render import render_readme as render_ablation_readme
 from hopper_attention.experiments.ablation_results import AblationReport, load_ablation
 from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_plot import plot_forward
@@ -31,6 +32,12 @@ from hopper_attention.experiments.bench_scaling import ScalingReport, load_scali
 from hopper_attention.experiments.bench_scaling_plot import plot_scaling
 from hopper_attention.experiments.bench_tables import render_quantize, render_scaling
 from hopper_attention.experiments.roofline_render import render_roofline
+from hopper_attention.experiments.timeline import (
+    TimelineReport,
+    load_timeline,
+    plot_recording,
+    render_timeline,
+)
 
 GPU = "nvidia_h200"
 """The machine whose reports the README shows."""
@@ -73,6 +80,12 @@ def read_prepass(results: Path) -> list[QuantizeReport]:
     return [load_quantize(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
+def read_timeline(results: Path) -> list[TimelineReport]:
+    """The recordings of the ablation's kernels, if they have been committed."""
+    path = results / f"timeline_{GPU}.json"
+    return [load_timeline(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
 def render(root: Path, results: Path) -> dict[Path, str]:
     """The text of every rendered file, by path.
 
@@ -94,11 +107,15 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     ablations = read_ablations(results)
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
-        pages[folder / "ablation.md"] = render_ablation(ablations, figures)
+        timeline_page = "timeline.md" if read_timeline(results) else ""
+        pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page)
+        text = splice(text, render_ablation_readme(ablations[0]), "ablation")
     for scaling in read_scaling(results):
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
     for prepass in read_prepass(results):
         pages[folder / "prepass.md"] = render_quantize(prepass)
+    for timeline in read_timeline(results):
+        pages[folder / "timeline.md"] = render_timeline(timeline)
     return {readme: text, **pages}
 
 
@@ -111,6 +128,9 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
         yield plot_ablation(ablation, folder / f"{ablation.slug}.png")
     for scaling in read_scaling(results):
         yield plot_scaling(scaling, folder / "scaling.png")
+    for timeline in read_timeline(results):
+        for recording in timeline.recordings:
+            yield plot_recording(timeline, recording, folder)
 
 
 def stale(texts: dict[Path, str]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +46,9 @@ Shapes = Annotated[
 ]
 Peers = Annotated[str, typer.Option(help="Comma-separated; empty: those that are usually compared.")]
 Budget = Annotated[float, typer.Option(help="Seconds to measure for, first calls not counted.")]
+SuiteBudget = Annotated[
+    float, typer.Option(help="Seconds to measure for, first calls not counted. 0: 150, and 60 for fp8.")
+]
 
 
 class ForwardByDefault(TyperGroup):
@@ -63,7 +65,8 @@ class ForwardByDefault(TyperGroup):
 bench_app = typer.Typer(
     cls=ForwardByDefault,
     help="Speed against the installed peers, in interleaved rounds, each output checked first. Without a kind: "
-    "forward. --compare A.json B.json: the same as compare.",
+    "forward. --compare A.json B.json: the same as compare. A report that --json puts into benchmarks/results, under "
+    "the name that its kind's help gives, is rendered into the README and docs/results by benchmarks/render.py.",
 )
 
 
@@ -107,9 +110,10 @@ def throughput(
     """Run a suite, print its table, draw it and write it."""
     from hopper_attention.experiments.bench import CellLostError, check_affordable, run_forward
     from hopper_attention.experiments.bench_peers import Setting, parse_peers
-    from hopper_attention.experiments.bench_render import forward_table, problems_of
+    from hopper_attention.experiments.bench_render import forward_table, problems_of, target_table
     from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
     from hopper_attention.experiments.bench_suites import SUITES
+    from hopper_attention.experiments.bench_targets import throughput_targets
     from hopper_attention.experiments.bench_timing import Effort
 
     suite = SUITES[kind]
@@ -126,7 +130,7 @@ def throughput(
                 problems,
                 rows,
                 Setting(where, fa3_library),
-                Effort(budget_s=budget),
+                Effort(budget_s=budget or suite.budget_s),
                 suite=suite,
                 progress=line_progress(bar, len(problems)),
                 save=latest.append,
@@ -135,12 +139,15 @@ def throughput(
             lost = f"stopped at {error.cell.problem.name}: {error}"
     report = latest[-1]
     console.print(forward_table(report))
+    targets = throughput_targets(report)
+    if targets:
+        console.print(target_table(targets))
     show_problems(problems_of(report), console)
     if plot != NO_FILE:
         from hopper_attention.experiments.bench_plot import plot_forward
 
         print_path(console, "plot", plot_forward(report, Path(plot)))
-    write_json(json.loads(dump_forward(report)), json_path, console)
+    write_json_text(dump_forward(report), json_path, console)
     end_if_lost(lost, console)
 
 
@@ -150,11 +157,11 @@ def forward(
     peers: Peers = "",
     fa3_library: Fa3Library = NO_FILE,
     device: Device = "auto",
-    budget: Budget = 300.0,
+    budget: SuiteBudget = 0.0,
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Forward throughput in 16 bits."""
+    """Forward throughput in 16 bits. Report: forward_<gpu>.json, page: forward.md."""
     with one_line_errors():
         throughput("forward", shapes, peers, fa3_library, device, budget, plot, json_path)
 
@@ -165,11 +172,12 @@ def fp8(
     peers: Peers = "",
     fa3_library: Fa3Library = NO_FILE,
     device: Device = "auto",
-    budget: Budget = 300.0,
+    budget: SuiteBudget = 0.0,
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Forward throughput in FP8: the kernel alone, and end to end from 16 bits."""
+    """Forward throughput in FP8: the kernel alone, and end to end from 16 bits. Report: fp8_<gpu>.json, page:
+    fp8.md."""
     with one_line_errors():
         throughput("fp8", shapes, peers, fa3_library, device, budget, plot, json_path)
 
@@ -180,11 +188,12 @@ def backward(
     peers: Peers = "",
     fa3_library: Fa3Library = NO_FILE,
     device: Device = "auto",
-    budget: Budget = 300.0,
+    budget: SuiteBudget = 0.0,
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Backward throughput in 16 bits: the gradients alone, without the forward."""
+    """Backward throughput in 16 bits: the gradients alone, without the forward. Report: backward_<gpu>.json, page:
+    backward.md."""
     with one_line_errors():
         throughput("backward", shapes, peers, fa3_library, device, budget, plot, json_path)
 
@@ -202,7 +211,8 @@ def latency(
     ] = 3,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Host time a call, small shapes, CUDA graph replay, and the first call of a process."""
+    """Host time a call, small shapes, CUDA graph replay, and the first call of a process. Report: latency_<gpu>.json,
+    on the page forward.md."""
     with one_line_errors():
         from hopper_attention.experiments.bench_latency import Calls, parse_small_shapes, run_latency
         from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
@@ -244,7 +254,8 @@ def scaling(
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Time, TFLOP/s and memory by length of the sequence, beside plain PyTorch as far as that fits."""
+    """Time, TFLOP/s and memory by length of the sequence, beside plain PyTorch as far as that fits. Report:
+    scaling_<gpu>.json, page: scaling.md."""
     with one_line_errors():
         from hopper_attention.experiments.bench import CellLostError
         from hopper_attention.experiments.bench_peers import Setting, parse_peers
@@ -292,7 +303,8 @@ def quantize(
     budget: Budget = 20.0,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """The FP8 pre-pass against a device copy in the same run: TB/s of each, and their ratio."""
+    """The FP8 pre-pass against a device copy in the same run: TB/s of each, and their ratio. Report:
+    prepass_<gpu>.json, page: prepass.md."""
     with one_line_errors():
         from hopper_attention.experiments.bench import CellLostError
         from hopper_attention.experiments.bench_peers import Setting
@@ -300,8 +312,10 @@ def quantize(
             QuantizeReport,
             dump_quantize,
             paper_sizes,
+            quantize_targets,
             run_quantize,
         )
+        from hopper_attention.experiments.bench_render import target_table
         from hopper_attention.experiments.bench_results import parse_shapes
         from hopper_attention.experiments.bench_tables import quantize_problems, quantize_table
         from hopper_attention.experiments.bench_timing import Effort
@@ -319,6 +333,7 @@ def quantize(
                 lost = f"stopped at {error.cell.problem.name}: {error}"
         for report in latest[-1:]:
             console.print(quantize_table(report))
+            console.print(target_table(quantize_targets(report)))
             show_problems(quantize_problems(report), console)
             write_json_text(dump_quantize(report), json_path, console)
         end_if_lost(lost, console)
@@ -333,7 +348,7 @@ def compare(
         float, typer.Option(help="Exit with 1 if a figure fell below this share of what it was.")
     ] = 0.0,
 ) -> None:
-    """Two reports of one kind, cell by cell. Runs nothing."""
+    """Two reports of one kind, cell by cell. Runs nothing and writes nothing."""
     with one_line_errors():
         from hopper_attention.experiments.bench_compare import (
             compare as compare_texts,
@@ -376,7 +391,8 @@ def ablation(
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """What each optimisation is worth: the paper's ablation (section 4.2, table 2), with more rows."""
+    """What each optimisation is worth: the paper's ablation (section 4.2, table 2), with more rows. Report:
+    ablation_<gpu>.json, page: ablation.md."""
     with one_line_errors():
         from hopper_attention.experiments.ablation import Ablation, check_can_run
         from hopper_attention.experiments.ablation_results import ablation_problem

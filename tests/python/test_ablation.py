@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,8 +20,9 @@ from hopper.config import (
     validate_forward_config,
 )
 from hopper_attention.cli import app
-from hopper_attention.experiments import ablation, ablation_code, bench
+from hopper_attention.experiments import ablation, bench
 from hopper_attention.experiments.ablation import Ablation
+from hopper_attention.experiments.ablation_clock import render_clock
 from hopper_attention.experiments.ablation_code import MachineCode
 from hopper_attention.experiments.ablation_plot import plot_ablation
 from hopper_attention.experiments.ablation_render import (
@@ -37,6 +35,7 @@ from hopper_attention.experiments.ablation_render import (
 from hopper_attention.experiments.ablation_results import (
     PAPER_SIZES,
     AblationReport,
+    Elapsed,
     Row,
     Soak,
     Trial,
@@ -44,6 +43,7 @@ from hopper_attention.experiments.ablation_results import (
     ablation_problem,
     ablation_targets,
     dump_ablation,
+    elapsed_targets,
     load_ablation,
 )
 from hopper_attention.experiments.ablation_variants import (
@@ -179,7 +179,11 @@ FAST, SLOW = 1.0e-3, 2.0e-3
 
 
 def run_fakes(
-    monkeypatch: pytest.MonkeyPatch, names: str, costs: Callable[[ForwardConfig], float], broken: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    costs: Callable[[ForwardConfig], float],
+    broken: str = "",
+    inspect: Callable[[ForwardConfig], MachineCode] = lambda config: CODE,
 ) -> AblationReport:
     """An ablation whose kernels take as long as ``costs`` says; those whose name holds ``broken`` are wrong."""
     watch = FakeStopwatch({})
@@ -191,7 +195,7 @@ def run_fakes(
     monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
     monkeypatch.setattr(ablation, "variant_peer", peer)
     monkeypatch.setattr(ablation, "peers_of", lambda configs: [peer(c.name, c) for c in configs])
-    monkeypatch.setattr(ablation, "inspect_config", lambda config: CODE)
+    monkeypatch.setattr(ablation, "inspect_config", inspect)
     monkeypatch.setattr(
         ablation, "compile_missing",
         lambda configs, jobs, done: {c.name: "no registers" for c in configs if c.tile_n == 192},
@@ -251,16 +255,57 @@ def test_a_hang_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         run_fakes(monkeypatch, "neither", lambda config: FAST)
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    def intervals(*seconds: float) -> list[bench.Interval]:
-        return [bench.Interval(s, 0.0, 1.0) for s in seconds]
+def in_turn(*seconds: float) -> list[bench.Interval]:
+    """Measurements of the full kernel and of a row in turn, one after the other."""
+    return [bench.Interval(s, float(i), i + 1.0) for i, s in enumerate(seconds)]
 
-    # The clock halves for a round; the ratio does not notice.
-    full, row = intervals(1.0, 2.0, 1.0, 1.0), intervals(1.25, 2.5, 1.25, 1.25)
-    assert ablation.paired_ratio(full, row) == (pytest.approx(0.8), 0.0)
-    ratio, spread = ablation.paired_ratio(intervals(1, 1, 1), intervals(1.0, 1.25, 2.0))
+
+def test_a_ratio_is_to_the_full_kernel_before_and_after() -> None:
+    # The clock falls steadily; a ratio to the neighbours does not notice.
+    played = in_turn(1.00, 1.25 * 1.05, 1.10, 1.25 * 1.15, 1.20)
+    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
+    assert ratio == pytest.approx(0.8) and spread == pytest.approx(0.0, abs=1e-12)
+    # The last has only one neighbour.
+    ratio, spread = ablation.paired_ratio(in_turn(1.0), in_turn(0.0, 1.25)[1:])
+    assert (ratio, spread) == (0.8, 0.0)
+    assert all(map(math.isnan, ablation.paired_ratio((), played)))
+
+
+def test_the_spread_of_a_ratio_is_of_single_rounds() -> None:
+    played = in_turn(1.0, 1.0, 1.0, 1.25, 1.0, 2.0, 1.0)
+    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
     assert ratio == 0.8 and spread == pytest.approx((0.9 - 0.65) / 0.8)
-    assert all(map(math.isnan, ablation.paired_ratio((), row)))
+
+
+def test_clock_and_power_are_read_without_a_pause_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    soak = ablation.soak
+
+    def note_soak(*arguments: object) -> Soak:
+        seen.append("soak")
+        return soak(*arguments)  # type: ignore[arg-type]
+
+    def note_code(config: ForwardConfig) -> MachineCode:
+        seen.append("code")
+        return CODE
+
+    monkeypatch.setattr(ablation, "soak", note_soak)
+    report = run_fakes(monkeypatch, "neither,one-consumer", lambda config: FAST, inspect=note_code)
+    assert len(report.won()) == 3 and seen == ["soak"] * 3 + ["code"] * 3
+
+
+def test_a_run_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run_fakes(monkeypatch, "", lambda config: FAST)
+    assert report.elapsed is not None and report.elapsed.seconds > 0 and report.elapsed.compiled == 0
+    again = load_ablation(dump_ablation(report))
+    assert again.elapsed is not None and again.elapsed.compiled == 0
+    slow = replace(report, elapsed=Elapsed(45.0, 0))
+    assert [(t.what, t.met) for t in elapsed_targets(slow)] == [("whole run, all kernels cached", False)]
+    compiled = replace(report, elapsed=Elapsed(45.0, 44))
+    assert [(t.what, t.met) for t in elapsed_targets(compiled)] == [("whole run, 44 kernels compiled", True)]
+    # A run of some rows answers nothing, and neither does a report that does not say.
+    assert elapsed_targets(replace(slow, rows=slow.rows[:2])) == []
+    assert elapsed_targets(replace(slow, elapsed=None)) == []
 
 
 # Reports
@@ -360,6 +405,32 @@ def test_the_page_tells_what_differs_and_who_stands_for_a_row() -> None:
     assert "| one consumer warpgroup | failed | – |" in page
 
 
+def test_the_page_tells_clock_from_cycles() -> None:
+    assert render_clock(replace(fake_report(), rows=())) == []
+    report = replace(fake_report(), machine={"gpu": "NVIDIA H200", "sms": 132})
+    slower = replace(report.rows[1], outcome=with_clock(report.rows[1], 1332.0))
+    heading, table, about, repeat, *others = render_clock(
+        replace(report, rows=(report.rows[0], slower, *report.rows[2:]))
+    )
+    assert heading == "### Clock or cycles" and len(others) == 2
+    # 698e12 / (132 * 1665e6) FLOP a cycle, of 4096; the slower clock hides that the row does more a cycle.
+    assert "| full | 1665 | 3176 | 78 % | 1.000 | 1.000 | 1590 | 698 | 3226 | 1.000 | 1.03 |" in table
+    assert "| without GEMM-softmax pipelining | 1332 | 3495 | 85 % | 0.880 | 1.101 |" in table
+    assert "differ by 25.0 % at most" in about and "The peak is 4096 FLOP" in about
+    assert "*full* and *without GEMM-softmax pipelining* are the same; alone they differ by 13.6 %" in repeat
+
+
+def with_clock(row: Row, clock_mhz: float) -> Won:
+    assert isinstance(row.outcome, Won)
+    return replace(row.outcome, measured=replace(row.outcome.measured, clock_mhz=clock_mhz))
+
+
+def test_without_readings_of_the_clock_nothing_is_said_of_it() -> None:
+    report = fake_report()
+    unread = replace(report.rows[1], outcome=with_clock(report.rows[1], math.nan))
+    assert render_clock(replace(report, rows=(report.rows[0], unread))) == []
+
+
 def test_the_plot_has_a_bar_for_each_row_and_the_papers_mark(tmp_path: Path) -> None:
     drawing = plot_ablation(fake_report(), tmp_path / "sub" / "ablation.svg").read_text()
     for row in fake_report().rows:
@@ -375,12 +446,14 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
     from benchmarks import render as render_script
     from hopper_attention.experiments.bench_render import markers
     from hopper_attention.experiments.bench_results import dump_forward
+    from hopper_attention.experiments.timeline import dump_timeline
     from tests.python.test_bench_results import fake_report as fake_forward
+    from tests.python.test_timeline import fake_report as fake_timeline
 
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "forward_nvidia_h200.json").write_text(dump_forward(fake_forward()))
-    (tmp_path / "README.md").write_text("\n".join([*markers("forward"), ""]))
+    (tmp_path / "README.md").write_text("\n".join([*markers("forward"), *markers("ablation"), ""]))
     page = tmp_path / "docs" / "results" / "ablation.md"
     arguments = ["--root", str(tmp_path)]
     assert render_script.main(arguments) == 0 and not page.exists()
@@ -388,83 +461,19 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
     assert render_script.main([*arguments, "--check"]) == 1
     assert render_script.main(arguments) == 0
     assert "![TFLOP/s of each kernel](ablation.png)" in page.read_text()
+    assert (
+        "| without GEMM-softmax pipelining | 615 | 0.880 | 582 | 0.880 |"
+        in (tmp_path / "README.md").read_text()
+    )
     assert (page.parent / "ablation.png").stat().st_size > 10_000
     assert (page.parent / "roofline.md").is_file()
     assert render_script.main([*arguments, "--check"]) == 0
-
-
-# Machine code
-
-SASS = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/               @P0 BRA `(.L_x_0) ;
-        /*0020*/                   HGMMA.64x176x16.F32 R24, gdesc[UR8], !UPT ;
-        /*0030*/              @!P1 MUFU.EX2 R4, R4 ;
-        /*0040*/             @!UP2 UIADD3 UR4, UR4, 0x1, URZ ;
-        /*0050*/                   MUFU.RCP R5, R5 ;
-        /*0060*/                   STL [R1+0x4], R9 ;
-        /*0070*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR8], R24 ;
-.L_x_0:
-        /*1080*/                   LDL.64 R8, [R1] ;
-"""
-
-
-def test_instructions_are_counted_by_group() -> None:
-    counts = ablation_code.count_instructions(SASS)
-    assert counts == {"wgmma": 2, "exp2": 1, "mufu": 2, "spill": 2, "all": 9}
-
-
-def fake_elf(machine: int, info: bytes) -> bytes:
-    """An ELF file with one .nv.info section behind its header."""
-    section_table = 64 + len(info)
-    header = (
-        b"\x7fELF"
-        + bytes(12)
-        + struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 0, section_table, 0, 64, 56, 0, 64, 1, 0)
-    )
-    section = struct.pack("<IIQQQQIIQQ", 0, ablation_code.NV_INFO, 0, 0, 64, len(info), 0, 0, 4, 0)
-    return header + info + section
-
-
-def attribute(code: int, value: int) -> bytes:
-    return struct.pack("<BBHII", 4, code, 8, 6, value)
-
-
-def test_registers_and_stack_are_read_from_the_cubin_in_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablation_code, "find_nvdisasm", lambda: "")
-    skipped = struct.pack("<BBH", 3, 0x50, 7)
-    info = skipped + attribute(0x2F, 168) + attribute(0x11, 48)
-    cubin = fake_elf(190, info)
-    data = fake_elf(62, b"") + b"host code" + cubin + b"more of the host's"
-    assert ablation_code.find_cubin(data) == cubin
-    assert ablation_code.inspect_object(data, 1000) == MachineCode(168, 48, 1000, {})
-    with pytest.raises(ValueError, match="expected one cubin in the object, found 0"):
-        ablation_code.find_cubin(fake_elf(62, b""))
-    with pytest.raises(ValueError, match="expected one cubin in the object, found 2"):
-        ablation_code.find_cubin(cubin + cubin)
-    with pytest.raises(ValueError, match=r"has no attributes \[17\]"):
-        ablation_code.inspect_object(fake_elf(190, attribute(0x2F, 168)), 0)
-
-
-def test_a_real_kernel_reads_as_ptxas_reported_it() -> None:
-    from hopper.forward import compile_forward
-    from hopper.inspection import parse_ptxas
-    from hopper.object_code import export_object
-
-    config = select_forward_config("bfloat16", 64, 64, True, 512)
-    report = io.StringIO()
-    with contextlib.redirect_stderr(report):
-        compiled = compile_forward(config, options="--gpu-arch sm_90a remarks{ptx}")
-    usage = parse_ptxas(report.getvalue(), config.smem_bytes)
-    code = ablation_code.inspect_object(export_object(compiled, config.name), config.smem_bytes)
-    assert (code.registers, code.stack_bytes, code.shared_bytes) == (
-        usage.registers, usage.stack_bytes, usage.shared_bytes,
-    )  # fmt: skip
-    if ablation_code.find_nvdisasm():
-        # Three blocks: the first, and one in each loop, with and without a mask; 64 / 16 and 128 / 16 steps.
-        assert code.instructions["wgmma"] == 3 * (64 // 16 + config.tile_n // 16)
-        assert code.instructions["exp2"] >= 3 * 64 * config.tile_n // 128
-        assert code.instructions["spill"] == 0
+    # Timelines have a page of their own, and the ablation's leads there.
+    assert "(timeline.md)" not in page.read_text()
+    (results / "timeline_nvidia_h200.json").write_text(dump_timeline(fake_timeline()))
+    assert render_script.main(arguments) == 0
+    assert "[timeline](timeline.md)" in page.read_text()
+    assert (page.parent / "timeline.md").is_file() and (page.parent / "timeline_full.png").is_file()
 
 
 def test_code_is_shown_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

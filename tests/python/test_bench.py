@@ -144,6 +144,22 @@ def test_peers_take_turns_and_the_first_place_moves_on() -> None:
     assert {name: len(intervals) for name, intervals in taken.items()} == {"a": 4, "b": 4, "c": 4}
 
 
+def test_peers_may_stand_beside_one_of_them() -> None:
+    order: list[str] = []
+
+    def play(name: str, turn: Turn) -> Interval:
+        order.append(name)
+        return Interval(1.0, 0.0, 1.0)
+
+    turns = {name: Turn([], 1, 0.0, 0.0) for name in "fabc"}
+    taken = bench_timing.play_rounds(turns, 2, play, bench_timing.beside("f"))
+    assert "".join(order) == "fafbfcfafbfc"
+    assert {name: len(intervals) for name, intervals in taken.items()} == {"f": 6, "a": 2, "b": 2, "c": 2}
+    # Alone, or with one that is not there, everyone has a turn.
+    assert bench_timing.beside("f")(["f"]) == ["f"]
+    assert bench_timing.beside("f")(["a", "b"]) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     "limits", [{"measure_s": 0.0}, {"min_rounds": 0}, {"min_rounds": 5, "max_rounds": 4}]
 )

@@ -18,7 +18,13 @@ from benchmarks import backward as backward_script
 from benchmarks import forward as forward_script
 from benchmarks import render as render_script
 from hopper_attention.backends import Target
-from hopper_attention.experiments import bench, bench_backward_peers, bench_gradients, bench_render
+from hopper_attention.experiments import (
+    bench,
+    bench_backward_peers,
+    bench_gradients,
+    bench_peers,
+    bench_render,
+)
 from hopper_attention.experiments.bench_backward_peers import BACKWARD_PEERS, GRADIENT_LIMITS
 from hopper_attention.experiments.bench_compare import compare
 from hopper_attention.experiments.bench_peers import Inputs, Limits, Setting, inspect_peers, parse_peers
@@ -103,9 +109,28 @@ def test_five_rows_run_by_default_and_each_says_what_keeps_it_from_running() -> 
     infos = inspect_peers(tuple(BACKWARD_PEERS.values()), SETTING)
     absent = {name: info.unavailable for name, info in infos.items() if info.unavailable}
     assert absent.pop("fa3") == "its library (sglang-kernel) has the forward alone"
-    assert absent == dict.fromkeys(("fa4", "cudnn", "fa2"), "needs a CUDA device, this run is on cpu")
+    assert absent == dict.fromkeys(("fa4", "cudnn", "fa2", "flex"), "needs a CUDA device, this run is on cpu")
     with pytest.raises(NotImplementedError, match="has the forward alone"):
         BACKWARD_PEERS["fa3"].prepare(SQUARE, bench.draw_inputs(SQUARE, 0, "cpu"), SETTING)
+
+
+def test_flex_is_differentiated_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Compiled FlexAttention has no backward on a CPU: SDPA stands for it.
+    def attention(q: Tensor, k: Tensor, v: Tensor, block_mask: None, enable_gqa: bool) -> Tensor:
+        assert block_mask is None
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(bench_peers, "compile_flex", lambda problem: attention)
+    problem = replace(GROUPED, causal=False)
+    inputs = bench.draw_inputs(problem, 0, "cpu")
+    prepared = bench_backward_peers.prepare_flex(problem, inputs, SETTING)
+    oracles = bench_gradients.compute_gradient_oracles(problem, inputs)
+    for _ in range(2):  # a launch may be repeated
+        gradients = prepared.read(prepared.launch())
+        error, wrong = bench_gradients.check_gradients(
+            problem, gradients, oracles, GRADIENT_LIMITS["bfloat16"]
+        )
+        assert wrong == "" and error > 0
 
 
 @pytest.mark.parametrize("problem", [GROUPED, SQUARE], ids=lambda problem: problem.name)

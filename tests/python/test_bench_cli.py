@@ -34,6 +34,22 @@ def test_help_names_every_kind() -> None:
         assert kind in output
 
 
+@pytest.mark.parametrize(
+    ("kind", "report", "page"),
+    [
+        ("forward", "forward_", "forward.md"),
+        ("fp8", "fp8_", "fp8.md"),
+        ("backward", "backward_", "backward.md"),
+        ("latency", "latency_", "forward.md"),
+        ("scaling", "scaling_", "scaling.md"),
+        ("quantize", "prepass_", "prepass.md"),
+    ],
+)
+def test_help_names_the_report_and_its_page(kind: str, report: str, page: str) -> None:
+    words = " ".join(succeed(kind, "--help").output.split())
+    assert f"{report}<gpu>.json" in words and page in words
+
+
 @pytest.mark.parametrize("kind", [(), ("forward",)])
 def test_forward_is_the_default(kind: tuple[str, ...], tmp_path: Path) -> None:
     out, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
@@ -74,7 +90,7 @@ def test_quantization_of_a_small_problem() -> None:
     data = json.loads(result.stdout)
     assert data["kind"] == "prepass" and data["cells"][0]["ok"]
     assert set(data["cells"][0]["passes"]) == {"quantize", "copy"}
-    assert "share of the copy" in result.stderr
+    assert "share of the copy" in result.stderr and "share of a copy's bandwidth" in result.stderr
 
 
 def test_backward_of_a_small_problem(tmp_path: Path) -> None:
@@ -116,7 +132,7 @@ def test_without_a_gpu_the_default_run_is_refused(kind: str) -> None:
         (("latency", "--shapes", "small"), "shape is 'small', allowed"),
         (("latency", "--calls", 0, "--device", "cpu"), "calls is 0, rounds is 11, allowed: 1 or more"),
         (("fp8", "--peers", "fa9"), "peers is 'fa9', allowed"),
-        (("backward", "--peers", "flex"), "peers is 'flex', allowed"),
+        (("backward", "--peers", "fa9"), "peers is 'fa9', allowed"),
         (("compare", "absent.json", "absent.json"), "absent.json"),
         (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
     ],

@@ -96,3 +96,15 @@ def test_what_cannot_be_checked_or_takes_hours_is_refused() -> None:
         bench_quantize.run_quantize([SMALL], SETTING, QUICK, quantization=Fp8Quantization(smooth_k=True))
     with pytest.raises(ValueError, match="device is cpu, allowed there"):
         bench_quantize.run_quantize(bench_quantize.paper_sizes(), SETTING, QUICK)
+
+
+def test_the_lowest_share_is_held_against_the_promise() -> None:
+    def cell(share: float) -> bench_quantize.QuantizeCell:
+        passes = {QUANTIZE: Pass(100.0 / share, 0.0, 5, 1_000), COPY: Pass(100.0, 0.0, 5, 1_000)}
+        return bench_quantize.QuantizeCell(SMALL, passes, 0.02)
+
+    lost = bench_quantize.QuantizeCell(SMALL, Failed("no memory"), math.nan)
+    (target,) = bench_quantize.quantize_targets(QuantizeReport({}, (cell(0.9), cell(0.79), lost)))
+    assert not target.met and target.measured.startswith("0.79 (bf16-b1-s256")
+    assert bench_quantize.quantize_targets(QuantizeReport({}, (cell(0.9), cell(0.81))))[0].met
+    assert bench_quantize.quantize_targets(QuantizeReport({}, (lost,))) == []

@@ -1,8 +1,8 @@
 """The ablation: the full kernel against kernels without its optimisations, each tuned for what it has left.
 
 Candidates of every row are compiled, checked and timed briefly in one interleaved run. The fastest of each row then
-take turns in longer rounds, from which the figures and the ratios to the full kernel come; a ratio is taken within a
-round, where both met the same clock. Last, each runs alone until the power settles, for its clock and power.
+take turns in longer rounds, each between two measurements of the full kernel: its ratio is to the mean of those two,
+which met the same clock. Last, each runs alone, one right after the other, for its clock and power.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -23,12 +23,18 @@ from hopper_attention.experiments.ablation_code import MachineCode, inspect_conf
 from hopper_attention.experiments.ablation_results import (
     FP8,
     AblationReport,
+    Elapsed,
     Row,
     Soak,
     Trial,
     Won,
 )
-from hopper_attention.experiments.ablation_variants import FULL, Field, Variant, gather
+from hopper_attention.experiments.ablation_variants import (
+    FULL,
+    Field,
+    Variant,
+    gather,
+)
 from hopper_attention.experiments.bench import (
     Bench,
     Entry,
@@ -48,7 +54,7 @@ from hopper_attention.experiments.bench_machine import (
 from hopper_attention.experiments.bench_peers import Setting
 from hopper_attention.experiments.bench_results import Cell, Failed, Measured, Problem, relative_spread
 from hopper_attention.experiments.bench_suites import FORWARD, SUITES
-from hopper_attention.experiments.bench_timing import Budget, Effort, Interval, Turn
+from hopper_attention.experiments.bench_timing import Budget, Effort, Interval, Turn, beside
 from hopper_attention.experiments.bench_variants import compile_missing, label, peers_of, variant_peer
 
 SOAK_STEP_S = 0.05
@@ -63,7 +69,7 @@ class Ablation:
     problem: Problem
     precision: str
     variants: tuple[Variant, ...]
-    trial: Effort = field(default_factory=lambda: Effort(0.004, 3, 3, 30.0))
+    trial: Effort = field(default_factory=lambda: Effort(0.004, 3, 5, 30.0))
     final: Effort = field(default_factory=lambda: Effort(0.005, 7, 21, 10.0))
     soak_s: float = 1.0
 
@@ -121,10 +127,17 @@ def run_ablation(
     Raises:
         CellLostError: a kernel hangs or broke the CUDA context.
     """
+    start, compiled = time.perf_counter(), 0
+
+    def count(compilation: Compilation) -> None:
+        nonlocal compiled
+        compiled += 1
+        on_compiled(compilation)
+
     fields = ablation.fields()
     configs = all_configs(fields)
     progress(f"compiling what is missing of {len(configs)} kernels")
-    failures = compile_missing(configs, jobs, on_compiled)
+    failures = compile_missing(configs, jobs, count)
     gauge = find_gauge(setting.device)
     machine = describe_machine(setting.device, gauge)
     suite = SUITES.get(ablation.precision, FORWARD)
@@ -143,6 +156,7 @@ def run_ablation(
         problem=ablation.problem,
         precision=ablation.precision,
         rows=tuple(rows),
+        elapsed=Elapsed(time.perf_counter() - start, compiled),
     )
 
 
@@ -154,8 +168,10 @@ def describe_method(ablation: Ablation) -> dict[str, object]:
         "candidates": f"each checked against float64, then timed in {ablation.trial.max_rounds} interleaved rounds; "
         "the fastest stands for its row",
         "rows": "median over interleaved rounds of device time a launch, batches back to back",
-        "ratio": "to the full kernel in the same round, median over rounds",
-        "clock and power": f"of the kernel alone, at the end of {ablation.soak_s:g} s of launches",
+        "ratio": "to the mean of the full kernel's measurements just before and just after, median over rounds",
+        "spread of a ratio": "interquartile range of the ratios of single rounds over their median",
+        "clock and power": f"of the kernel alone, at the end of {ablation.soak_s:g} s of launches, which follow those "
+        "of another row without a pause",
         "machine code": "of the compiled object that was timed",
         "trial": asdict(ablation.trial),
         "final": asdict(ablation.final),
@@ -175,16 +191,17 @@ def measure_rows(
     trials = {f.variant.name: hold_trials(f, tried, failures, shipped) for f in fields}
     winners = {f.variant.name: pick(f, trials[f.variant.name]) for f in fields}
     chosen = {name: config for name, found in winners.items() for config in found}
-    final = replace(bench, effort=ablation.final, budget=Budget(ablation.final.budget_s))
+    budget = Budget(ablation.final.budget_s)
+    final = replace(bench, effort=ablation.final, budget=budget, order=beside(FULL))
     peers = [variant_peer(name, config) for name, config in chosen.items()]
     played = final.play(ablation.problem, peers, 1)
+    soaks = run_soaks(ablation, final, played, progress)
     rows = []
     for f in fields:
         name, variant = f.variant.name, f.variant
         outcome: Won | Failed = Failed(why_nobody(f, trials[name]))
         if name in chosen:
-            progress(f"clock and power: {variant.title}")
-            outcome = conclude(ablation, final, played, name, chosen[name])
+            outcome = conclude(ablation, played, soaks, name, chosen[name])
         figures = variant.name, variant.title, variant.differs, papers_figure(ablation, variant)
         rows.append(Row(*figures, outcome, trials[name]))
     return rows
@@ -223,31 +240,50 @@ def why_nobody(field: Field, trials: Sequence[Trial]) -> str:
     return field.reason or next((trial.reason for trial in trials if trial.reason), "no candidates")
 
 
+def run_soaks(ablation: Ablation, bench: Bench, played: Played, progress: Progress) -> dict[str, Soak]:
+    """The soak of each row that was timed. Nothing is done between two of them: a GPU that has idled starts with a
+    higher clock, and the power that the driver averages is too low for a second."""
+    titles, soaks = {variant.name: variant.title for variant in ablation.variants}, {}
+    for name, turn in played.turns.items():
+        progress(f"clock and power: {titles[name]}")
+        soaks[name] = soak(bench, ablation.problem, played.entries[name], turn, ablation.soak_s)
+    return soaks
+
+
 def conclude(
-    ablation: Ablation, bench: Bench, played: Played, name: str, config: ForwardConfig
+    ablation: Ablation, played: Played, soaks: Mapping[str, Soak], name: str, config: ForwardConfig
 ) -> Won | Failed:
-    """The figures of a row, once its rounds are played; runs its soak."""
+    """The figures of a row, once its rounds and its soak are played."""
     result = played.cell.peers[name]
     if isinstance(result, Failed):
         return result
-    ratio, spread = paired_ratio(played.intervals.get(FULL, ()), played.intervals[name])
+    full = played.intervals.get(FULL, ())
+    ratio, spread = (1.0, 0.0) if name == FULL else paired_ratio(full, played.intervals[name])
     return Won(
         config=config.name,
         label=label(config, ablation.shipped),
         measured=result,
         ratio=ratio,
         ratio_spread=spread,
-        soak=soak(bench, ablation.problem, played.entries[name], played.turns[name], ablation.soak_s),
+        soak=soaks[name],
         code=inspect_config(config),
     )
 
 
 def paired_ratio(full: Sequence[Interval], row: Sequence[Interval]) -> tuple[float, float]:
-    """Rate of a row over the full kernel's, round by round: median and relative spread. NaN without the latter's."""
-    if len(full) != len(row):
+    """Rate of a row over the full kernel's: median of the ratios of each round, and their interquartile range over
+    it. The full kernel's time is the mean of its measurements just before and just after. NaN without any."""
+    if not full or not row:
         return math.nan, math.nan
-    ratios = [a.seconds / b.seconds for a, b in zip(full, row, strict=True)]
+    ratios = [statistics.fmean(i.seconds for i in neighbours(full, each)) / each.seconds for each in row]
     return statistics.median(ratios), relative_spread(ratios)
+
+
+def neighbours(full: Sequence[Interval], interval: Interval) -> list[Interval]:
+    """The last of ``full`` that ended before ``interval`` and the first that began after it, as far as there are."""
+    before = [each for each in full if each.stop <= interval.start]
+    after = [each for each in full if each.start >= interval.stop]
+    return before[-1:] + after[:1]
 
 
 def soak(bench: Bench, problem: Problem, entry: Entry, turn: Turn, seconds: float) -> Soak:

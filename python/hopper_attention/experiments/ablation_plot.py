@@ -34,7 +34,7 @@ def plot_ablation(report: AblationReport, path: Path) -> Path:
             axes.plot(
                 [], [], color=PALETTE["red"], linewidth=2, label="FlashAttention-3 paper, table 2 (H100)"
             )
-            axes.legend(loc="lower right", fontsize=8.5)
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         return save_figure(figure, path)
 
 

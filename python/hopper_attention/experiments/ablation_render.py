@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from hopper_attention.experiments.ablation_clock import render_clock
 from hopper_attention.experiments.ablation_code import MachineCode
 from hopper_attention.experiments.ablation_results import (
     FULL_TFLOPS,
@@ -144,6 +145,30 @@ def summary(report: AblationReport) -> str:
     return " ".join(sentences)
 
 
+def render_readme(report: AblationReport) -> str:
+    """The README's results: a small table, and where the rest is."""
+    rows = [
+        [
+            row.title,
+            number(row.tflops or math.nan),
+            number(row.outcome.ratio, 3) if isinstance(row.outcome, Won) else "failed",
+            number(row.paper_tflops or math.nan),
+            number(paper_ratio(row), 3),
+        ]
+        for row in report.rows
+    ]
+    return "\n\n".join(
+        [
+            f"What each optimisation is worth ({describe_problem(report)}) on one {report.machine['gpu']}, beside the "
+            "paper's table 2 (H100). Every row is a kernel with the tile, stages and registers that suit it best.",
+            markdown_table(["kernel", "TFLOP/s", "of full", "paper, TFLOP/s", "paper, of full"], rows),
+            "Clock, power, machine code, candidates and method: "
+            "[docs/results/ablation.md](docs/results/ablation.md). Where the ratios differ from the paper's: "
+            "[docs/performance-log.md](docs/performance-log.md#ablation).",
+        ]
+    )
+
+
 def render_report(report: AblationReport, figure: str) -> list[str]:
     """The parts of a page about one report. ``figure`` is the plot's file name beside it."""
     machine = ", ".join(f"{key} {value}" for key, value in report.machine.items() if value != "")
@@ -156,11 +181,14 @@ def render_report(report: AblationReport, figure: str) -> list[str]:
         summary(report),
         markdown_table(["kernel", *HEADINGS], rows),
         "`spread`: interquartile range of the rounds over their median. `/ full`: rate over the full kernel's in the "
-        "same round, median and spread over the rounds. `MHz`, `W` and `hot TFLOP/s`: of the kernel alone, once the "
-        "power has settled. `registers` at launch, `spills` in bytes of stack a thread, `shared` memory a CTA. "
-        "`error`: of the output against float64. A row that the full kernel stands for shows the noise of the run.",
+        "same round, median over the rounds, ± the interquartile range of single rounds over it. That is how far one "
+        "round lies from the next; how far one run lies from another, only two runs can tell (`bench --compare`). "
+        "`MHz`, `W` and `hot TFLOP/s`: of the kernel alone, at the end of a second. `registers` at launch, `spills` in "
+        "bytes of stack a thread, `shared` memory a CTA. `error`: of the output against float64. A row that the full "
+        "kernel stands for shows the noise of the run.",
         "### Against the promises" if targets else "",
         markdown_table(["what", "required", "measured", "met"], targets) if targets else "",
+        *render_clock(report),
         "### Which kernel stands for a row",
         render_trials(report),
     ]
@@ -187,8 +215,11 @@ def render_trials(report: AblationReport) -> str:
     return markdown_table(["kernel", "candidates, TFLOP/s of the brief run"], rows)
 
 
-def render_page(reports: Sequence[AblationReport], figures: Sequence[str]) -> str:
-    """docs/results/ablation.md, from one report or more, each with its plot's file name."""
+def render_page(reports: Sequence[AblationReport], figures: Sequence[str], timeline: str = "") -> str:
+    """docs/results/ablation.md, from one report or more, each with its plot's file name.
+
+    ``timeline`` is the file name of the page with the timelines of these kernels; empty if there is none.
+    """
     rows = {row.variant: row for report in reports for row in report.rows}
     parts = [
         "# Ablation",
@@ -196,10 +227,12 @@ def render_page(reports: Sequence[AblationReport], figures: Sequence[str]) -> st
         "`hopper-attention ablation` measures it on a Hopper GPU.",
         "What each optimisation of the forward kernel is worth, as in table 2 of the paper. A row is the kernel "
         "without an optimisation, compiled from the same source, with the tile, stages and registers that suit it "
-        f"best. Where a speed-up differs from the paper's by more than {RATIO_GAP}, the clock, the power and the "
-        "machine code in its row are the evidence to look at: the chip is limited by power, so cycles that are saved "
-        "come back in part as a lower clock.",
+        f"best. Where a speed-up differs from the paper's by more than {RATIO_GAP}, *Clock or cycles* below has the "
+        "evidence of the run, and the [performance log](../performance-log.md#ablation) what is made of it.",
         "\n".join(f"- **{row.title}**: {row.differs}" for row in rows.values()),
+        f"What overlaps what in each of them, from clocks read in the kernel: [timeline]({timeline})."
+        if timeline
+        else "",
     ]
     for report, figure in zip(reports, figures, strict=True):
         parts += render_report(report, figure)

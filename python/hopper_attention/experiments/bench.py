@@ -50,8 +50,10 @@ from hopper_attention.experiments.bench_timing import (
     GpuLostError,
     Interval,
     Launch,
+    Order,
     Stopwatch,
     Turn,
+    once_each,
     plan_rounds,
     plan_turn,
     play_rounds,
@@ -150,7 +152,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a cell is measured with, and the suite that it is a cell of."""
+    """What a cell is measured with, in which order, and the suite that it is a cell of."""
 
     setting: Setting
     effort: Effort
@@ -159,6 +161,7 @@ class Bench:
     budget: Budget
     l2_bytes: int
     suite: Suite = FORWARD
+    order: Order = once_each
 
     def admit(
         self,
@@ -203,8 +206,13 @@ class Bench:
     ) -> tuple[dict[str, Turn], dict[str, list[Interval]]]:
         """Interleaved rounds of the admitted peers, as many as this cell's share of the budget allows."""
         turns = {name: self.plan(entry) for name, entry in entries.items()}
-        rounds = plan_rounds(list(turns.values()), self.budget.share(cells_left), self.effort)
-        return turns, play_rounds(turns, rounds, lambda name, turn: self.take_turn(entries[name], turn))
+        a_round = [turns[name] for name in self.order(list(turns))]
+        rounds = plan_rounds(a_round, self.budget.share(cells_left), self.effort)
+
+        def play(name: str, turn: Turn) -> Interval:
+            return self.take_turn(entries[name], turn)
+
+        return turns, play_rounds(turns, rounds, play, self.order)
 
     def run_cell(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Cell:
         """Check and time the peers on one problem."""

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -117,6 +118,21 @@ def prepare_sdpa(problem: Problem, inputs: Inputs, setting: Setting, backend: SD
     return Prepared(gradients_of(out, leaves, dout), read=heads_second)
 
 
+# FlexAttention
+
+
+def prepare_flex(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+    """Compiled for the problem, storage as for SDPA. What the backward reads is kept, since it runs many times."""
+    dout = draw_output_gradient(problem, setting.device)
+    q, k, v, dout = (x.contiguous() for x in heads_second((inputs.q, inputs.k, inputs.v, dout)))
+    leaves, gqa = leaves_of(q, k, v), problem.heads != problem.heads_kv
+    attention = bench_peers.compile_flex(problem)
+    mask = bench_peers.flex_mask(problem, setting.device)
+    with functorch_config.patch(donated_buffer=False):
+        out = attention(*leaves, block_mask=mask, enable_gqa=gqa)
+    return Prepared(gradients_of(out, leaves, dout), read=heads_second)
+
+
 # the formula in plain PyTorch
 
 
@@ -149,6 +165,10 @@ BACKWARD_PEERS: dict[str, Peer] = {
         Peer(
             "fa2", "FlashAttention-2 (torch SDPA)", bench_peers.needs_gpu, bench_peers.torch_version,
             partial(prepare_sdpa, backend=SDPBackend.FLASH_ATTENTION), limits=gradient_limits,
+        ),
+        Peer(
+            "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version, prepare_flex,
+            limits=gradient_limits,
         ),
         Peer(
             "torch", "plain PyTorch", bench_peers.always_available, bench_peers.torch_version, prepare_torch,

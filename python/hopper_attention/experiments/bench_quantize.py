@@ -39,6 +39,7 @@ from hopper_attention.experiments.bench_results import (
     relative_spread,
     rounded,
 )
+from hopper_attention.experiments.bench_targets import Target
 from hopper_attention.experiments.bench_timing import (
     Effort,
     GpuLostError,
@@ -55,6 +56,9 @@ from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantiz
 
 KIND = "prepass"
 QUANTIZE, COPY = "quantize", "copy"
+LEAST_SHARE = 0.8
+"""Of the copy's bandwidth, promised on every size."""
+
 ERROR_LIMIT = 4e-2
 """Relative error of a tensor; rounding N(0, 1) to e4m3 in blocks costs 2.6e-2."""
 
@@ -239,6 +243,17 @@ def describe_method(quantization: Fp8Quantization, effort: Effort) -> dict[str, 
         "l2": "launches rotate over sets of q, k, v, in all 3 times the L2 or more",
         **asdict(effort),
     }
+
+
+def quantize_targets(report: QuantizeReport) -> list[Target]:
+    """What is promised of the pre-pass, as far as this report can answer."""
+    timed = [cell for cell in report.cells if not isinstance(cell.passes, Failed)]
+    if not timed:
+        return []
+    worst = min(timed, key=lambda cell: cell.share)
+    measured = f"{worst.share:.2f} ({worst.problem.name})"
+    required = f">= {LEAST_SHARE:.2f}"
+    return [Target("pre-pass, share of a copy's bandwidth", required, measured, worst.share >= LEAST_SHARE)]
 
 
 # JSON

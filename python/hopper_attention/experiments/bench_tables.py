@@ -8,7 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from hopper_attention.experiments.bench_quantize import COPY, QUANTIZE, QuantizeCell, QuantizeReport
+from hopper_attention.experiments.bench_quantize import (
+    COPY,
+    QUANTIZE,
+    QuantizeCell,
+    QuantizeReport,
+    quantize_targets,
+)
 from hopper_attention.experiments.bench_render import (
     LATENCY_HEADINGS,
     NOTHING,
@@ -159,6 +165,10 @@ def render_quantize(report: QuantizeReport) -> str:
     rows = [[f"`{row[0]}`", *row[1:]] for row in map(quantize_row, report.cells)]
     parts = ["# The FP8 pre-pass", RENDERED, measured_on(report.head), subject]
     parts.append(markdown_table(["problem", *QUANTIZE_HEADINGS], rows))
+    targets = [[t.what, t.required, t.measured, "yes" if t.met else "no"] for t in quantize_targets(report)]
+    parts += (
+        ["## Targets", markdown_table(["what", "required", "measured", "met"], targets)] if targets else []
+    )
     lines = quantize_problems(report)
     parts += ["## What did not run", "\n".join(f"- {line}" for line in lines)] if lines else []
     return page([*parts, *method_of(report.head)])

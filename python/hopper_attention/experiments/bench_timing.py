@@ -205,6 +205,30 @@ def plan_turn(launches: Sequence[Launch], cost: Calibration, effort: Effort) -> 
     return Turn(launches, repeats, spin_s, (repeats + 1) * cost.device_s + spin_s)
 
 
+Order = Callable[[Sequence[str]], list[str]]
+"""From the peers of a round to the measurements of that round, in which a peer may stand more than once."""
+
+
+def once_each(names: Sequence[str]) -> list[str]:
+    """Every peer once a round."""
+    return list(names)
+
+
+def beside(anchor: str) -> Order:
+    """Every peer right after a measurement of ``anchor``, for ratios to it.
+
+    Clock and power drift while a round lasts. Between neighbours they have no time to.
+    """
+
+    def order(names: Sequence[str]) -> list[str]:
+        others = [name for name in names if name != anchor]
+        if anchor not in names or not others:
+            return once_each(names)
+        return [name for other in others for name in (anchor, other)]
+
+    return order
+
+
 def plan_rounds(turns: Sequence[Turn], allowed_s: float, effort: Effort) -> int:
     """Rounds that ``allowed_s`` seconds leave time for, within the effort's limits."""
     round_s = sum(turn.cost_s for turn in turns)
@@ -213,13 +237,16 @@ def plan_rounds(turns: Sequence[Turn], allowed_s: float, effort: Effort) -> int:
 
 
 def play_rounds(
-    turns: dict[str, Turn], rounds: int, play: Callable[[str, Turn], Interval]
+    turns: dict[str, Turn],
+    rounds: int,
+    play: Callable[[str, Turn], Interval],
+    order: Order = once_each,
 ) -> dict[str, list[Interval]]:
-    """Measure every peer once a round; who begins moves on by one each round."""
+    """Measure every peer in each round, as ``order`` says; who begins moves on by one each round."""
     names = list(turns)
     taken: dict[str, list[Interval]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order(names[first:] + names[:first]):
             taken[name].append(play(name, turns[name]))
     return taken

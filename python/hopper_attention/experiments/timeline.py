@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 
+from hopper_attention.experiments.bench_render import markdown_table
+from hopper_attention.experiments.bench_results import dump_rows, load_figures
 from hopper_attention.experiments.plots import PALETTE, house_style, save_figure, titled_figure
 
+KIND = "timeline"
 GEMM_0, SOFTMAX, GEMM_1 = "gemm0", "softmax", "gemm1"
 UNITS = (GEMM_0, SOFTMAX, GEMM_1)
 TITLES = {GEMM_0: "S = Q Kᵀ", SOFTMAX: "softmax", GEMM_1: "O += P V"}
@@ -49,6 +55,37 @@ class Event:
             raise ValueError(f"stop is {self.stop}, allowed: {self.start}, where the event starts, or later")
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What one kernel did in the middle of a tile.
+
+    Attributes:
+        variant, title: the row of the ablation.
+        config: name of the kernel.
+        slowdown: time of the kernel that records over that of the kernel, both of a whole launch.
+        events: of some key blocks that follow each other, of every consumer warpgroup.
+    """
+
+    variant: str
+    title: str
+    config: str
+    slowdown: float
+    events: tuple[Event, ...]
+
+    @property
+    def figure(self) -> str:
+        """File name of its drawing."""
+        return f"{KIND}_{self.variant}.png"
+
+
+@dataclass(frozen=True)
+class TimelineReport:
+    """Recordings of one problem on one machine; ``head`` is what ``describe_run`` says, with problem and method."""
+
+    head: dict[str, Any]
+    recordings: tuple[Recording, ...]
+
+
 Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
 """``clock64`` by consumer warpgroup, visited key block, unit (in the order of UNITS), and start or stop; a pair of
 zeros where nothing was recorded. ``tolist()`` of an int64 tensor (warpgroups, blocks, 3, 2) is one."""
@@ -65,18 +102,51 @@ def events_of(stamps: Stamps) -> list[Event]:
     ]
 
 
-def dump_events(events: Iterable[Event]) -> str:
-    """JSON text, one line an event."""
-    return "[\n" + ",\n".join(json.dumps(asdict(event)) for event in events) + "\n]\n"
-
-
-def load_events(text: str) -> list[Event]:
-    """Read what :func:`dump_events` wrote.
+def middle_blocks(stamps: Stamps, blocks: int) -> list[list[Sequence[Sequence[int]]]]:
+    """``blocks`` key blocks in the middle of a tile, of every warpgroup: no first, no last.
 
     Raises:
-        ValueError: an event is not one.
+        ValueError: a tile has no more blocks than that, or one of these was not recorded.
     """
-    return [Event(**record) for record in json.loads(text)]
+    count = len(stamps[0])
+    if count < blocks + 2:
+        raise ValueError(
+            f"a tile has {count} key blocks, allowed to record {blocks} of: {blocks + 2} or more"
+        )
+    first = (count - blocks) // 2
+    chosen = [list(warpgroup[first : first + blocks]) for warpgroup in stamps]
+    if not all(start and stop for visits in chosen for units in visits for start, stop in units):
+        raise ValueError("the first CTA had too few tiles to record one, allowed: a larger problem")
+    return chosen
+
+
+def clocks_of_a_block(events: Sequence[Event]) -> float:
+    """Median distance between the softmaxes of one warpgroup, in clocks; NaN if there are none."""
+    starts = {
+        warpgroup: sorted(e.start for e in events if e.unit == SOFTMAX and e.warpgroup == warpgroup)
+        for warpgroup in {event.warpgroup for event in events}
+    }
+    distances = [after - before for each in starts.values() for before, after in pairwise(each)]
+    return statistics.median(distances) if distances else math.nan
+
+
+def dump_timeline(report: TimelineReport) -> str:
+    """JSON text of a report, one line a recording."""
+    return dump_rows(report.head, "recordings", [asdict(recording) for recording in report.recordings])
+
+
+def load_timeline(text: str) -> TimelineReport:
+    """Read what :func:`dump_timeline` wrote.
+
+    Raises:
+        ValueError: the text is not a report of this kind and schema, or an event is not one.
+    """
+    data = load_figures(text, KIND)
+    recordings = tuple(
+        Recording(**{**record, "events": tuple(Event(**event) for event in record["events"])})
+        for record in data["recordings"]
+    )
+    return TimelineReport({key: value for key, value in data.items() if key != "recordings"}, recordings)
 
 
 def merged(events: Iterable[Event]) -> list[tuple[int, int]]:
@@ -155,3 +225,42 @@ def label_blocks(
             middle = (event.start + event.stop) / 2 - origin
             y = heights[event.warpgroup, event.unit]
             axes.text(middle, y, str(event.block), ha="center", va="center", size=7, color="white", zorder=3)
+
+
+def plot_recording(report: TimelineReport, recording: Recording, folder: Path) -> Path:
+    """Draw one recording into a folder; returns where the file lies."""
+    note = f"{report.head['problem']} · {report.head['machine']['gpu']}"
+    return plot_timeline(recording.events, folder / recording.figure, recording.title, note)
+
+
+def render_timeline(report: TimelineReport) -> str:
+    """docs/results/timeline.md."""
+    head = report.head
+    machine = ", ".join(f"{key} {value}" for key, value in head["machine"].items() if value != "")
+    rows = [
+        [
+            recording.title,
+            f"{100 * hidden_share(recording.events):.0f} %",
+            f"{100 * busy_share(recording.events):.0f} %",
+            f"{clocks_of_a_block(recording.events):.0f}",
+            f"{recording.slowdown:.3f}",
+            f"`{recording.config}`",
+        ]
+        for recording in report.recordings
+    ]
+    headings = ("softmax under a GEMM", "a GEMM in flight", "clocks a block", "slowdown", "kernel")
+    parts = [
+        "# Timeline",
+        "Rendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand. "
+        "`python benchmarks/timeline.py` records it on a Hopper GPU.",
+        f"Measured {head['date'][:10]} at commit `{head['commit'][:12]}` on {machine}.",
+        f"`{head['problem']}`: some key blocks in the middle of one tile, by `clock64` of the SM, for the kernel that "
+        "stands for each row of the [ablation](ablation.md). A GEMM begins when it has been issued, and ends when the "
+        "warpgroup's wait for it returns: that may be later than the tensor cores were done, and two GEMMs in flight "
+        "take turns on them. `slowdown`: what reading the clock costs, over a whole launch.",
+        markdown_table(["kernel", *headings], rows),
+    ]
+    for recording in report.recordings:
+        parts += [f"## {recording.title}", f"![Each warpgroup at work, over clocks]({recording.figure})"]
+    parts += ["## Method", "\n".join(f"- {key}: {value}" for key, value in head["method"].items())]
+    return "\n\n".join(parts) + "\n"

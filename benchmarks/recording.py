@@ -1,0 +1,221 @@
+"""The 16-bit forward kernel with a clock: when each warpgroup of one tile began and ended each GEMM and softmax.
+
+It is ``ForwardKernel`` with another softmax and other ends of two pipelines, which read the clock where they are called
+and do what they did. The kernel that ships has none of it. A reading is a predicated store without a branch: a branch
+would end a basic block, across which no WGMMA stays in flight. It costs a few cycles, so a recorded tile is a little
+slower than others.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
+
+from cute_kernels.fragments import ROWS_PER_THREAD
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.softmax import OnlineSoftmax
+from hopper.config import WARPGROUP_THREADS, ForwardConfig
+from hopper.forward.compile import TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_ELEMENTS
+from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
+from hopper.forward.operands import Pipelines
+
+UNITS = 3
+"""Of a block, in this order: S = Q K^T, the softmax, O += P V. Each has a start and a stop."""
+
+WORD_BYTES = 8
+BLOCK_BYTES = 2 * UNITS * WORD_BYTES
+SPARE_BLOCKS = 2
+"""Places for what is stamped before the first block of a tile and after the last."""
+
+
+def stamp_shape(config: ForwardConfig, blocks: int) -> tuple[int, int, int, int]:
+    """(consumer warpgroups, key blocks of a tile and spare ones, units, start and stop) of the int64 stamps.
+
+    Those of the block that is visited as number i lie at i + 1.
+    """
+    return config.consumers, blocks + SPARE_BLOCKS, UNITS, 2
+
+
+class Recorder(LoopInvariant):
+    """Where the next stamp of a warpgroup goes.
+
+    In the pipelined loop P V of a block ends after Q K^T of the next has begun; ``place`` is that of the block whose
+    P V is due, and what belongs to the scores lies ``ahead`` of it by a block. The start of the last P V of a tile is
+    not stamped there.
+    """
+
+    def __init__(self, config: ForwardConfig, recorded_tile: int):
+        self.config, self.recorded_tile = config, recorded_tile
+        self.ahead = BLOCK_BYTES if config.pipelined else 0
+
+    @cute.jit
+    def open(self, stamps: cute.Tensor):
+        """Take the memory for stamps, flat. Called once by each consumer, before any tile."""
+        consumers = self.config.consumers
+        self.place, self.first = (cute.make_rmem_tensor(1, Int64) for _ in range(2))
+        self.tile, self.is_on, self.leader = (cute.make_rmem_tensor(1, Int32) for _ in range(3))
+        thread = cute.arch.thread_idx()[0]
+        warpgroup = thread // WARPGROUP_THREADS - (1 if const_expr(self.config.warp_specialized) else 0)
+        is_leader = thread % WARPGROUP_THREADS == 0 and cute.arch.block_idx()[0] == 0
+        warpgroup_bytes = stamps.shape[0] // consumers * WORD_BYTES
+        self.first[0] = stamps.iterator.toint() + Int64(
+            warpgroup * warpgroup_bytes + BLOCK_BYTES - self.ahead
+        )
+        self.leader[0] = Int32(1) if is_leader else Int32(0)
+        self.tile[0] = Int32(0)
+
+    @cute.jit
+    def enter_tile(self):
+        """One thread of each warpgroup of the first CTA records one of its tiles."""
+        is_recorded = self.tile[0] == self.recorded_tile
+        self.is_on[0] = self.leader[0] if is_recorded else Int32(0)
+        self.tile[0] = self.tile[0] + 1
+        self.place[0] = self.first[0]
+
+    def next_block(self):
+        self.place[0] = self.place[0] + BLOCK_BYTES
+
+    def start(self, unit: int, ahead: int = 0):
+        self._stamp(ahead + 2 * unit * WORD_BYTES)
+
+    def stop(self, unit: int, ahead: int = 0):
+        self._stamp(ahead + (2 * unit + 1) * WORD_BYTES)
+
+    def _stamp(self, offset: int):
+        now = Int64(cute.arch.clock64())
+        cute.arch.inline_ptx(
+            f"st.global.b64 [{{$r0}}+{offset}], {{$r1}};",
+            read_only_args=[self.place[0], now],
+            predicate=self.is_on[0] != 0,
+        )
+
+
+QK, SOFTMAX, PV = range(UNITS)
+
+
+class RecordedSoftmax(OnlineSoftmax):
+    """Stamps the softmax, and the issue of the GEMMs before it."""
+
+    def __init__(self, scale_log2: Float32, recorder: Recorder):
+        super().__init__(scale_log2)
+        self.recorder = recorder
+
+    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
+        self.recorder.enter_tile()
+
+    def enter_block(self, slot: Int32):
+        if self.recorder.config.pipelined:
+            self.recorder.start(PV)
+        self.recorder.start(QK, self.recorder.ahead)
+
+    def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        self.recorder.start(SOFTMAX, self.recorder.ahead)
+        super().take_scores(acc_S, is_first)
+        if self.recorder.config.pipelined and is_first:
+            self.recorder.next_block()
+
+    def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        super().store_P(operand, acc_S, r)
+        if r == ROWS_PER_THREAD - 1:
+            self.recorder.stop(SOFTMAX)
+
+
+class RecordedPipe(LoopInvariant):
+    """A pipeline whose consumers go through :class:`RecordedKeys` or :class:`RecordedValues`."""
+
+    def __init__(self, pipe: PipelineTmaAsync, recorder: Recorder):
+        self.pipe, self.recorder = pipe, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipe, name)
+
+    def consumer_wait(self, state: PipelineState):
+        self.pipe.consumer_wait(state)
+
+
+class RecordedKeys(RecordedPipe):
+    """K is released as soon as Q K^T has been waited for."""
+
+    def consumer_release(self, state: PipelineState):
+        self.recorder.stop(QK, self.recorder.ahead)
+        self.pipe.consumer_release(state)
+
+
+class RecordedValues(RecordedPipe):
+    """V is released as soon as P V has been waited for. Without pipelining, P V is issued once V is there."""
+
+    def consumer_wait(self, state: PipelineState):
+        self.pipe.consumer_wait(state)
+        if not self.recorder.config.pipelined:
+            self.recorder.start(PV)
+
+    def consumer_release(self, state: PipelineState):
+        self.recorder.stop(PV)
+        self.recorder.next_block()
+        self.pipe.consumer_release(state)
+
+
+class RecordingKernel(ForwardKernel):
+    """``ForwardKernel`` that records tile number ``recorded_tile``, from 0, of the first CTA."""
+
+    def __init__(self, config: ForwardConfig, recorded_tile: int):
+        super().__init__(config)
+        self.recorded_tile = recorded_tile
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        stamps: cute.Tensor,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. ``stamps`` is int64, flat, of the size of :func:`stamp_shape`; the rest is as for the kernel."""
+        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+        self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, (stamps,), softmax_scale, num_ctas, stream)
+
+    def _make_pipelines(self, storage) -> Pipelines:
+        pipes = super()._make_pipelines(storage)
+        self.recorder = Recorder(self.config, self.recorded_tile)
+        keys, values = RecordedKeys(pipes.k, self.recorder), RecordedValues(pipes.v, self.recorder)
+        return pipes._replace(k=keys, v=values)
+
+    def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
+        self.recorder.open(scales[0])
+        return RecordedSoftmax(scale_log2, self.recorder)
+
+
+def compile_recording(config: ForwardConfig, recorded_tile: int, options: str = ""):
+    """``compile_forward`` of a 16-bit config, with ``stamps`` between tile_counter and softmax_scale."""
+    dtype = DSL_DTYPES[config.dtype]
+    b, sq, sk, h, hk, count = (cute.sym_int() for _ in range(6))
+    d, dv = (cute.sym_int(divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(2))
+    lse_strides = (cute.sym_int(64), cute.sym_int(64), 1)
+
+    def dense(*shape):
+        strides = tuple(cute.sym_int(64, divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(3))
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=TMA_ALIGNMENT_BYTES)
+
+    return cute.compile(
+        RecordingKernel(config, recorded_tile),
+        dense(b, sq, h, d),
+        dense(b, sk, hk, d),
+        dense(b, sk, hk, dv),
+        dense(b, sq, h, dv),
+        make_fake_tensor(Float32, (b, h, cute.sym_int()), lse_strides, assumed_align=4),
+        make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
+        make_fake_tensor(Int64, (count,), (1,), assumed_align=WORD_BYTES),
+        Float32(0.0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )
