@@ -358,7 +358,7 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     ),
     (128, True): (
         Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=3072),
-        Fp8Tiling(128, 192, 2, polynomial_pairs=2),
+        Fp8Tiling(128, 192, 2, polynomial_pairs=2, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (

@@ -12,7 +12,6 @@ from cute_kernels.fast_math import exp2, pack, pin, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
-from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import BackwardConfig
 from hopper.backward.dq import GradientOfQ
 from hopper.backward.producer import BackwardPipelines
@@ -100,16 +99,20 @@ class BackwardConsumer(LoopInvariant):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
         ``m_block`` counts the query tiles of a head and ``tile`` those of all heads. dS and the staged dQ go to the
-        buffers of the number of the stage. Releases the stages of Q and dO. The softmax runs under dP, dS under dV, the
-        staging of dQ under dK. LSE is read before the GEMMs that would slow these loads down are under way. Nothing
-        stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
+        buffers of the number of the stage. Releases the stages of Q and dO.
+
+        Under S the dQ of the block before is staged, under dP runs the softmax, under dV dS, and under dK the wait for
+        the dS of the other warpgroups. LSE is read before the GEMMs that would slow these loads down are under way.
+        Nothing stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
         """
         f = self.fragments
         acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)
         stage = state.index
+        before = previous_stage(self.config, stage)
         self.pipes.q.consumer_wait(state)
         lse = self._read_vector(self.sLSE, stage)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
+        self.dq.stage(before)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
         warpgroup.wait_group(1)
@@ -122,15 +125,16 @@ class BackwardConsumer(LoopInvariant):
         delta = self._read_vector(self.sDelta, stage)
         self._gradient_of_scores(acc_S, acc_dP, delta)
         self._store_operand(self.tSrdS, acc_dP)
-        self._share_gradient_of_scores(stage)
-        acc_dQ = self.dq.make_accumulator(self.mmas.dq)
-        issue_gemm(self.mmas.dq, acc_dQ, f.ds[None, None, None, stage], f.k_t, False)
+        self._share_gradient_of_scores(state)
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
+        self.pipes.ds.consumer_wait(state)
+        self.dq.send(before)
+        issue_gemm(self.mmas.dq, self.dq.acc, f.ds[None, None, None, stage], f.k_t, False)
+        self.dq.tile[0] = tile
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)
-        self.dq.stage(acc_dQ, tile, stage)
-        warpgroup.wait_group(0)
         self.pipes.q.consumer_release(state)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def _read_vector(self, vectors: cute.Tensor, stage: Int32) -> cute.Tensor:
@@ -180,9 +184,9 @@ class BackwardConsumer(LoopInvariant):
                 words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
 
     @cute.jit
-    def _share_gradient_of_scores(self, stage: Int32):
-        """Write dS^T to shared memory and wait until all warpgroups have; send the dQ of the block before."""
-        target = self.sdS[None, None, stage]
+    def _share_gradient_of_scores(self, state: PipelineState):
+        """Write dS^T to shared memory and say so. What of dQ was sent before has been read by then."""
+        target = self.sdS[None, None, state.index]
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
@@ -192,5 +196,6 @@ class BackwardConsumer(LoopInvariant):
         cute.copy(atom, copy.retile(like_acc), copy.partition_D(target))
         cute.arch.fence_view_async_shared()
         self.dq.free()
-        sync_consumers(self.config)
-        self.dq.send(previous_stage(self.config, stage))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipes.ds.producer_commit(state)

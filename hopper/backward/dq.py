@@ -36,19 +36,20 @@ NO_TILE = -1
 class GradientOfQ(LoopInvariant):
     """The part of dQ that one warpgroup computes, on its way to global memory.
 
-    A part is staged in shared memory when its GEMM is done, and sent after the barrier of the next block's dS: the
-    fence and the barrier which make dS visible to the tensor cores make the staged part visible to the copy engine. A
-    fence of its own would wait for the GEMMs that are under way. Of the two buffers one is written while the other is
-    read.
+    ``acc`` holds the part of a block until the next block's first GEMM is under way. It is staged in shared memory
+    then, and sent when the next block's dS is complete: the fence and the barrier which make dS visible to the tensor
+    cores make the staged part visible to the copy engine. A fence of its own would wait for the GEMMs that are under
+    way. Of the buffers one is written while another is read.
 
     ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
-    warpgroups, query tiles of all heads, batch), zero before the launch. ``staged`` holds the query tile of the part
-    that waits.
+    warpgroups, query tiles of all heads, batch), zero before the launch. ``tile`` is the query tile whose part is in
+    ``acc`` or staged.
     """
 
     def __init__(
         self,
         config: BackwardConfig,
+        mma: cute.TiledMma,
         sdQ: cute.Tensor,
         mdQ: cute.Tensor,
         batch: Int32,
@@ -57,23 +58,21 @@ class GradientOfQ(LoopInvariant):
     ):
         self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
         self.batch, self.wg, self.thread = batch, wg, thread
-        self.staged = cute.make_rmem_tensor(1, Int32)
+        self.tile = cute.make_rmem_tensor(1, Int32)
+        self.acc = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.dq_columns)), Float32)
         # Uniform, or else ptxas keeps nothing in uniform registers across a branch on it, descriptors among it.
         self.is_issuer = cute.arch.make_warp_uniform(thread // cute.arch.WARP_SIZE) == 0
 
     @cute.jit
     def clear(self):
-        self.staged[0] = Int32(NO_TILE)
+        self.tile[0] = Int32(NO_TILE)
+        self.acc.fill(0.0)
 
     @cute.jit
-    def make_accumulator(self, mma: cute.TiledMma) -> cute.Tensor:
-        return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.dq_columns)), Float32)
-
-    @cute.jit
-    def stage(self, acc_dQ: cute.Tensor, tile: Int32, buffer: Int32):
-        """Write a part to ``buffer``, which was sent before the last ``free``; a barrier lies between."""
+    def stage(self, buffer: Int32):
+        """Write the part in ``acc`` to ``buffer``, which was sent before the last ``free``; a barrier lies between."""
         words = cute.make_tensor(
-            acc_dQ.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(acc_dQ) // WORDS_PER_STORE))
+            self.acc.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(self.acc) // WORDS_PER_STORE))
         )
         groups = self.config.dq_words // WARPGROUP_THREADS // WORDS_PER_STORE
         target = cute.make_tensor(
@@ -81,15 +80,14 @@ class GradientOfQ(LoopInvariant):
         )
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             cute.autovec_copy(words[None, i], target[None, self.thread, i])
-        self.staged[0] = tile
 
     @cute.jit
     def send(self, buffer: Int32):
         """Start the reduction of the part staged in ``buffer``, if there is one; fence and barrier lie behind."""
         if self.is_issuer:
-            if self.staged[0] != NO_TILE:
+            if self.tile[0] != NO_TILE:
                 with cute.arch.elect_one():
-                    self._reduce(buffer, self.mdQ[None, self.wg, self.staged[0], self.batch])
+                    self._reduce(buffer, self.mdQ[None, self.wg, self.tile[0], self.batch])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -100,7 +98,8 @@ class GradientOfQ(LoopInvariant):
 
     @cute.jit
     def finish(self, buffer: Int32):
-        """Send the last part, in ``buffer``, and wait until all have been written; the CTA may end only then."""
+        """Send the last part by way of ``buffer`` and wait until all have been written; the CTA may end only then."""
+        self.stage(buffer)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
         self.send(buffer)

@@ -54,10 +54,11 @@ class BackwardKernel:
     | kv | 1 | K and V of the key tile |
     | q | `stages` | Q of a query tile and its LSE |
     | do | `stages` | dO of a query tile and its delta |
+    | ds | `stages` | dS^T of all keys, before dQ = dS K reads it; the dQ of the block before, to be sent |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
-    | CONSUMERS | 1 | all consumers | dS^T before dQ = dS K reads it; the dQ of the block before, before it is sent |
+    | CONSUMERS | 1 | all consumers | K and V, read for the last time before dK and dV are staged in their place |
     | WARPGROUP + wg | 2 | 128 | the last dQ staged by warpgroup wg, complete before it is sent |
 
     The grid has a CTA for each key tile of each key/value head; it visits the query heads that share the head in
@@ -190,7 +191,7 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                GradientOfQ(c, dq_memory[None, None, wg], mdQ, batch, wg, thread),
+                GradientOfQ(c, mmas.dq, dq_memory[None, None, wg], mdQ, batch, wg, thread),
                 softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
@@ -273,6 +274,7 @@ class BackwardKernel:
             barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             sLSE: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
@@ -302,6 +304,13 @@ class BackwardKernel:
             create(storage.barriers_kv, 1, 2 * c.tile_n * (c.head_dim + c.head_dim_v)),
             create(storage.barriers_q, c.stages, c.tile_m * (2 * c.head_dim + 4)),
             create(storage.barriers_do, c.stages, c.tile_m * (2 * c.head_dim_v + 4)),
+            pipeline.PipelineAsync.create(
+                num_stages=c.stages,
+                producer_group=warps,
+                consumer_group=warps,
+                barrier_storage=storage.barriers_ds.data_ptr(),
+                defer_sync=True,
+            ),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()

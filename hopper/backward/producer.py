@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
+from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.config import BackwardConfig
@@ -26,11 +26,13 @@ class BackwardOperands(NamedTuple):
 
 
 class BackwardPipelines(NamedTuple):
-    """From the producer to the consumers. A stage of Q comes with its LSE, one of dO with its delta."""
+    """From the producer to the consumers, and ``ds`` from them to each other, of which only the full barriers are used.
+    A stage of Q comes with its LSE, one of dO with its delta."""
 
     kv: PipelineTmaAsync
     q: PipelineTmaAsync
     do: PipelineTmaAsync
+    ds: PipelineAsync
 
 
 @dataclass(frozen=True)
