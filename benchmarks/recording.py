@@ -97,7 +97,7 @@ QK, SOFTMAX, PV = range(UNITS)
 
 
 class RecordedSoftmax(OnlineSoftmax):
-    """Stamps the softmax, and the issue of the GEMMs before it."""
+    """Stamps the softmax, and when P V has been issued before it."""
 
     def __init__(self, scale_log2: Float32, recorder: Recorder):
         super().__init__(scale_log2)
@@ -109,7 +109,6 @@ class RecordedSoftmax(OnlineSoftmax):
     def enter_block(self, slot: Int32):
         if self.recorder.config.pipelined:
             self.recorder.start(PV)
-        self.recorder.start(QK, self.recorder.ahead)
 
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         self.recorder.start(SOFTMAX, self.recorder.ahead)
@@ -137,7 +136,15 @@ class RecordedPipe(LoopInvariant):
 
 
 class RecordedKeys(RecordedPipe):
-    """K is released as soon as Q K^T has been waited for."""
+    """Q K^T is issued once K is there and the turn has come, and K released as soon as Q K^T has been waited for.
+
+    Its start is stamped before the wait for the turn. After the issue would be too late: that of P V, which follows,
+    takes until Q K^T is almost done, since its operand lies in registers.
+    """
+
+    def consumer_wait(self, state: PipelineState):
+        self.pipe.consumer_wait(state)
+        self.recorder.start(QK, self.recorder.ahead)
 
     def consumer_release(self, state: PipelineState):
         self.recorder.stop(QK, self.recorder.ahead)

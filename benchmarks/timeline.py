@@ -134,8 +134,8 @@ def describe_method() -> dict[str, object]:
     return {
         "inputs": "N(0, 1)",
         "recorded": f"tile {RECORDED_TILE} of CTA 0, {BLOCKS} key blocks in its middle, one thread a warpgroup",
-        "clock": "clock64 of the SM, read as each GEMM has been issued, each wait for it returns, and each softmax "
-        "begins and ends",
+        "clock": "clock64 of the SM, read when K is there for Q K^T, when P V has been issued, when each wait for a "
+        "GEMM returns, and as each softmax begins and ends",
         "checked": "the output has the same bits as without a clock",
         "slowdown": f"median of {ROUNDS} rounds of {REPEATS} launches each",
     }

@@ -378,7 +378,18 @@ FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
     128: (Fp8Tiling(128, 128, 2, polynomial_pairs=2), Fp8Tiling(128, 64, 3, polynomial_pairs=2)),
     256: (Fp8Tiling(128, 64, 2),),
 }
-"""By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition. Not timed yet."""
+"""By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition."""
+
+FP8_ROW_QUERIES = {64: 2**31, 128: 12_288, 256: 6_144}
+"""By head_dim: queries of one key/value head up to which a kernel that transposes V on its way is faster than PyTorch's
+transposition and a kernel that finds it transposed (`fp8_rows.json` in the development results, to a factor of 4)."""
+
+
+def transposes_v(head_dim: int, head_dim_v: int, queries: int) -> bool:
+    """Whether the FP8 kernel should transpose a V in rows that ``queries`` rows of Q of a key/value head attend to."""
+    size = max(head_dim, head_dim_v)
+    native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
+    return queries <= FP8_ROW_QUERIES[native]
 
 
 def select_fp8_forward_config(

@@ -11,6 +11,7 @@ from hopper.config import (
     Fp8ForwardConfig,
     check_problem_size,
     select_fp8_forward_config,
+    transposes_v,
 )
 from hopper_attention.backends import Choice, Target, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES
@@ -88,15 +89,16 @@ def why_not_kernel(problem: Fp8Problem) -> str:
 def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     """The config that serves a problem which passes ``why_not_kernel``.
 
-    Its ``v_rows`` says whether the kernel transposes V. It does where V comes in rows and a head has one scale. V in
-    rows with scales by block, which only callers put together, is transposed by PyTorch first.
+    Its ``v_rows`` says whether the kernel transposes V. It does where V comes in rows, a head has one scale, and so few
+    queries attend to it that this is faster. Elsewhere PyTorch transposes V in rows first.
 
     Raises:
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
     p = problem
     seqlen_k = p.k_shape[1]
-    transposes = p.v_rows and p.block_k == ONE_BLOCK
+    queries = p.q_shape[1] * (p.q_shape[2] // max(p.k_shape[2], 1))
+    transposes = p.v_rows and p.block_k == ONE_BLOCK and transposes_v(p.q_shape[3], p.v_shape[3], queries)
     config = select_fp8_forward_config(
         p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k, transposes
     )

@@ -18,7 +18,7 @@ from hopper.config import (
 from hopper_attention import fp8_launch
 from hopper_attention.backends import Choice, Target
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
-from hopper_attention.fp8_rules import choose_fp8_backend
+from hopper_attention.fp8_rules import ONE_BLOCK, Fp8Problem, choose_fp8_backend, select_config
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
@@ -209,6 +209,23 @@ def test_v_in_rows_with_scales_by_block_is_transposed_first(
     flash_attn_quantized_func(replace(parts, v=parts.v.row_major()))
     assert torch.equal(kernel.arguments[2].view(torch.uint8), parts.v.data.view(torch.uint8))
     assert [config.v_rows for config in configs] == [False]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "heads", "transposes"),
+    [
+        (64, 65536, 4, True),
+        (72, 12288, 1, True),
+        (128, 6145, 2, False),
+        (136, 6144, 1, True),
+        (256, 6145, 1, False),
+        (256, 1, 8, True),
+    ],
+)
+def test_many_queries_at_wide_heads_have_v_transposed_first(head_dim, queries, heads, transposes):
+    shapes = (1, queries, heads, head_dim), (1, 4096, 1, head_dim), (1, 4096, 1, head_dim)
+    problem = Fp8Problem(*shapes, *3 * (ONE_BLOCK,), torch.bfloat16, False, v_rows=True)
+    assert select_config(problem).v_rows == transposes
 
 
 def test_tensors_that_do_not_fit_are_refused(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:

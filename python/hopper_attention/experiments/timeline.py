@@ -255,8 +255,9 @@ def render_timeline(report: TimelineReport) -> str:
         "`python benchmarks/timeline.py` records it on a Hopper GPU.",
         f"Measured {head['date'][:10]} at commit `{head['commit'][:12]}` on {machine}.",
         f"`{head['problem']}`: some key blocks in the middle of one tile, by `clock64` of the SM, for the kernel that "
-        "stands for each row of the [ablation](ablation.md). A GEMM begins when it has been issued, and ends when the "
-        "warpgroup's wait for it returns: that may be later than the tensor cores were done, and two GEMMs in flight "
+        "stands for each row of the [ablation](ablation.md). Q K^T begins when its keys are there, before a wait for "
+        "the turn on the tensor cores; P V when it has been issued. A GEMM ends when the warpgroup's wait for it "
+        "returns: that may be later than the tensor cores were done, and two GEMMs in flight "
         "take turns on them. `slowdown`: what reading the clock costs, over a whole launch.",
         markdown_table(["kernel", *headings], rows),
     ]
