@@ -29,8 +29,8 @@ P_EXPONENT = 8.0
 
 
 UNIT_RANGE = 2.0**-64
-"""By no more than this does the unit of O shrink at once. What a quieter block adds is then too large, but below 2^-50
-of the largest V that the row sees."""
+"""The unit of O is no less than this part of the largest so far, so that O stays within float32. What a quieter block
+adds is too large then, but below 2^-50 of the largest V that the tile has seen."""
 
 
 class BlockScaledSoftmax(OnlineSoftmax):
@@ -51,13 +51,13 @@ class BlockScaledSoftmax(OnlineSoftmax):
         self.q_scale, self.o_scale, self.block_q = tile_scales
         self.slots, self.polynomial_pairs = slots, polynomial_pairs
         self.tile_scale, self.scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
-        self.unit, self.unit_change = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        self.unit, self.unit_change, self.largest_unit = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
     def enter_tile(self, row: Int32, head: Int32, batch: Int32):
         self.tile_scale[0] = self.q_scale[batch, head, row // self.block_q] * self.scale_log2
-        self.unit[0] = Float32(0.0)
+        self.unit[0], self.largest_unit[0] = Float32(0.0), Float32(0.0)
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -68,7 +68,9 @@ class BlockScaledSoftmax(OnlineSoftmax):
         # No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so.
         scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
         self.scale[0] = scale
-        unit = maximum_or_nan(scale_v, self.unit[0] * Float32(UNIT_RANGE))
+        scale_v = scale_v if scale_v >= Float32(0.0) else Float32.nan
+        unit = maximum_or_nan(scale_v, self.largest_unit[0] * Float32(UNIT_RANGE))
+        self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
         quotient = self.unit[0] * cute.arch.rcp_approx(unit)
         self.unit_change[0] = Float32(1.0) if unit == self.unit[0] else quotient
         self.unit[0] = unit

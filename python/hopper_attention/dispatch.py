@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig, check_problem_size, select_forward_config
+from hopper.config import ForwardConfig, Fp8ForwardConfig, check_problem_size, select_forward_config
 from hopper_attention import backward_rules, checks, fp8_rules
 from hopper_attention.backends import Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
@@ -152,6 +152,7 @@ def explain(
         checks.check_scale(softmax_scale)
     target = target_of(q.device) if device_capability is None else _imagined(device_capability)
     if q.dtype == checks.FP8_DTYPE:
+        checks.check_fp8_has_no_grad(q, k, v, q_descale, k_descale, v_descale)
         choice, config = _plan_fp8(specs, bool(causal), target, backend)
     else:
         choice = choose_backend(target, q.dtype, backend)
@@ -161,8 +162,11 @@ def explain(
         addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
         reasons = ((name, copy_reason(specs[name], addresses[name])) for name in specs)
         copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
+    if isinstance(config, Fp8ForwardConfig) and not config.v_rows:
+        copies += ("v is transposed by PyTorch, which is faster with so many queries at this head_dim",)
     notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
-    if choice.backend == "hopper" and any(tensor.requires_grad for tensor in (q, k, v)):
+    wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    if choice.backend == "hopper" and wants_grad and q.numel() and k.numel() and v.numel():
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
         problem = BackwardProblem(*shapes, q.dtype, bool(causal), in_order)

@@ -224,9 +224,11 @@ def padded_keys(seqlen: int) -> int:
 def transpose_for_kernel(v: torch.Tensor) -> torch.Tensor:
     """e4m3 V (b, s, hk, dv) -> (b, hk, dv, keys), each 32 keys in the kernel's order, the last padded with zeros."""
     keys = v.view(torch.uint8).permute(0, 2, 3, 1)
-    steps = pad(keys, (0, -v.shape[1] % FP8_KEYS_PER_STEP)).unflatten(-1, (-1, FP8_KEYS_PER_STEP))
-    order = torch.tensor(FP8_KEY_ORDER, device=v.device)
-    return steps[..., order].flatten(-2).contiguous().view(v.dtype)
+    padded = pad(keys, (0, -v.shape[1] % FP8_KEYS_PER_STEP))
+    # FP8_KEY_ORDER exchanges two digits of a key's number. An index on the GPU would be a copy from the host, which no
+    # CUDA graph can hold.
+    halves, pairs = padded.unflatten(-1, (-1, 2, 2, 4, 2)), (-3, -2)
+    return halves.transpose(*pairs).flatten(-5).contiguous().view(v.dtype)
 
 
 def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:

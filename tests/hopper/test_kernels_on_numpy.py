@@ -167,6 +167,23 @@ def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
     check_fp8(parts, False, 128)
 
 
+@pytest.mark.parametrize(
+    "scales", [(2.0**-80, 2.0**-80, 2.0**20), (2.0**-126, 2.0**-126, 1.0), (3.0, 0.7, -1.0)]
+)
+def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ...]) -> None:
+    """The last block is visited first; the quiet ones after it must not blow up what it left. None may be negative."""
+    inputs = draw(torch.bfloat16, (70, 384), (1, 1), 64)
+    parts = quantize_qkv(*inputs, quantization=Fp8Quantization(block_k=128))
+    parts = replace(parts, v=replace(parts.v, scale=torch.tensor(scales).view(1, 1, 3)))
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 384, 128)
+    out, _ = fp8_forward_on_numpy(config, parts, 0.125)
+    if min(scales) < 0:
+        assert bool(out.isnan().all())
+    else:
+        exact, _ = attention_naive(*(x.dequantize().double() for x in (parts.q, parts.k, parts.v)))
+        assert relative(out, exact) < 0.05
+
+
 @pytest.mark.parametrize("head_dim,causal", [(64, True), (128, False), (256, True)])
 def test_fp8_forward_transposes_v(head_dim, causal) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), head_dim)

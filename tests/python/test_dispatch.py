@@ -152,6 +152,13 @@ def test_plan_for_fp8() -> None:
     assert plan.backend == "reference" and "must be multiples of 16" in plan.reason
 
 
+def test_plan_for_fp8_with_many_queries_says_that_v_is_transposed_first() -> None:
+    q = meta(1, 16384, 2, 128, dtype=torch.float8_e4m3fn)
+    plan = plan_for(q, q, q)
+    assert isinstance(plan.config, Fp8ForwardConfig) and not plan.config.v_rows
+    assert any(text.startswith("v is transposed by PyTorch") for text in plan.copies)
+
+
 def test_short_head_dims_are_covered_by_a_native_tile() -> None:
     plan = plan_for(meta(1, 9, 2, 72), meta(1, 9, 2, 72), meta(1, 9, 2, 40))
     assert isinstance(plan.config, ForwardConfig)
@@ -163,6 +170,12 @@ def test_notes_on_empty_problems_and_gradients() -> None:
     assert plan_for(q, k, k).notes == ("seqlen_k is 0: no kernel runs",)
     notes = plan_for(q.requires_grad_(), q, q).notes
     assert len(notes) == 1 and notes[0].startswith("the backward pass runs on the Hopper kernel hopper_bwd_")
+    assert plan_for(q, k, k).notes == ("seqlen_k is 0: no kernel runs",)
+    with torch.no_grad():
+        assert plan_for(q, q, q).notes == ()
+    fp8 = meta(1, 9, 2, 64, dtype=torch.float8_e4m3fn).requires_grad_()
+    with pytest.raises(ValueError, match="q requires grad, allowed with"):
+        plan_for(fp8, fp8, fp8)
 
 
 def test_device_capability_must_be_a_pair() -> None:

@@ -55,8 +55,8 @@ def attention_fp8_float64(
     """FP8 attention of which only the roundings to e4m3 are left: everything between them is float64.
 
     Q, K and V are what ``parts`` holds. P is rounded as :func:`attention_tiled_fp8` rounds it: keys come in tiles
-    of ``tile_n`` from the last to the first, the scale of V enters P and the running maximum, and the largest P is
-    2^8. A kernel's error over the error of this one is what its accumulators and exponentials cost.
+    of ``tile_n`` from the last to the first, and the largest P is 2^8. A kernel's error over the error of this one is
+    what its accumulators and exponentials cost.
 
     Args:
         parts: from :func:`quantize_qkv`.
