@@ -60,7 +60,7 @@ class GradientOfQ(LoopInvariant):
         self.batch, self.wg, self.thread = batch, wg, thread
         self.tile = cute.make_rmem_tensor(1, Int32)
         self.acc = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.dq_columns)), Float32)
-        # Uniform, or else ptxas keeps nothing in uniform registers across a branch on it, descriptors among it.
+        # Uniform, or else ptxas computes descriptors lane by lane where a branch on it divides a block.
         self.is_issuer = cute.arch.make_warp_uniform(thread // cute.arch.WARP_SIZE) == 0
 
     @cute.jit

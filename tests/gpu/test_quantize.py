@@ -32,6 +32,7 @@ from hopper_attention.quantization_launch import (
     select_quantize_config,
     why_not_fused_here,
 )
+from tests.gpu.test_memory import needs_memory
 
 fused_qkv = partial(quantize_qkv, backend="fused")
 
@@ -362,9 +363,7 @@ BIG = {
 
 @pytest.mark.parametrize("dimension", BIG)
 def test_tensors_above_two_to_the_31_elements(draw, device: str, dimension: str) -> None:
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if total < 60:
-        pytest.skip(f"needs a GPU of 60 GiB for tensors above 2^31 elements, this one has {total:.0f}")
+    needs_memory(device, 60)
     batch, seqlens, heads = BIG[dimension]
     x = draw(torch.bfloat16, batch, seqlens, heads, 64)
     assert max(x.q.numel(), x.k.numel()) > 2**31

@@ -284,7 +284,7 @@ def test_clock_and_power_are_read_without_a_pause_between_rows(monkeypatch: pyte
 
     def note_soak(*arguments: object) -> Soak:
         seen.append("soak")
-        return soak(*arguments)  # type: ignore[arg-type]
+        return soak(*arguments)  # type: ignore[arg-type]  # handed on as they came
 
     def note_code(config: ForwardConfig) -> MachineCode:
         seen.append("code")

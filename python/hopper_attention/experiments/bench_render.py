@@ -258,11 +258,9 @@ def render_readme(report: ForwardReport, latency: Mapping[str, Any] | None) -> s
     host = latency["host_us"] if latency else {}
     if "median" in host.get(OURS, {}):
         compared = [f"{host[n]['median']:.0f} {n}" for n in host if n != OURS and "median" in host[n]]
-        parts.append(
-            f"Host time a call: **{host[OURS]['median']:.0f} us** ({', '.join(compared)})."
-            if compared
-            else f"Host time a call: **{host[OURS]['median']:.0f} us**."
-        )
+        beside = f" ({', '.join(compared)})" if compared else ""
+        when = measured_at(latency) if latency and latency.get("commit") != report.commit else ""
+        parts.append(f"Host time a call: **{host[OURS]['median']:.0f} us**{beside}{when}.")
     page = f"docs/results/{report.kind}.md"
     parts.append(f"Every peer, clocks and method: [{page}]({page}).")
     return "\n\n".join(parts)
@@ -284,6 +282,11 @@ def render_peers_table(report: ForwardReport, cells: Sequence[Cell]) -> str:
     return markdown_table(head, rows)
 
 
+def measured_at(latency: Mapping[str, Any]) -> str:
+    """Which commit a latency report is of: it need not be that of the report beside which it stands."""
+    return f", measured at commit `{latency['commit'][:12]}`" if latency.get("commit") else ""
+
+
 def render_latency(latency: Mapping[str, Any]) -> str:
     """Host time a call of every peer, and the first call of a fresh process."""
     rows = []
@@ -298,7 +301,9 @@ def render_latency(latency: Mapping[str, Any]) -> str:
         for state, entry in latency["first_call_s"].items()
     ]
     table = markdown_table(["first call in a fresh process, beyond torch", "s", "runs"], first)
-    intro = f"Problem: `{latency['problem']}`. Wall clock of a call, the GPU running along."
+    intro = (
+        f"Problem: `{latency['problem']}`. Wall clock of a call, the GPU running along{measured_at(latency)}."
+    )
     return "\n\n".join(part for part in (intro, text, table, render_small_shapes(latency)) if part)
 
 
