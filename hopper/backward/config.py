@@ -17,8 +17,11 @@ from hopper.config import (
     Registers,
 )
 
-NATIVE_HEAD_DIMS = (64, 128)
+NATIVE_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
+
+CLUSTER_CTAS = 2
+"""CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
 MAX_BATCH_OR_HEADS = 65_535
 """What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
@@ -66,6 +69,11 @@ class BackwardConfig:
         return self.head_dim // self.consumers if self.splits_columns else self.head_dim
 
     @property
+    def dq_parts(self) -> int:
+        """Warpgroups that share out a dQ tile."""
+        return self.consumers
+
+    @property
     def dq_words(self) -> int:
         """float32 of a dQ tile that one warpgroup computes."""
         return WARPGROUP_ROWS * self.dq_columns
@@ -88,6 +96,52 @@ class BackwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class PairedBackwardConfig(BackwardConfig):
+    """A backward kernel for wide heads, of which a CTA cannot hold dK and dV of 128 keys in registers.
+
+    A cluster of two CTAs owns ``tile_n`` keys, half of them each, and the two consumer warpgroups of a CTA share out the
+    columns of dK and dV. Q and dS run through ``stages`` buffers, dO through one.
+    """
+
+    @property
+    def consumers(self) -> int:
+        return 2
+
+    @property
+    def keys(self) -> int:
+        """Of a CTA."""
+        return self.tile_n // CLUSTER_CTAS
+
+    def stages_of(self, pipe: str) -> int:
+        """Buffers of "q", "do" or "p"."""
+        return {"q": self.stages, "do": 1, "p": 1}[pipe]
+
+    @property
+    def splits_columns(self) -> bool:
+        return True
+
+    @property
+    def dq_parts(self) -> int:
+        return CLUSTER_CTAS * self.consumers
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim // self.dq_parts
+
+    @property
+    def smem_bytes(self) -> int:
+        keys = self.keys * (self.head_dim + self.head_dim_v + self.head_dim // CLUSTER_CTAS)
+        queries = self.tile_m * (self.stages * self.head_dim + self.head_dim_v)
+        scores = self.tile_m * self.keys * (1 + CLUSTER_CTAS * self.stages)
+        vectors = self.tile_m * (self.stages + 1)
+        return 2 * (keys + queries + scores) + 4 * vectors + BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_pair"
 
 
 @dataclass(frozen=True)
@@ -124,10 +178,14 @@ def validate_backward_config(config: BackwardConfig) -> None:
         )
     if c.tile_n != 2 * WARPGROUP_ROWS:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: {2 * WARPGROUP_ROWS} (two consumer warpgroups)")
-    if c.tile_m not in (64, 128):
-        raise ValueError(f"tile_m is {c.tile_m}, allowed: 64 or 128")
-    if c.stages < 2:
-        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    is_paired = isinstance(c, PairedBackwardConfig)
+    if is_paired != (c.head_dim == NATIVE_HEAD_DIMS[-1]):
+        raise ValueError(f"head_dim is {c.head_dim}, allowed: {NATIVE_HEAD_DIMS[-1]} in pairs of CTAs, and only there")
+    tiles_m = (64,) if is_paired else (64, 128)
+    if c.tile_m not in tiles_m:
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
+    if c.stages < 2 or (is_paired and c.stages > 2):
+        raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired else '2 or more'}")
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -150,8 +208,9 @@ def select_backward_config(dtype: str, head_dim: int, head_dim_v: int, causal: b
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM} in the Hopper "
             "backward kernel"
         )
+    kind = PairedBackwardConfig if fits[0] == MAX_HEAD_DIM else BackwardConfig
     tile_m = 128 if fits[0] == 64 else 64
-    config = BackwardConfig(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2)
+    config = kind(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2)
     validate_backward_config(config)
     return config
 

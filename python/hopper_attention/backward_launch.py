@@ -51,7 +51,7 @@ def run_backward(
     """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
 
     dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
-    do not. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64 or 128.
+    do not. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64, 128 or 256.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).
@@ -102,8 +102,8 @@ def lse_shape(config: BackwardConfig, q: Tensor) -> tuple[int, int, int]:
 
 
 def zero_dq(config: BackwardConfig, q: Tensor) -> Tensor:
-    """The float32 sums of dQ, (batch, heads, query tiles, warpgroups, words)."""
+    """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
     batch, seqlen, heads, _ = q.shape
     tiles = -(-seqlen // config.tile_m)
-    shape = (batch, heads, tiles, config.consumers, config.dq_words)
+    shape = (batch, heads, tiles, config.dq_parts, config.dq_words)
     return torch.zeros(shape, dtype=torch.float32, device=q.device)

@@ -15,7 +15,7 @@ LENGTHS = [(1, 1), (113, 203), (203, 113), (640, 640), (1023, 1024), (64, 300)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 104, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 104, 128, 136, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients(draw, dtype, head_dim: int, causal: bool) -> None:
     failures = {}
@@ -32,7 +32,7 @@ def test_gradients(draw, dtype, head_dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", range(8, 136, 8))
+@pytest.mark.parametrize("head_dim", range(8, 264, 8))
 def test_every_head_dim(draw, head_dim: int, causal: bool) -> None:
     failures = {}
     for seqlens in ((113, 203), (331, 129)):
