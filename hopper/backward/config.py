@@ -69,6 +69,11 @@ class BackwardConfig:
         return self.head_dim // self.consumers if self.splits_columns else self.head_dim
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether the grid has a CTA for each SM, and a counter from which they claim tiles."""
+        return True
+
+    @property
     def dq_parts(self) -> int:
         """Warpgroups that share out a dQ tile."""
         return self.consumers
@@ -109,6 +114,10 @@ class PairedBackwardConfig(BackwardConfig):
     @property
     def consumers(self) -> int:
         return 2
+
+    @property
+    def is_persistent(self) -> bool:
+        return False
 
     @property
     def keys(self) -> int:

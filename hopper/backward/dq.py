@@ -42,8 +42,8 @@ class GradientOfQ(LoopInvariant):
     way. Of the buffers one is written while another is read.
 
     ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
-    warpgroups, query tiles of all heads, batch), zero before the launch. ``tile`` is the query tile whose part is in
-    ``acc`` or staged.
+    warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part is
+    in ``acc`` or staged.
     """
 
     def __init__(
@@ -52,12 +52,11 @@ class GradientOfQ(LoopInvariant):
         mma: cute.TiledMma,
         sdQ: cute.Tensor,
         mdQ: cute.Tensor,
-        batch: Int32,
         wg: Int32,
         thread: Int32,
     ):
         self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
-        self.batch, self.wg, self.thread = batch, wg, thread
+        self.wg, self.thread = wg, thread
         self.tile = cute.make_rmem_tensor(1, Int32)
         self.acc = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.dq_columns)), Float32)
         # Uniform, or else ptxas computes descriptors lane by lane where a branch on it divides a block.
@@ -87,7 +86,7 @@ class GradientOfQ(LoopInvariant):
         if self.is_issuer:
             if self.tile[0] != NO_TILE:
                 with cute.arch.elect_one():
-                    self._reduce(buffer, self.mdQ[None, self.wg, self.tile[0], self.batch])
+                    self._reduce(buffer, self.mdQ[None, self.wg, self.tile[0]])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -98,13 +97,12 @@ class GradientOfQ(LoopInvariant):
 
     @cute.jit
     def finish(self, buffer: Int32):
-        """Send the last part by way of ``buffer`` and wait until all have been written; the CTA may end only then."""
+        """Send the last part by way of ``buffer`` and wait until it has been read; the CTA may end only then."""
         self.stage(buffer)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
         self.send(buffer)
-        if self.is_issuer:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.free()
 
     @cute.jit
     def _reduce(self, buffer: Int32, target: cute.Tensor):

@@ -14,7 +14,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Choice, target_of
 from hopper_attention.backward_rules import BackwardProblem, choose_backward
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.launch import REMEMBERED_PROBLEMS
+from hopper_attention.launch import REMEMBERED_PROBLEMS, tile_counter
 from hopper_attention.layout import make_addressable
 
 
@@ -35,6 +35,11 @@ def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
     prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
     first, second, third = (compile_cache.get_backward(part) for part in (prepare, config, finish))
     return first, second, third
+
+
+@cache
+def count_multiprocessors(device_index: int) -> int:
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
 def run_backward(
@@ -76,7 +81,11 @@ def run_backward(
         prepare(out, dout, lse.contiguous(), rows[0], rows[1])
         if dlse is not None:
             subtract_lse_gradient(rows[1], lse, dlse)
-        kernel(q, k, v, dout, rows[0], rows[1], sums, dk, dv, softmax_scale)
+        tensors = q, k, v, dout, rows[0], rows[1], sums, dk, dv
+        if config.is_persistent:
+            kernel(*tensors, tile_counter(q.device.index), softmax_scale, count_multiprocessors(q.device.index))
+        else:
+            kernel(*tensors, softmax_scale)
         finish(sums, dq, softmax_scale)
     return dq, dk, dv
 

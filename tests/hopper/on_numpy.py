@@ -198,13 +198,15 @@ def backward_on_numpy(
         row_map(dout, c.tile_m, c.head_dim_v),
         vector_map(lse_log2, c.tile_m),
         vector_map(delta, c.tile_m),
-        row_map(dk, c.tile_n, c.head_dim),
-        row_map(dv, c.tile_n, c.head_dim_v),
+        row_map(dk, WARPGROUP_ROWS, c.head_dim),
+        row_map(dv, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values += [b"\0" * 16] * 8
-    arguments.tensor(sums, (sums.shape[2] * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
+    arguments.tensor(sums, (sums.shape[2] * heads * batch,), (sums.stride(3), sums.stride(2)))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
-    arguments.launch(program_of(config), (-(-seqlen_k // c.tile_n), kv_heads, batch), timing)
+    arguments.add(-(-seqlen_k // c.tile_n), kv_heads, batch)
+    arguments.launch(program_of(config), (1, 1, 1), timing)
 
     step = BackwardStep("finish", config)
     arguments = Arguments()
