@@ -256,10 +256,10 @@ def render_timeline(report: TimelineReport) -> str:
         "`python benchmarks/timeline.py` records it on a Hopper GPU.",
         f"Measured {head['date'][:10]} at commit `{head['commit'][:12]}` on {machine}.",
         f"`{head['problem']}`: some key blocks in the middle of one tile, by `clock64` of the SM, for the kernel that "
-        "stands for each row of the [ablation](ablation.md). Q K^T begins when its keys are there and the warpgroup has "
-        "its turn on the tensor cores; P V when it has been issued. A GEMM ends when the warpgroup's wait for it "
-        "returns: that may be later than the tensor cores were done, and two GEMMs in flight take turns on them. Where "
-        "several CTAs share an SM, one of them is shown. `slowdown`: what reading the clock costs, over a whole launch.",
+        "stands for each row of the [ablation](ablation.md). Q K^T begins when its keys are there and the warpgroup "
+        "has its turn on the tensor cores; P V when it has been issued. A GEMM ends when the warpgroup's wait for it "
+        "returns: that may be later than the tensor cores were done, and two GEMMs in flight take turns on them. "
+        "Where several CTAs share an SM, one is shown. `slowdown`: what reading the clock costs, over a whole launch.",
         markdown_table(["kernel", *headings], rows),
     ]
     for recording in report.recordings:
