@@ -111,7 +111,7 @@ class BackwardConsumer(LoopInvariant):
         self.pipes.q.consumer_wait(state)
         lse = self._read_vector(self.sLSE, stage)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
-        self.dq.stage(before)
+        self.dq.stage(before, state)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
         warpgroup.wait_group(1)

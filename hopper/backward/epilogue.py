@@ -4,11 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
+from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.barriers import sync_consumers, sync_warpgroup
 from hopper.backward.config import BackwardConfig
-from hopper.backward.consumer import BackwardConsumer
+from hopper.backward.consumer import BackwardConsumer, previous_stage
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.operands import TmaOperand
 
@@ -36,17 +38,18 @@ class BackwardEpilogue(LoopInvariant):
         self.targets, self.softmax_scale, self.wg = targets, softmax_scale, wg
 
     @cute.jit
-    def store(self, consumer: BackwardConsumer, buffer: Int32, coordinates: tuple):
+    def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
         """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, batch.
 
-        ``buffer`` is the buffer of dQ that was sent last. The part that ``acc`` of dQ holds takes the other one.
+        ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that ``acc``
+        of dQ holds will take the other one.
         """
         c = self.config
         scaled = consumer.acc_dK.load() * self.softmax_scale
         consumer.acc_dK.store(scaled)
-        consumer.dq.free()
+        consumer.dq.wait_sent(state)
         sync_consumers(c)
-        sdK, sdV = self._staging(consumer, buffer)
+        sdK, sdV = self._staging(consumer, previous_stage(c, state.index))
         self._stage(consumer, consumer.acc_dK, consumer.mmas.dk, sdK)
         self._stage(consumer, consumer.acc_dV, consumer.mmas.dv, sdV)
         cute.arch.fence_view_async_shared()
@@ -59,7 +62,7 @@ class BackwardEpilogue(LoopInvariant):
                 source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, batch)
                 cute.copy(operand.atom, source[None, 0], target)
             cute.arch.cp_async_bulk_commit_group()
-        consumer.dq.free()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         sync_consumers(c)
 
     def _staging(self, consumer: BackwardConsumer, buffer: Int32) -> tuple[cute.Tensor, cute.Tensor]:
@@ -83,7 +86,8 @@ class BackwardEpilogue(LoopInvariant):
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(consumer.thread)
+        # Pinned, or else addresses are computed before the loop over tiles and held in registers throughout.
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(pin(consumer.thread, Int32))
         rounded = cute.make_rmem_tensor_like(acc, target.element_type)
         rounded.store(acc.load().to(target.element_type))
         cute.copy(atom, copy.retile(rounded), copy.partition_D(target[None, None, 0]))

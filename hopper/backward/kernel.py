@@ -1,7 +1,6 @@
 """The Hopper backward kernel for 16-bit inputs."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -10,18 +9,21 @@ import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
-from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.query_range import QueryRange
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
+from cute_kernels.turn_order import TurnOrder
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
-from hopper.backward.dq import GradientOfQ
+from hopper.backward.courier import Courier
+from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ
 from hopper.backward.epilogue import BackwardEpilogue
+from hopper.backward.exchange import state_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
+from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.forward.operands import TmaOperand
@@ -40,27 +42,6 @@ class BackwardLayouts(NamedTuple):
     dv: cute.ComposedLayout
 
 
-@dataclass(frozen=True)
-class BackwardWork(LoopInvariant):
-    """The key tiles of a launch: who hands them out, in which order, and which query tiles each visits."""
-
-    scheduler: TileScheduler
-    order: TileOrder
-    queries: QueryRange
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_per_kv_head: Int32
-
-    def m_begin(self, n_block: Int32) -> Int32:
-        return self.queries.begin(n_block, self.seqlen_q, self.seqlen_k)
-
-    def m_unmasked(self, n_block: Int32) -> Int32:
-        return self.queries.unmasked_begin(n_block, self.seqlen_q, self.seqlen_k)
-
-    def m_end(self) -> Int32:
-        return self.queries.end(self.seqlen_q)
-
-
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The first two modes of a (rows, columns, stages) tensor exchanged."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
@@ -73,7 +54,8 @@ class BackwardKernel:
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
-    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA loads of K, V, and of Q, LSE, dO, delta |
+    | producer | 0 | `registers.producer` | claims tiles; TMA loads of K, V, and of Q, LSE, dO, delta |
+    | courier | 1, with `ordered` (2, 3 idle) | `registers.producer` | adds dQ in its turn (``Courier``) |
     | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | five GEMMs, softmax, epilogue of 64 keys |
 
     | pipeline | stages | what a full stage holds |
@@ -119,7 +101,8 @@ class BackwardKernel:
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
         (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact;
-        mCounter int32 (2,), zero before and after."""
+        mCounter int32, zero: two for the scheduler,
+        zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -134,6 +117,9 @@ class BackwardKernel:
             (words, wgs, tiles * heads * batches), stride=(1, mdQ.stride[3], mdQ.stride[2])
         )
         mdQ = cute.make_tensor(mdQ.iterator, all_tiles)
+        num_n_blocks = cute.ceil_div(mK.shape[0], c.tile_n)
+        num_m_blocks = cute.ceil_div(mQ.shape[0], c.tile_m)
+        group = TurnOrder.largest_group(num_n_blocks, num_m_blocks, num_ctas)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -158,7 +144,9 @@ class BackwardKernel:
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
-            (cute.ceil_div(mK.shape[0], c.tile_n), mK.shape[2], mK.shape[3]),
+            (num_n_blocks, mK.shape[2], mK.shape[3]),
+            (num_n_blocks * mK.shape[2] * mK.shape[3], num_m_blocks),
+            (group, TurnOrder.largest_shift(num_m_blocks, group)),
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -177,7 +165,9 @@ class BackwardKernel:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
-        num_tiles: tuple[Int32, Int32, Int32],
+        tiles: tuple[Int32, Int32, Int32],
+        totals: tuple[Int32, Int32],
+        groups: tuple[Int32, Int32],
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -198,13 +188,14 @@ class BackwardKernel:
         scheduler = TileScheduler(
             mCounter,
             storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
-            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), WARPS_PER_WARPGROUP * c.consumers),
+            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
             cute.arch.lane_idx(),
         )
         pipes = self._make_pipelines(storage)
-        order = TileOrder(*num_tiles, Int32(1), longest_first=False)
-        queries = QueryRange(c.tile_m, c.tile_n, c.causal)
-        work = BackwardWork(scheduler, order, queries, seqlen_q, seqlen_k, heads_per_kv_head)
+        order = TileOrder(*tiles, Int32(1), longest_first=False)
+        turns = TurnOrder(c.causal, tiles[0], *groups)
+        work = BackwardWork(c, scheduler, order, *totals, turns, seqlen_q, seqlen_k, heads_per_kv_head)
+        dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -212,13 +203,17 @@ class BackwardKernel:
                 smem = (sQ, sK, sV, sdO, sLSE, sDelta)
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
                 self._produce(work, BackwardProducer(c, operands, pipes))
+            if const_expr(c.ordered):
+                if warp_idx == 1:
+                    added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
+                    Courier(c, pipes.ds, dq_memory, mdQ, added).run(work)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
             mmas = self._tiled_mmas()
             sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
-            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
+            dq = (c, mmas.dq, dq_memory[None, None, wg], mdQ, wg, thread)
             consumer = BackwardConsumer(
                 c,
                 mmas,
@@ -226,7 +221,7 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                GradientOfQ(c, mmas.dq, dq_memory[None, None, wg], mdQ, wg, thread),
+                OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
@@ -243,13 +238,14 @@ class BackwardKernel:
         mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
         state = pipeline.make_pipeline_state(loading, self.config.stages)
         tile = work.scheduler.first()
-        while tile < work.order.num_tiles:
-            n_block, head_kv, batch = work.order.coordinates(tile)
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
             producer.load_keys(n_block, head_kv, batch, kv_state)
             kv_state.advance()
+            visit = work.visit(n_block)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
-                state = producer.load_queries(head, batch, work.m_begin(n_block), work.m_end(), state)
+                state = producer.load_queries(head, batch, visit, state)
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
@@ -264,37 +260,45 @@ class BackwardKernel:
         wg = warp_idx // WARPS_PER_WARPGROUP - 1
         key_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_idx % WARPS_PER_WARPGROUP, lane)
         state = pipeline.make_pipeline_state(receiving, c.stages)
-        kv_state = pipeline.make_pipeline_state(receiving, 1)
-        mail_state = pipeline.make_pipeline_state(receiving, MAILBOX_STAGES)
+        visited = Int32(0)
         consumer.dq.clear()
-        m_end = work.m_end()
         tile = work.scheduler.first()
-        while tile < work.order.num_tiles:
-            n_block, head_kv, batch = work.order.coordinates(tile)
-            m_begin, m_unmasked = work.m_begin(n_block), work.m_unmasked(n_block)
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            visit = work.visit(n_block)
             key = n_block * c.tile_n + key_in_tile
             mask = KeyMask(
                 c.causal, c.tile_m, work.seqlen_q, work.seqlen_k, key, first_column_of_thread(lane)
             )
             consumer.clear()
+            kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)
-            first_head = (batch * work.order.num_heads + head_kv) * work.heads_per_kv_head
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                first_tile = (first_head + i) * m_end
-                for step in cutlass.range(m_unmasked - m_begin, unroll=1):
-                    m_block = m_begin + step
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                for step in cutlass.range(visit.masked, unroll=1):
+                    m_block = visit.m_block(step)
                     consumer.block(mask, m_block, first_tile + m_block, state, True)
                     state.advance()
-                for step in cutlass.range(m_end - m_unmasked, unroll=1):
-                    m_block = m_unmasked + step
+                for step in cutlass.range(visit.masked, visit.steps, unroll=1):
+                    m_block = visit.m_block(step)
                     consumer.block(mask, m_block, first_tile + m_block, state, False)
                     state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
-            kv_state.advance()
-            epilogue.store(consumer, state.index, (n_block, head_kv, batch))
-            tile = work.scheduler.receive(mail_state)
-            mail_state.advance()
-        consumer.dq.finish(previous_stage(c, state.index))
+            last = self._last_block(state)
+            epilogue.store(consumer, last, (n_block, head_kv, batch))
+            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited))
+            visited += 1
+        consumer.dq.finish(previous_stage(c, state.index), state)
+
+    def _last_block(self, state: PipelineState) -> PipelineState:
+        """The state before ``state``."""
+        wraps = Int32(state.index == 0)
+        index = previous_stage(self.config, state.index)
+        return PipelineState(state.stages, state.count - 1, index, state.phase ^ wraps)
+
+    def _receiving_warps(self) -> int:
+        """Warps that are told which tile comes next: the consumers', and the courier."""
+        return WARPS_PER_WARPGROUP * self.config.consumers + (1 if self.config.ordered else 0)
 
     def _smem_layouts(self) -> BackwardLayouts:
         c = self.config
@@ -352,7 +356,7 @@ class BackwardKernel:
             pipeline.PipelineAsync.create(
                 num_stages=c.stages,
                 producer_group=warps,
-                consumer_group=warps,
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
                 barrier_storage=storage.barriers_ds.data_ptr(),
                 defer_sync=True,
             ),

@@ -25,9 +25,11 @@ def find_choice(problem: BackwardProblem, device: torch.device, requested: str |
 
 
 @cache
-def find_config(dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+def find_config(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool, ordered: bool = False
+) -> BackwardConfig:
     """``select_backward_config``, remembered."""
-    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal)
+    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, ordered)
 
 
 def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
@@ -52,11 +54,12 @@ def run_backward(
     softmax_scale: float,
     causal: bool,
     dlse: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
 
     dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
-    do not. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64, 128 or 256.
+    do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64, 128 or 256.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).
@@ -71,7 +74,7 @@ def run_backward(
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
     """
-    config = find_config(q.dtype, q.shape[3], v.shape[3], causal)
+    config = find_config(q.dtype, q.shape[3], v.shape[3], causal, deterministic)
     rows = torch.empty((2, *lse_shape(config, q)), dtype=torch.float32, device=q.device)
     sums = zero_dq(config, q)
     dq, dk, dv = empty_gradients(q, k, v)
@@ -83,11 +86,20 @@ def run_backward(
             subtract_lse_gradient(rows[1], lse, dlse)
         tensors = q, k, v, dout, rows[0], rows[1], sums, dk, dv
         if config.is_persistent:
-            kernel(*tensors, tile_counter(q.device.index), softmax_scale, count_multiprocessors(q.device.index))
+            counter = backward_counter(config, sums)
+            kernel(*tensors, counter, softmax_scale, count_multiprocessors(q.device.index))
         else:
             kernel(*tensors, softmax_scale)
         finish(sums, dq, softmax_scale)
     return dq, dk, dv
+
+
+def backward_counter(config: BackwardConfig, sums: Tensor) -> Tensor:
+    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in order one for each query tile of all heads."""
+    if not config.ordered and sums.is_cuda:
+        return tile_counter(sums.device.index)
+    tiles = math.prod(sums.shape[:3]) if config.ordered else 0
+    return torch.zeros(2 + tiles, dtype=torch.int32, device=sums.device)
 
 
 def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.turn_order import TurnOrder
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
-from hopper_attention.backward_launch import lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.fp8_launch import ALL_ROWS
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
@@ -203,9 +204,13 @@ def backward_on_numpy(
     )
     arguments.values += [b"\0" * 16] * 8
     arguments.tensor(sums, (sums.shape[2] * heads * batch,), (sums.stride(3), sums.stride(2)))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    counter = backward_counter(config, sums)
+    arguments.tensor(counter, (len(counter),), ())
     arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
-    arguments.add(-(-seqlen_k // c.tile_n), kv_heads, batch)
+    n_blocks, m_blocks = -(-seqlen_k // c.tile_n), -(-seqlen_q // c.tile_m)
+    group = TurnOrder.largest_group(n_blocks, m_blocks, 1)
+    arguments.add(n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    arguments.add(group, TurnOrder.largest_shift(m_blocks, group))
     arguments.launch(program_of(config), (1, 1, 1), timing)
 
     step = BackwardStep("finish", config)
