@@ -15,7 +15,7 @@ from hopper.backward.work import BackwardWork
 
 
 class Courier(LoopInvariant):
-    """Adds the parts of dQ that the consumers stage, each in its turn (``TurnOrder``).
+    """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``).
 
     ``sdQ`` is float32 (words, buffers, warpgroups) in shared memory and ``mdQ`` (words, warpgroups, query tiles) in
     global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each. dQ
@@ -44,8 +44,7 @@ class Courier(LoopInvariant):
             visit = work.visit(n_block)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                for step in cutlass.range(visit.steps, unroll=1):
-                    m_block = visit.m_block(step)
+                for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
                     self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block))
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))

@@ -15,7 +15,6 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
-from cute_kernels.turn_order import TurnOrder
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
@@ -118,8 +117,6 @@ class BackwardKernel:
         )
         mdQ = cute.make_tensor(mdQ.iterator, all_tiles)
         num_n_blocks = cute.ceil_div(mK.shape[0], c.tile_n)
-        num_m_blocks = cute.ceil_div(mQ.shape[0], c.tile_m)
-        group = TurnOrder.largest_group(num_n_blocks, num_m_blocks, num_ctas)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -145,8 +142,7 @@ class BackwardKernel:
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
             (num_n_blocks, mK.shape[2], mK.shape[3]),
-            (num_n_blocks * mK.shape[2] * mK.shape[3], num_m_blocks),
-            (group, TurnOrder.largest_shift(num_m_blocks, group)),
+            (num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], c.tile_m)),
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -167,7 +163,6 @@ class BackwardKernel:
         heads_per_kv_head: Int32,
         tiles: tuple[Int32, Int32, Int32],
         totals: tuple[Int32, Int32],
-        groups: tuple[Int32, Int32],
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -193,8 +188,7 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         order = TileOrder(*tiles, Int32(1), longest_first=False)
-        turns = TurnOrder(c.causal, tiles[0], *groups)
-        work = BackwardWork(c, scheduler, order, *totals, turns, seqlen_q, seqlen_k, heads_per_kv_head)
+        work = BackwardWork(c, scheduler, order, *totals, seqlen_q, seqlen_k, heads_per_kv_head)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
@@ -275,12 +269,10 @@ class BackwardKernel:
             consumer.pipes.kv.consumer_wait(kv_state)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                for step in cutlass.range(visit.masked, unroll=1):
-                    m_block = visit.m_block(step)
+                for m_block in cutlass.range(visit.begin, visit.unmasked, unroll=1):
                     consumer.block(mask, m_block, first_tile + m_block, state, True)
                     state.advance()
-                for step in cutlass.range(visit.masked, visit.steps, unroll=1):
-                    m_block = visit.m_block(step)
+                for m_block in cutlass.range(visit.unmasked, visit.end, unroll=1):
                     consumer.block(mask, m_block, first_tile + m_block, state, False)
                     state.advance()
             consumer.pipes.kv.consumer_release(kv_state)

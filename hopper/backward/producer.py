@@ -62,8 +62,7 @@ class BackwardProducer(LoopInvariant):
         tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, batch)
         tLsL, tLgL = self._partition_vector(ops.lse, head, batch)
         tDsD, tDgD = self._partition_vector(ops.delta, head, batch)
-        for step in cutlass.range(visit.steps, unroll=1):
-            m_block = visit.m_block(step)
+        for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
             self.pipes.q.producer_acquire(state)
             self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
             self._copy(ops.lse, tLgL[None, m_block], tLsL[None, state.index], self.pipes.q, state)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.turn_order import TurnOrder
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
@@ -208,9 +207,7 @@ def backward_on_numpy(
     arguments.tensor(counter, (len(counter),), ())
     arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
     n_blocks, m_blocks = -(-seqlen_k // c.tile_n), -(-seqlen_q // c.tile_m)
-    group = TurnOrder.largest_group(n_blocks, m_blocks, 1)
     arguments.add(n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
-    arguments.add(group, TurnOrder.largest_shift(m_blocks, group))
     arguments.launch(program_of(config), (1, 1, 1), timing)
 
     step = BackwardStep("finish", config)
