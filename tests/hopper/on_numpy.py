@@ -6,13 +6,14 @@ import math
 import struct
 import tempfile
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hopper.backward.config import BackwardConfig, BackwardStep
+from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, BackwardStep, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
 from hopper_attention.backward_launch import lse_shape, subtract_lse_gradient, zero_dq
@@ -84,12 +85,14 @@ class Arguments:
         head = struct.pack(f"<Q{len(sizes)}i", base, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
-    def launch(self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE) -> None:
+    def launch(
+        self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
+    ) -> None:
+        """Clusters, of neighbours along x, run one after the other."""
         parameters = dict(zip(program.parameters, self.values, strict=True))
-        for z in range(grid[2]):
-            for y in range(grid[1]):
-                for x in range(grid[0]):
-                    run(program, Cta(parameters, self.memory, (x, y, z), grid, timing))
+        for z, y, x in product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
+            ctas = (Cta(parameters, self.memory, (x + i, y, z), grid, timing) for i in range(cluster))
+            run(program, *ctas)
 
 
 def forward_on_numpy(
@@ -191,20 +194,14 @@ def backward_on_numpy(
         subtract_lse_gradient(delta, lse, dlse)
 
     arguments = Arguments()
-    arguments.add(
-        row_map(q, c.tile_m, c.head_dim),
-        row_map(k, c.tile_n, c.head_dim),
-        row_map(v, c.tile_n, c.head_dim_v),
-        row_map(dout, c.tile_m, c.head_dim_v),
-        vector_map(lse_log2, c.tile_m),
-        vector_map(delta, c.tile_m),
-        row_map(dk, c.tile_n, c.head_dim),
-        row_map(dv, c.tile_n, c.head_dim_v),
-    )
-    arguments.values += [b"\0" * 16] * 8
+    maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
     arguments.tensor(sums, (sums.shape[2] * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
     arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
-    arguments.launch(program_of(config), (-(-seqlen_k // c.tile_n), kv_heads, batch), timing)
+    cluster = CLUSTER_CTAS if isinstance(c, PairedBackwardConfig) else 1
+    grid = (-(-seqlen_k // c.tile_n) * cluster, kv_heads, batch)
+    arguments.launch(program_of(config), grid, timing, cluster)
 
     step = BackwardStep("finish", config)
     arguments = Arguments()
@@ -213,3 +210,26 @@ def backward_on_numpy(
     arguments.add(softmax_scale)
     arguments.launch(program_of(step), (sums.shape[2], heads, batch))
     return dq, dk, dv
+
+
+def _backward_maps(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> list[TensorMap]:
+    """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
+    c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
+    is_paired = isinstance(c, PairedBackwardConfig)
+    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
+    other_k = [row_map(k, keys, c.head_dim // CLUSTER_CTAS)] if is_paired else []
+    return [
+        row_map(q, rows, c.head_dim),
+        row_map(k, keys, c.head_dim),
+        row_map(v, keys, c.head_dim_v),
+        row_map(dout, rows, c.head_dim_v),
+        *(vector_map(vector, c.tile_m) for vector in vectors),
+        *other_k,
+        row_map(dk, keys, c.head_dim),
+        row_map(dv, keys, c.head_dim_v),
+    ]
