@@ -25,7 +25,7 @@ class PairPipelines(NamedTuple):
 
 
 def state_of(stages: int, block: Int32, is_producer: bool = False) -> PipelineState:
-    """Where a pipeline of one or two stages stands at a block, counted from 0."""
+    """Where a pipeline of one or two stages stands at a block, or anything else, counted from 0."""
     index = block & (stages - 1)
     phase = (block >> (stages - 1)) & 1
     return PipelineState(stages, block, index, phase ^ 1 if is_producer else phase)

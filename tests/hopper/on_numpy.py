@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.turn_order import TurnOrder
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, BackwardStep, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
-from hopper_attention.backward_launch import lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.fp8_launch import ALL_ROWS
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
@@ -177,8 +178,7 @@ def backward_on_numpy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
     c, (dout, q, k, v) = config, inputs
-    batch, seqlen_q, heads, _ = q.shape
-    _, seqlen_k, kv_heads, _ = k.shape
+    batch, _, heads, _ = q.shape
     lse_log2, delta = (torch.full(lse_shape(config, q), math.nan) for _ in range(2))
     sums = zero_dq(config, q)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
@@ -197,11 +197,7 @@ def backward_on_numpy(
     maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
     arguments.add(*maps)
     arguments.values += [b"\0" * 16] * len(maps)
-    arguments.tensor(sums, (sums.shape[2] * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
-    arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
-    cluster = CLUSTER_CTAS if isinstance(c, PairedBackwardConfig) else 1
-    grid = (-(-seqlen_k // c.tile_n) * cluster, kv_heads, batch)
-    arguments.launch(program_of(config), grid, timing, cluster)
+    _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
 
     step = BackwardStep("finish", config)
     arguments = Arguments()
@@ -210,6 +206,34 @@ def backward_on_numpy(
     arguments.add(softmax_scale)
     arguments.launch(program_of(step), (sums.shape[2], heads, batch))
     return dq, dk, dv
+
+
+def _launch_gradients(
+    config: BackwardConfig,
+    arguments: Arguments,
+    inputs: tuple[Tensor, Tensor],
+    sums: Tensor,
+    softmax_scale: float,
+    timing: Timing,
+) -> None:
+    """The kernel between prepare and finish, of (q, k), behind the maps that are in ``arguments``."""
+    c, (q, k) = config, inputs
+    batch, heads, tiles, *_ = sums.shape
+    kv_heads, program = k.shape[2], program_of(config)
+    n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
+    sizes = softmax_scale, q.shape[1], k.shape[1], heads // kv_heads
+    if isinstance(c, PairedBackwardConfig):
+        arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
+        arguments.add(*sizes)
+        arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
+        return
+    arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
+    counter = backward_counter(config, sums)
+    arguments.tensor(counter, (len(counter),), ())
+    group = TurnOrder.largest_group(n_blocks, m_blocks, 1)
+    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    arguments.add(group, TurnOrder.largest_shift(m_blocks, group))
+    arguments.launch(program, (1, 1, 1), timing)
 
 
 def _backward_maps(
@@ -230,6 +254,6 @@ def _backward_maps(
         row_map(dout, rows, c.head_dim_v),
         *(vector_map(vector, c.tile_m) for vector in vectors),
         *other_k,
-        row_map(dk, keys, c.head_dim),
-        row_map(dv, keys, c.head_dim_v),
+        row_map(dk, WARPGROUP_ROWS, c.head_dim),
+        row_map(dv, WARPGROUP_ROWS, c.head_dim_v),
     ]

@@ -73,6 +73,14 @@ ABLATION = [
     {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "stages": 3},
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+    {
+        "warp_specialized": False,
+        "registers": Registers(256, 0),
+        "tile_n": 96,
+        "tile_m": 64,
+        "ping_pong": False,
+    }
+    | {"ctas_per_sm": 2},
 ]
 
 
