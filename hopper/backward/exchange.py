@@ -79,9 +79,10 @@ class Exchange(LoopInvariant):
                 cute.arch.mbarrier_arrive_and_expect_tx(self.other_full + index, size)
             cute.arch.mbarrier_arrive(self.full + index)
             cute.arch.inline_ptx(
-                "{ .reg .b32 to, bar; mapa.shared::cluster.u32 to, {$r0}, {$r4};"
-                " mapa.shared::cluster.u32 bar, {$r3}, {$r4};"
-                " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [{$r1}], {$r2}, [bar]; }",
+                "{ .reg .b32 to, bar;"
+                " mapa.shared::cluster.u32 to, {$r0}, {$r4}; mapa.shared::cluster.u32 bar, {$r3}, {$r4};"
+                " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                " [to], [{$r1}], {$r2}, [bar]; }",
                 read_only_args=[
                     self.other.iterator.toint() + offset,
                     self.own.iterator.toint() + offset,

@@ -107,7 +107,8 @@ class PairConsumer(LoopInvariant):
         self.pipes.q.consumer_release(self.state("q", block))
         self.exchange.release(block)
         words = cute.make_tensor(
-            self.acc_dQ.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(self.acc_dQ) // WORDS_PER_STORE))
+            self.acc_dQ.iterator,
+            cute.make_layout((WORDS_PER_STORE, cute.size(self.acc_dQ) // WORDS_PER_STORE)),
         )
         first = self.mdQ[None, tile].iterator.toint() + Int64(self.thread * (4 * WORDS_PER_STORE))
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):

@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
@@ -72,9 +72,9 @@ class Problem(NamedTuple):
 class PairedBackwardKernel:
     """dQ, dK and dV of softmax(softmax_scale Q K^T) V for wide heads, on sm_90a (FlashAttention-2, algorithm 2).
 
-    dK and dV of 128 keys would fill all registers of an SM. So a cluster of two CTAs owns 128 keys, 64 each, and the two
-    consumer warpgroups of a CTA half of the columns each. Loaded by multicast, Q and dO cross the L2 cache once for both;
-    with dS exchanged, each CTA adds half of the columns of dQ, of all 128 keys. Names in backticks are fields of
+    dK and dV of 128 keys would fill all registers of an SM. So a cluster of two CTAs owns 128 keys, 64 each, and the
+    two consumer warpgroups of a CTA half of the columns each. Loaded by multicast, Q and dO cross the L2 cache once for
+    both; with dS exchanged, each CTA adds half of the columns of dQ, of all 128 keys. Names in backticks are fields of
     ``PairedBackwardConfig``.
 
     | role | warps | registers a thread | does |

@@ -33,14 +33,14 @@ class PairProducer(LoopInvariant):
         c, ops, rank = self.config, self.operands, self.rank
         state = state_of(1, Int32(0), is_producer=True)
         self.pipes.kv.producer_acquire(state)
-        for operand, columns, tile in (
-            (ops.k, c.head_dim, (n_block, 0)),
-            (ops.v, c.head_dim_v, (n_block, 0)),
-            (self.other_k, c.head_dim // CLUSTER_CTAS, (n_block ^ 1, rank)),
+        for operand, columns, row, column in (
+            (ops.k, c.head_dim, n_block, 0),
+            (ops.v, c.head_dim_v, n_block, 0),
+            (self.other_k, c.head_dim // CLUSTER_CTAS, n_block ^ 1, rank),
         ):
             smem, gmem = operand.partition((c.keys, columns), (None, None), head_kv, batch)
             barrier = self.pipes.kv.producer_get_barrier(state)
-            cute.copy(operand.atom, gmem[None, *tile], smem[None, 0], tma_bar_ptr=barrier)
+            cute.copy(operand.atom, gmem[None, row, column], smem[None, 0], tma_bar_ptr=barrier)
 
     @cute.jit
     def load_queries(self, head: Int32, batch: Int32, m_begin: Int32, m_end: Int32, block: Int32):
