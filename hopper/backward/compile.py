@@ -68,10 +68,10 @@ def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
 def compile_backward(config: BackwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, softmax_scale)`` that launches on torch's
-    current stream; where ``config.is_persistent``, ``fn(..., dk, dv, counter, softmax_scale, num_ctas)`` with two int32
-    zeros, which are zero again afterwards, and as many CTAs as there are SMs. With ``config.ordered`` there is a further
-    zero for each query tile of all heads, which counts the key tiles. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v,
+    Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
+    torch's current stream; where ``config.is_persistent`` with as many CTAs as there are SMs as a further argument.
+    counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
+    ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v,
     in the config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses.
     lse and delta float32 (b, h, padded sq), contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of
     each row, +inf for rows without keys and past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h,
@@ -86,7 +86,9 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         return _strided(dtype, (b, seqlen, heads, columns), TMA_ALIGNMENT_ELEMENTS)
 
     kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
-    counter = (make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),) if config.is_persistent else ()
+    counter = (
+        (make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),) if config.is_persistent else ()
+    )
     return cute.compile(
         kernel(config),
         dense(sq, h, d),
@@ -98,7 +100,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         _strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         dense(sk, hk, d),
         dense(sk, hk, dv),
-        *counter,
+        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
         Float32(0.0),
         *((Int32(1),) if config.is_persistent else ()),
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -19,7 +19,6 @@ from hopper.config import (
 
 NATIVE_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
-MAX_ORDERED_HEAD_DIM = 128
 
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
@@ -82,6 +81,11 @@ class BackwardConfig:
         return self.consumers
 
     @property
+    def counts_per_tile(self) -> int:
+        """Counters of a query tile, of how many key tiles have added to it; one where a single warp adds."""
+        return 1
+
+    @property
     def dq_words(self) -> int:
         """float32 of a dQ tile that one warpgroup computes."""
         return WARPGROUP_ROWS * self.dq_columns
@@ -141,6 +145,10 @@ class PairedBackwardConfig(BackwardConfig):
         return CLUSTER_CTAS * self.consumers
 
     @property
+    def counts_per_tile(self) -> int:
+        return self.dq_parts * WARPGROUP_THREADS // 32
+
+    @property
     def dq_columns(self) -> int:
         return self.head_dim // self.dq_parts
 
@@ -193,9 +201,9 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: {2 * WARPGROUP_ROWS} (two consumer warpgroups)")
     is_paired = isinstance(c, PairedBackwardConfig)
     if is_paired != (c.head_dim == NATIVE_HEAD_DIMS[-1]):
-        raise ValueError(f"head_dim is {c.head_dim}, allowed: {NATIVE_HEAD_DIMS[-1]} in pairs of CTAs, and only there")
-    if is_paired and c.ordered:
-        raise ValueError(f"ordered is True, allowed: False with head_dim {c.head_dim}")
+        raise ValueError(
+            f"head_dim is {c.head_dim}, allowed: {NATIVE_HEAD_DIMS[-1]} in pairs of CTAs, and only there"
+        )
     tiles_m = (64,) if is_paired else (64, 128)
     if c.tile_m not in tiles_m:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
@@ -216,7 +224,7 @@ def select_backward_config(
     """The config that serves a problem.
 
     Raises:
-        ValueError: a head dimension is larger than the kernel takes, or than it takes with ``ordered``.
+        ValueError: a head dimension is larger than the kernel takes.
     """
     size = max(head_dim, head_dim_v)
     fits = [native for native in NATIVE_HEAD_DIMS if native >= size]
@@ -224,11 +232,6 @@ def select_backward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM} in the Hopper "
             "backward kernel"
-        )
-    if ordered and fits[0] > MAX_ORDERED_HEAD_DIM:
-        raise ValueError(
-            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_ORDERED_HEAD_DIM} in the Hopper "
-            "backward kernel that sums dQ in a fixed order"
         )
     kind = PairedBackwardConfig if fits[0] == MAX_HEAD_DIM else BackwardConfig
     tile_m = 128 if fits[0] == 64 else 64
@@ -258,7 +261,7 @@ def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
         for dtype in DTYPES
         for size in NATIVE_HEAD_DIMS
         for causal in (False, True)
-        for ordered in ((False, True) if size <= MAX_ORDERED_HEAD_DIM else (False,))
+        for ordered in (False, True)
     )
 
 

@@ -14,6 +14,26 @@ from hopper.backward.exchange import state_of
 from hopper.backward.work import BackwardWork
 
 
+@cute.jit
+def wait_for_count(place: cute.Pointer, count: Int32):
+    """Wait until an int32 in global memory has a value, and see what was written before it got it."""
+    seen = Int32(-1)
+    while seen != count:
+        seen = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+            write_only_types=[Int32],
+            read_only_args=[place.toint()],
+        )
+
+
+@cute.jit
+def count_up(place: cute.Pointer, count: Int32):
+    """Set the int32 to one more than ``count``, behind what this thread has written or seen written."""
+    cute.arch.inline_ptx(
+        "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place.toint(), count + 1]
+    )
+
+
 class Courier(LoopInvariant):
     """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``).
 
@@ -73,20 +93,12 @@ class Courier(LoopInvariant):
         state = state_of(self.config.stages, block)
         self.pipe.consumer_wait(state)
         if cute.arch.lane_idx() == 0:
-            place = (self.added.iterator + tile).toint()
-            seen = Int32(-1)
-            while seen != turn:
-                seen = cute.arch.inline_ptx(
-                    "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
-                    write_only_types=[Int32],
-                    read_only_args=[place],
-                )
+            place = self.added.iterator + tile
+            wait_for_count(place, turn)
             buffer = previous_stage(self.config, state.index)
             for wg in cutlass.range_constexpr(self.config.consumers):
                 add_in_bulk(self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-            cute.arch.inline_ptx(
-                "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place, turn + 1]
-            )
+            count_up(place, turn)
             self.pipe.consumer_release(state)

@@ -80,9 +80,7 @@ class BackwardEpilogue(LoopInvariant):
         )
 
     @cute.jit
-    def _stage(
-        self, consumer: BackwardConsumer, acc: cute.Tensor, mma: cute.TiledMma, target: cute.Tensor
-    ):
+    def _stage(self, consumer: BackwardConsumer, acc: cute.Tensor, mma: cute.TiledMma, target: cute.Tensor):
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )

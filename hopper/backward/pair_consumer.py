@@ -13,6 +13,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from hopper.backward.config import PairedBackwardConfig
 from hopper.backward.dq import WORDS_PER_STORE
+from hopper.backward.courier import count_up, wait_for_count
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
@@ -43,7 +44,8 @@ class PairConsumer(LoopInvariant):
     """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
 
     Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads),
-    zero before the launch: the part to which this warpgroup adds.
+    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` is int32
+    (warps, query tiles of all heads), zero before the launch: how many key tiles have added to the part of each warp.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class PairConsumer(LoopInvariant):
         pipes: PairPipelines,
         exchange: Exchange,
         mdQ: cute.Tensor,
+        turns: cute.Tensor,
         thread: Int32,
     ):
         self.config, self.mmas, self.fragments = config, mmas, fragments
-        self.pipes, self.exchange, self.mdQ, self.thread = pipes, exchange, mdQ, thread
+        self.pipes, self.exchange, self.mdQ, self.turns, self.thread = pipes, exchange, mdQ, turns, thread
         self.acc_dV = self._make_accumulator(mmas.dv, config.head_dim_v // 2)
         self.acc_dK = self._make_accumulator(mmas.dk, config.head_dim // 2)
         self.acc_dQ = self._make_accumulator(mmas.dq, config.dq_columns)
@@ -72,11 +75,11 @@ class PairConsumer(LoopInvariant):
         self.acc_dK.fill(0.0)
 
     @cute.jit
-    def finish(self, block: Int32, tile: Int32):
+    def finish(self, block: Int32, tile: Int32, turn: Int32):
         """dK and dQ of the last block, whose query tile is ``tile``."""
         self._issue_dk_and_dq(block)
         warpgroup.wait_group(0)
-        self._release_and_add(block, tile)
+        self._release_and_add(block, tile, turn)
 
     @cute.jit
     def _issue_dv(self, block: Int32):
@@ -102,14 +105,16 @@ class PairConsumer(LoopInvariant):
         issue_gemm(self.mmas.dq, self.acc_dQ, other, f.other_k_t, True)
 
     @cute.jit
-    def _release_and_add(self, block: Int32, tile: Int32):
-        """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory."""
+    def _release_and_add(self, block: Int32, tile: Int32, turn: Int32):
+        """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory, where the
+        order is fixed after ``turn`` other key tiles."""
         self.pipes.q.consumer_release(self.state("q", block))
         self.exchange.release(block)
         words = cute.make_tensor(
             self.acc_dQ.iterator,
             cute.make_layout((WORDS_PER_STORE, cute.size(self.acc_dQ) // WORDS_PER_STORE)),
         )
+        self._take_turn(tile, turn)
         first = self.mdQ[None, tile].iterator.toint() + Int64(self.thread * (4 * WORDS_PER_STORE))
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             address = first + i * (4 * WORDS_PER_STORE * WARPGROUP_THREADS)
@@ -117,6 +122,27 @@ class PairConsumer(LoopInvariant):
                 "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[address, *(words[e, i] for e in range(WORDS_PER_STORE))],
             )
+        self._pass_turn(tile, turn)
+
+    @cute.jit
+    def _take_turn(self, tile: Int32, turn: Int32):
+        """Wait until ``turn`` key tiles have added to this warp's part of the query tile."""
+        if const_expr(self.config.ordered):
+            wait_for_count(self.turns.iterator + self._count(tile), turn)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _pass_turn(self, tile: Int32, turn: Int32):
+        """Say so to the next, once all lanes' additions can be seen."""
+        if const_expr(self.config.ordered):
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                count_up(self.turns.iterator + self._count(tile), turn)
+
+    def _count(self, tile: Int32) -> Int32:
+        """Where the count of this warp's part of a query tile stands in ``turns``."""
+        return self.turns.layout((self.thread // cute.arch.WARP_SIZE, tile))
 
     def state(self, pipe: str, block: Int32):
         """Where the consumers of a pipeline stand at a block."""
@@ -172,6 +198,7 @@ class ScoresConsumer(PairConsumer):
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
+        turn_before: Int32,
         is_masked: cutlass.Constexpr[bool],
         is_first: cutlass.Constexpr[bool],
     ):
@@ -193,7 +220,7 @@ class ScoresConsumer(PairConsumer):
         self._issue_dv(block)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
-            self._release_and_add(block - 1, tile_before)
+            self._release_and_add(block - 1, tile_before, turn_before)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(self.state("do", block))
 
@@ -231,6 +258,7 @@ class GradientConsumer(PairConsumer):
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
+        turn_before: Int32,
         is_masked: cutlass.Constexpr[bool],
         is_first: cutlass.Constexpr[bool],
     ):
@@ -244,7 +272,7 @@ class GradientConsumer(PairConsumer):
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
-            self._release_and_add(block - 1, tile_before)
+            self._release_and_add(block - 1, tile_before, turn_before)
         warpgroup.wait_group(0)
         self._issue_dv(block)
         self._gradient_of_scores(acc_dP, self._read_probabilities(block), delta)

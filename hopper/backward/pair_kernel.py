@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers
 
@@ -113,10 +113,12 @@ class PairedBackwardKernel:
         mdQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
+        mCounter: cute.Tensor,
         softmax_scale: Float32,
         stream,
     ):
-        """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster."""
+        """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
+        mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -132,6 +134,8 @@ class PairedBackwardKernel:
             (words, parts, tiles * heads, batches), stride=(1, strides[3], strides[2], strides[0])
         )
         mdQ = cute.make_tensor(mdQ.iterator, tiles_of_heads)
+        counts = cute.make_layout((WARPS_PER_WARPGROUP, c.dq_parts, tiles * heads, batches))
+        mTurns = cute.make_tensor(mCounter.iterator + 2, counts)
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -153,6 +157,7 @@ class PairedBackwardKernel:
             tuple(copy.atom for copy in copies),
             tuple(copy.tma_tensor for copy in copies),
             mdQ,
+            mTurns,
             softmax_scale,
             mQ.shape[0],
             mK.shape[0],
@@ -171,6 +176,7 @@ class PairedBackwardKernel:
         atoms: tuple,
         tensors: tuple,
         mdQ: cute.Tensor,
+        mTurns: cute.Tensor,
         softmax_scale: Float32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -195,6 +201,10 @@ class PairedBackwardKernel:
                 cpasync.prefetch_descriptor(atom)
         n_block, head_kv, batch = cute.arch.block_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if const_expr(c.ordered and c.causal):
+            # The last keys first: they are the first to add to their queries, and wait for none.
+            pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
+            n_block = CLUSTER_CTAS * (pairs - 1 - n_block // CLUSTER_CTAS) + rank
         problem = Problem(
             softmax_scale,
             seqlen_q,
@@ -239,6 +249,7 @@ class PairedBackwardKernel:
                 pipes,
                 exchange,
                 mdQ[None, part, None, batch],
+                mTurns[None, part, None, batch],
                 thread,
             )
             stores = (atoms[7:], tensors[7:])
@@ -283,20 +294,28 @@ class PairedBackwardKernel:
         consumer.clear()
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         consumer.pipes.kv.consumer_wait(kv_state)
-        consumer.block(mask, m_begin, Int32(0), Int32(0), True, True)
-        tile_before = first_tile + m_begin
+        consumer.block(mask, m_begin, Int32(0), Int32(0), Int32(0), True, True)
+        tile_before, turn_before = first_tile + m_begin, self._turn(problem, m_begin)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
             tile, block = first_tile + i * m_end, i * blocks - m_begin
             begin = m_begin + 1 if i == 0 else m_begin
             middle = cutlass.max(begin, m_unmasked)
             for m_block in cutlass.range(begin, middle, unroll=1):
-                consumer.block(mask, m_block, block + m_block, tile_before, True, False)
-                tile_before = tile + m_block
+                consumer.block(mask, m_block, block + m_block, tile_before, turn_before, True, False)
+                tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
             for m_block in cutlass.range(middle, m_end, unroll=1):
-                consumer.block(mask, m_block, block + m_block, tile_before, False, False)
-                tile_before = tile + m_block
-        consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before)
+                consumer.block(mask, m_block, block + m_block, tile_before, turn_before, False, False)
+                tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
+        consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
         self._store(consumer, smem, stores, problem, wg)
+
+    def _turn(self, problem: Problem, m_block: Int32) -> Int32:
+        """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``)."""
+        p = problem
+        if const_expr(not self.config.causal):
+            return p.pair
+        pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
+        return p.queries.visitors(m_block, pairs, p.seqlen_q, p.seqlen_k) - 1 - p.pair
 
     @cute.jit
     def _store(

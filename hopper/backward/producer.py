@@ -53,9 +53,7 @@ class BackwardProducer(LoopInvariant):
             self._copy(operand, gmem[None, n_block], smem[None, 0], self.pipes.kv, state)
 
     @cute.jit
-    def load_queries(
-        self, head: Int32, batch: Int32, visit: Visit, state: PipelineState
-    ) -> PipelineState:
+    def load_queries(self, head: Int32, batch: Int32, visit: Visit, state: PipelineState) -> PipelineState:
         """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it."""
         c, ops = self.config, self.operands
         tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, batch)

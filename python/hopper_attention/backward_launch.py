@@ -84,22 +84,19 @@ def run_backward(
         prepare(out, dout, lse.contiguous(), rows[0], rows[1])
         if dlse is not None:
             subtract_lse_gradient(rows[1], lse, dlse)
-        tensors = q, k, v, dout, rows[0], rows[1], sums, dk, dv
-        if config.is_persistent:
-            counter = backward_counter(config, sums)
-            kernel(*tensors, counter, softmax_scale, count_multiprocessors(q.device.index))
-        else:
-            kernel(*tensors, softmax_scale)
+        ctas = (count_multiprocessors(q.device.index),) if config.is_persistent else ()
+        counter = backward_counter(config, sums)
+        kernel(q, k, v, dout, rows[0], rows[1], sums, dk, dv, counter, softmax_scale, *ctas)
         finish(sums, dq, softmax_scale)
     return dq, dk, dv
 
 
 def backward_counter(config: BackwardConfig, sums: Tensor) -> Tensor:
-    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in order one for each query tile of all heads."""
+    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return tile_counter(sums.device.index)
-    tiles = math.prod(sums.shape[:3]) if config.ordered else 0
-    return torch.zeros(2 + tiles, dtype=torch.int32, device=sums.device)
+    counts = math.prod(sums.shape[:3]) * config.counts_per_tile if config.ordered else 0
+    return torch.zeros(2 + counts, dtype=torch.int32, device=sums.device)
 
 
 def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:

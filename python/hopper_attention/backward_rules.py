@@ -12,8 +12,6 @@ from hopper_attention.checks import DTYPE_NAMES
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 
-WITHOUT_ORDER = "without deterministic=True and torch.use_deterministic_algorithms the kernel runs"
-
 
 class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
@@ -43,9 +41,7 @@ def choose_backward(problem: BackwardProblem, target: Target, requested: str | N
         return Choice("reference", blocked, how_to_go_faster(target))
     blocked = why_not_kernel(problem)
     if blocked:
-        unordered = problem._replace(deterministic=False)
-        is_the_order = problem.deterministic and not why_not_kernel(unordered)
-        return Choice("reference", blocked, WITHOUT_ORDER if is_the_order else SDPA_HAS_ONE)
+        return Choice("reference", blocked, SDPA_HAS_ONE)
     return Choice("hopper", f"{target.name} has compute capability 9.0 and the kernel takes these sizes")
 
 
@@ -68,6 +64,8 @@ def select_config(problem: BackwardProblem) -> BackwardConfig:
         NotImplementedError: the problem has more batches, heads or rows than the kernel can count.
     """
     p = problem
-    config = select_backward_config(DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal, p.deterministic)
+    config = select_backward_config(
+        DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal, p.deterministic
+    )
     check_backward_size(p.q_shape[0], p.q_shape[2], p.q_shape[1], p.k_shape[1])
     return config

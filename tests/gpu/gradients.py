@@ -42,7 +42,8 @@ def find_gradient_errors(
 ) -> list[str]:
     """What is wrong with dq, dk and dv, against float64.
 
-    The budget: twice the error of the same formula in plain PyTorch at the inputs' dtype.
+    The budget: twice the error of the same formula in plain PyTorch at the inputs' dtype, beside the rounding of the
+    result, half a unit in its last place.
     """
 
     def naive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ def find_gradient_errors(
     for name, a, b, e in zip(("dq", "dk", "dv"), ours, torchs, exact, strict=True):
         if a.shape != e.shape or a.dtype != inputs.q.dtype:
             return [f"{name} is {tuple(a.shape)}, {a.dtype}"]
-        error, budget = (a - e).abs().max().item(), 2 * (b - e).abs().max().item() + SLACK
+        rounding = e.abs() * (torch.finfo(a.dtype).eps / 2)
+        error, budget = ((a - e).abs() - rounding).max().item(), 2 * (b - e).abs().max().item() + SLACK
         # "not <=", so that NaN counts as wrong.
         if not error <= budget:
             wrong.append(f"{name}: error {error:.3e}, allowed {budget:.3e}")

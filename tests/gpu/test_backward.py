@@ -47,7 +47,7 @@ def test_every_head_dim(draw, head_dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_deterministic_gradients(draw, head_dim: int, causal: bool) -> None:
     """Right, and of the same bits again and again, also while another stream keeps some of the GPU busy."""
     failures, noise = {}, torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -64,14 +64,18 @@ def test_deterministic_gradients(draw, head_dim: int, causal: bool) -> None:
                     noise @ noise
             for _ in range(3):
                 again = run_backward(*arguments, deterministic=True)
-                wrong += [name for name, a, b in zip("qkv", ours, again, strict=True) if not torch.equal(a, b)]
+                wrong += [
+                    name for name, a, b in zip("qkv", ours, again, strict=True) if not torch.equal(a, b)
+                ]
             if wrong:
                 failures[seqlens, heads] = wrong
     assert failures == {}
 
 
 @pytest.mark.parametrize(("seqlen", "causal"), [(8192, False), (8192, True), (40_000, False), (40_000, True)])
-def test_deterministic_gradients_of_more_key_tiles_than_multiprocessors(draw, seqlen: int, causal: bool) -> None:
+def test_deterministic_gradients_of_more_key_tiles_than_multiprocessors(
+    draw, seqlen: int, causal: bool
+) -> None:
     x = draw(torch.bfloat16, 1, (seqlen, seqlen), (4, 4), 128)
     out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
     arguments = (torch.randn_like(out), x.q, x.k, x.v, out, lse, 128**-0.5, causal)

@@ -23,7 +23,8 @@ from tests.hopper.hopper_machine import (
 )
 
 NOTHING = (
-    "wgmma.fence", "fence.mbarrier_init", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync", "nanosleep",
+    "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
+    "nanosleep",
 )  # fmt: skip
 
 

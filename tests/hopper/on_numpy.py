@@ -223,6 +223,9 @@ def _launch_gradients(
     sizes = softmax_scale, q.shape[1], k.shape[1], heads // kv_heads
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
+        counter = backward_counter(config, sums)
+        counts = (tiles * heads, batch), (c.counts_per_tile * tiles * heads,)
+        arguments.tensor(counter[2:], *counts)
         arguments.add(*sizes)
         arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
         return

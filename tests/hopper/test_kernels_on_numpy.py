@@ -231,22 +231,22 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype,head_dim,causal,seqlens,heads",
+    "dtype,head_dim,causal,seqlens,heads,ordered",
     [
-        ("bfloat16", 128, True, (100, 130), (2, 1)),
-        ("float16", 104, False, (65, 129), (1, 1)),
-        ("float16", 64, False, (130, 200), (2, 2)),
-        ("bfloat16", 40, True, (200, 130), (4, 2)),
-        ("bfloat16", 72, True, (300, 40), (2, 1)),
-        ("float16", 64, True, (1, 1), (1, 1)),
+        ("bfloat16", 128, True, (100, 130), (2, 1), True),
+        ("float16", 104, False, (65, 129), (1, 1), False),
+        ("float16", 64, False, (130, 200), (2, 2), True),
+        ("bfloat16", 40, True, (200, 130), (4, 2), False),
+        ("bfloat16", 72, True, (300, 40), (2, 1), False),
+        ("float16", 64, True, (1, 1), (1, 1), False),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
-        ("bfloat16", 256, True, (150, 150), (2, 1)),
-        ("float16", 136, False, (65, 129), (1, 1)),
-        ("bfloat16", 192, True, (1, 1), (1, 1)),
+        ("bfloat16", 256, True, (150, 150), (2, 1), True),
+        ("float16", 136, False, (65, 129), (1, 1), False),
+        ("bfloat16", 192, True, (1, 1), (1, 1), False),
     ],
 )
-def test_backward(dtype, head_dim, causal, seqlens, heads) -> None:
-    config = select_backward_config(dtype, head_dim, head_dim, causal)
+def test_backward(dtype, head_dim, causal, seqlens, heads, ordered) -> None:
+    config = select_backward_config(dtype, head_dim, head_dim, causal, ordered)
     inputs = draw(DTYPES[dtype], seqlens, heads, head_dim, batch=1 + (head_dim == 64))
     leaves = [x.double().requires_grad_() for x in inputs]
     out, lse = attention_naive(*leaves, causal=causal)

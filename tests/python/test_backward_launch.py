@@ -50,7 +50,11 @@ class StandIns:
         delta.zero_()[:, :, rows] = sums.masked_fill(hidden, 0.0)
 
     def kernel(self, *arguments: Any) -> None:
-        q, k, v, dout, lse_log2, delta, sums, dk, dv, scale = arguments
+        q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, scale, *ctas = arguments
+        assert ctas == ([132] if self.config.is_persistent else [])
+        counts = sums[..., 0, 0].numel() * self.config.counts_per_tile
+        assert counter.dtype == torch.int32 and counter.shape == (2 + self.config.ordered * counts,)
+        assert not counter.any()
         self.inputs.append((q, k, v, dout))
         assert sums.shape == (
             q.shape[0],
@@ -82,6 +86,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     fake = StandIns()
     monkeypatch.setattr(backward_launch, "target_of", lambda device: H200)
     monkeypatch.setattr(compile_cache, "get_backward", fake.get)
+    monkeypatch.setattr(backward_launch, "count_multiprocessors", lambda device_index: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     backward_launch.find_choice.cache_clear()
     warn_once.cache_clear()
@@ -176,34 +181,24 @@ def test_the_operator_passes_opcheck(kernels: StandIns) -> None:
     assert kernels.inputs
 
 
-# Where the reference serves
+def ordered_passes(kernels: StandIns) -> list[bool]:
+    """Of each backward pass so far, whether its kernel sums dQ in a fixed order."""
+    return [config.ordered for config in kernels.configs if isinstance(config, BackwardConfig)]
 
 
-def test_the_reference_can_be_asked_for(kernels: StandIns) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flash_attn_func(*leaves(), backend="reference").sum().backward()
-    assert kernels.configs == []
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_come_from_the_ordered_kernel(kernels: StandIns, head_dim: int) -> None:
+    def gradient(deterministic: bool) -> None:
+        flash_attn_func(*leaves((70, 90), (head_dim, head_dim)), deterministic=deterministic).sum().backward()
 
-
-def test_deterministic_gradients_come_from_the_reference(kernels: StandIns) -> None:
-    def gradient(deterministic: bool) -> Tensor:
-        q, k, v = leaves()
-        flash_attn_func(q, k, v, deterministic=deterministic).float().square().sum().backward()
-        return q.grad
-
-    with pytest.warns(
-        UserWarning, match=r"tiled reference, which is slow: deterministic gradients are asked for"
-    ):
-        assert torch.equal(gradient(True), gradient(True))
+    gradient(True)
     torch.use_deterministic_algorithms(True)
     try:
         gradient(False)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert kernels.configs == []
     gradient(False)
-    assert len(kernels.inputs) == 1
+    assert ordered_passes(kernels) == [True, True, False]
 
 
 def test_compilation_keeps_deterministic(kernels: StandIns) -> None:
@@ -213,10 +208,18 @@ def test_compilation_keeps_deterministic(kernels: StandIns) -> None:
             fullgraph=True,
             backend="aot_eager",
         )
-        warn_once.cache_clear()
-        with pytest.warns(UserWarning) if deterministic else nullcontext():
-            compiled(*leaves()).sum().backward()
-        assert len(kernels.inputs) == (not deterministic)
+        compiled(*leaves()).sum().backward()
+    assert ordered_passes(kernels) == [True, False]
+
+
+# Where the reference serves
+
+
+def test_the_reference_can_be_asked_for(kernels: StandIns) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(*leaves(), backend="reference").sum().backward()
+    assert kernels.configs == []
 
 
 def test_what_a_grid_cannot_count_warns_once(kernels: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +268,8 @@ def test_the_rule_by_target_and_request() -> None:
     old = choose_backward(problem(), Target("A100", (8, 0)), None)
     assert old.backend == "reference" and "8.0" in old.reason and "faster there" in old.advice
     assert choose_backward(problem(), Target("cpu"), None).advice == ""
-    in_order = choose_backward(problem(deterministic=True), H200, None)
-    assert in_order.backend == "reference" and "in which tiles finish" in in_order.reason
+    assert choose_backward(problem(deterministic=True), H200, None).backend == "hopper"
+    assert select_config(problem(deterministic=True)).ordered and not select_config(problem()).ordered
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_the_rule_by_target_and_request() -> None:
         (
             64,
             {"deterministic": True},
-            "runs on the tiled reference, which is slow: deterministic gradients are",
+            "runs on the Hopper kernel hopper_bwd_bf16_d64_full_m128n128s2_r240_24_ordered",
         ),
     ],
 )
@@ -290,4 +293,4 @@ def test_explain_says_what_the_gradients_run_on(head_dim: int, options: dict[str
 
 def test_each_kernel_is_shipped_once() -> None:
     names = [config.name for config in shipped_backward_kernels()]
-    assert len(set(names)) == len(names) == 12 + 6 + 6
+    assert len(set(names)) == len(names) == 24 + 6 + 6
