@@ -146,7 +146,8 @@ def run_backward_case(config: BackwardConfig, device: str) -> str:
     out, lse = attention_tiled(q, k, v, causal=config.causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     on_gpu = [x.to(device) for x in (dout, q, k, v, out, lse)]
-    gradients = [x.cpu() for x in run_backward(*on_gpu, scale, config.causal)]
+    results = run_backward(*on_gpu, scale, config.causal, deterministic=config.ordered)
+    gradients = [x.cpu() for x in results]
     torch.cuda.synchronize()
     inputs = [x.double() for x in (dout, q, k, v, out, lse)]
     exact = tiled_backward(inputs[0], None, *inputs[1:], causal=config.causal, softmax_scale=scale)
