@@ -17,8 +17,9 @@ from hopper.config import (
     Registers,
 )
 
-NATIVE_HEAD_DIMS = (64, 128, 256)
+NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
+MAX_UNPAIRED_HEAD_DIM = 128
 
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
@@ -200,15 +201,15 @@ def validate_backward_config(config: BackwardConfig) -> None:
     if c.tile_n != 2 * WARPGROUP_ROWS:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: {2 * WARPGROUP_ROWS} (two consumer warpgroups)")
     is_paired = isinstance(c, PairedBackwardConfig)
-    if is_paired != (c.head_dim == NATIVE_HEAD_DIMS[-1]):
+    if is_paired != (c.head_dim > MAX_UNPAIRED_HEAD_DIM):
         raise ValueError(
-            f"head_dim is {c.head_dim}, allowed: {NATIVE_HEAD_DIMS[-1]} in pairs of CTAs, and only there"
+            f"head_dim is {c.head_dim}, allowed: above {MAX_UNPAIRED_HEAD_DIM} in pairs of CTAs, and only there"
         )
     tiles_m = (64,) if is_paired else (64, 128)
     if c.tile_m not in tiles_m:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
-    if c.stages < 2 or (is_paired and c.stages > 2):
-        raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired else '2 or more'}")
+    if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
+        raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -233,7 +234,7 @@ def select_backward_config(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM} in the Hopper "
             "backward kernel"
         )
-    kind = PairedBackwardConfig if fits[0] == MAX_HEAD_DIM else BackwardConfig
+    kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
     tile_m = 128 if fits[0] == 64 else 64
     config = kind(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2, ordered=ordered)
     validate_backward_config(config)

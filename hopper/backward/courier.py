@@ -39,7 +39,8 @@ class Courier(LoopInvariant):
 
     ``sdQ`` is float32 (words, buffers, warpgroups) in shared memory and ``mdQ`` (words, warpgroups, query tiles) in
     global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each. dQ
-    of a block is staged when ``pipe`` is full of dS of the block behind it.
+    of a block is staged when ``pipe`` is full of dS of the block behind it. There is a courier for each of the
+    ``stages`` of ``pipe``, of number ``stage``: from its turn to the next one's a block takes longer than the consumers.
     """
 
     def __init__(
@@ -49,15 +50,18 @@ class Courier(LoopInvariant):
         sdQ: cute.Tensor,
         mdQ: cute.Tensor,
         added: cute.Tensor,
+        stage: Int32,
     ):
         self.config, self.pipe, self.sdQ, self.mdQ, self.added = config, pipe, sdQ, mdQ, added
+        self.stage = stage
 
     @cute.jit
     def run(self, work: BackwardWork):
-        """One warp: follow the consumers block by block. A block's part is added under the barrier of the next."""
+        """Follow the consumers block by block. A block's part is added under the barrier of the next."""
         # Two counters modulo 4 in one register, of blocks and of tiles: there is none to spare.
         clock = Int32(0)
-        self._release(clock)
+        if self.stage == 0:
+            self._release(clock)
         tile = work.scheduler.first()
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
@@ -66,7 +70,8 @@ class Courier(LoopInvariant):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
-                    self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block))
+                    if clock & 1 == self.stage:
+                        self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block))
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
             clock += 4
 

@@ -56,19 +56,28 @@ class FinishKernel:
         else:
             row += wg * WARPGROUP_ROWS
         words = mSums[batch, head, tile, wg, None]
-        for i in cutlass.range_constexpr(c.dq_columns // COLUMNS_PER_GROUP // GROUPS_AT_ONCE):
+        groups = c.dq_columns // COLUMNS_PER_GROUP
+        for i in cutlass.range_constexpr(-(-groups // GROUPS_AT_ONCE)):
             group = i * GROUPS_AT_ONCE + thread % GROUPS_AT_ONCE
-            sums = cute.make_rmem_tensor(WORDS_PER_CHUNK, Float32)
-            place = group * chunks_per_group + chunk
-            cute.autovec_copy(cute.local_tile(words, (WORDS_PER_CHUNK,), (place,)), sums)
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                pairs = cute.make_rmem_tensor(LANES_PER_ROW, Int32)
-                for lane in cutlass.range_constexpr(LANES_PER_ROW):
-                    first = WORDS_PER_STORE * lane + 2 * r
-                    low, high = sums[first] * softmax_scale, sums[first + 1] * softmax_scale
-                    pairs[lane] = pack(low, high, self.dtype)
+            if group < groups:
+                place = group * chunks_per_group + chunk
                 column = first_column + group * COLUMNS_PER_GROUP
-                self._store(mdQ, (batch, row + r * ROW_STRIDE, head, column), pairs)
+                source = cute.local_tile(words, (WORDS_PER_CHUNK,), (place,))
+                self._finish_chunk(source, mdQ, (batch, row, head, column), softmax_scale)
+
+    @cute.jit
+    def _finish_chunk(self, source: cute.Tensor, mdQ: cute.Tensor, place: tuple, softmax_scale: Float32):
+        """Eight columns of two rows, the first of them at ``place``: batch, row, head, column."""
+        batch, row, head, column = place
+        sums = cute.make_rmem_tensor(WORDS_PER_CHUNK, Float32)
+        cute.autovec_copy(source, sums)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            pairs = cute.make_rmem_tensor(LANES_PER_ROW, Int32)
+            for lane in cutlass.range_constexpr(LANES_PER_ROW):
+                first = WORDS_PER_STORE * lane + 2 * r
+                low, high = sums[first] * softmax_scale, sums[first + 1] * softmax_scale
+                pairs[lane] = pack(low, high, self.dtype)
+            self._store(mdQ, (batch, row + r * ROW_STRIDE, head, column), pairs)
 
     @cute.jit
     def _store(self, mdQ: cute.Tensor, place: tuple, pairs: cute.Tensor):

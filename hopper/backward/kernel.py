@@ -54,7 +54,7 @@ class BackwardKernel:
     | role | warps | registers a thread | does |
     |---|---|---|---|
     | producer | 0 | `registers.producer` | claims tiles; TMA loads of K, V, and of Q, LSE, dO, delta |
-    | courier | 1, with `ordered` (2, 3 idle) | `registers.producer` | adds dQ in its turn (``Courier``) |
+    | courier | 1, 2, with `ordered` (3 idle) | `registers.producer` | adds dQ in its turn (``Courier``) |
     | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | five GEMMs, softmax, epilogue of 64 keys |
 
     | pipeline | stages | what a full stage holds |
@@ -198,9 +198,9 @@ class BackwardKernel:
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
                 self._produce(work, BackwardProducer(c, operands, pipes))
             if const_expr(c.ordered):
-                if warp_idx == 1:
+                if warp_idx - 1 < c.stages and warp_idx > 0:
                     added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
-                    Courier(c, pipes.ds, dq_memory, mdQ, added).run(work)
+                    Courier(c, pipes.ds, dq_memory, mdQ, added, warp_idx - 1).run(work)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1
@@ -289,14 +289,16 @@ class BackwardKernel:
         return PipelineState(state.stages, state.count - 1, index, state.phase ^ wraps)
 
     def _receiving_warps(self) -> int:
-        """Warps that are told which tile comes next: the consumers', and the courier."""
-        return WARPS_PER_WARPGROUP * self.config.consumers + (1 if self.config.ordered else 0)
+        """Warps that are told which tile comes next: the consumers', and the couriers."""
+        return WARPS_PER_WARPGROUP * self.config.consumers + (
+            self.config.stages if self.config.ordered else 0
+        )
 
     def _smem_layouts(self) -> BackwardLayouts:
         c = self.config
         return BackwardLayouts(
             q=swizzled_layout(c.tile_m, c.head_dim, c.stages, self.dtype),
-            k=swizzled_layout(c.tile_n, c.head_dim, 1, self.dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, 1, self.dtype, part=c.dq_columns),
             v=swizzled_layout(c.tile_n, c.head_dim_v, 1, self.dtype),
             do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
             ds=swizzled_layout(c.tile_n, c.tile_m, c.stages, self.dtype),

@@ -353,15 +353,17 @@ class PairedBackwardKernel:
     def _smem_layouts(self) -> PairLayouts:
         c = self.config
 
-        def layout(rows, columns, stages):
-            return swizzled_layout(rows, columns, stages, self.dtype)
+        half, half_v = c.head_dim // c.consumers, c.head_dim_v // c.consumers
+
+        def layout(rows, columns, stages, part=None):
+            return swizzled_layout(rows, columns, stages, self.dtype, part=part)
 
         return PairLayouts(
-            q=layout(c.tile_m, c.head_dim, c.stages_of("q")),
-            k=layout(c.keys, c.head_dim, 1),
-            v=layout(c.keys, c.head_dim_v, 1),
-            do=layout(c.tile_m, c.head_dim_v, c.stages_of("do")),
-            other_k=layout(c.keys, c.head_dim // CLUSTER_CTAS, 1),
+            q=layout(c.tile_m, c.head_dim, c.stages_of("q"), half),
+            k=layout(c.keys, c.head_dim, 1, c.dq_columns),
+            v=layout(c.keys, c.head_dim_v, 1, half_v),
+            do=layout(c.tile_m, c.head_dim_v, c.stages_of("do"), half_v),
+            other_k=layout(c.keys, c.head_dim // CLUSTER_CTAS, 1, c.dq_columns),
             p=layout(c.keys, c.tile_m, c.stages_of("p")),
             ds=layout(c.keys, c.tile_m, c.stages),
             other_ds=layout(c.keys, c.tile_m, c.stages),

@@ -18,13 +18,14 @@ class PrepareKernel:
     """delta = rowsum(dO * O), and the log-sum-exp in base 2, for each row of a query tile, past the end too.
 
     A row without keys, and one past the end, gets a log-sum-exp of +inf and a delta of 0: its probabilities are then 0
-    and it takes part in no gradient. ``lanes`` neighbouring lanes share a row.
+    and it takes part in no gradient. ``lanes`` neighbouring lanes share a row, some of
+    them idle where their number is no power of two.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
-        self.lanes = config.head_dim_v // ELEMENTS
+        self.lanes = 1 << (config.head_dim_v // ELEMENTS - 1).bit_length()
 
     @cute.jit
     def __call__(

@@ -46,10 +46,11 @@ class SmemLayouts(NamedTuple):
 
 
 def swizzled_layout(
-    rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None
+    rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None, part: int | None = None
 ) -> cute.ComposedLayout:
-    """Row-major (rows, cols, stages) in the widest swizzle that divides a row."""
-    row_bytes = cols * dtype.width // 8
+    """Row-major (rows, cols, stages) in the widest swizzle that divides a row, or a ``part`` of its columns that is an
+    operand by itself."""
+    part_bytes = (cols if part is None else part) * dtype.width // 8
     kind = next(
         kind
         for width, kind in (
@@ -57,7 +58,7 @@ def swizzled_layout(
             (64, SmemLayoutAtomKind.K_SW64),
             (32, SmemLayoutAtomKind.K_SW32),
         )
-        if row_bytes % width == 0
+        if part_bytes % width == 0
     )
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     tile = cute.tile_to_shape(atom, (rows, cols), (0, 1))

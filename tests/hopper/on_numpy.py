@@ -246,14 +246,15 @@ def _backward_maps(
     c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
     is_paired = isinstance(c, PairedBackwardConfig)
     keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
-    other_k = [row_map(k, keys, c.head_dim // CLUSTER_CTAS)] if is_paired else []
+    # Swizzles are as wide as the columns that are an operand by themselves.
+    part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
     return [
-        row_map(q, rows, c.head_dim),
-        row_map(k, keys, c.head_dim),
-        row_map(v, keys, c.head_dim_v),
-        row_map(dout, rows, c.head_dim_v),
+        row_map(q, rows, part),
+        row_map(k, keys, c.dq_columns),
+        row_map(v, keys, part_v),
+        row_map(dout, rows, part_v),
         *(vector_map(vector, c.tile_m) for vector in vectors),
-        *other_k,
-        row_map(dk, WARPGROUP_ROWS, c.head_dim),
-        row_map(dv, WARPGROUP_ROWS, c.head_dim_v),
+        *([row_map(k, keys, c.dq_columns)] if is_paired else []),
+        row_map(dk, WARPGROUP_ROWS, c.dq_columns if is_paired else c.head_dim),
+        row_map(dv, WARPGROUP_ROWS, part_v),
     ]
