@@ -71,12 +71,12 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
     torch's current stream; where ``config.is_persistent`` with as many CTAs as there are SMs as a further argument.
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
-    ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v,
-    in the config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses.
-    lse and delta float32 (b, h, padded sq), contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of
-    each row, +inf for rows without keys and past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h,
-    query tiles, dq_parts, dq_words), zeros, contiguous, is added to in the order of
-    ``hopper.backward.dq.row_and_column``, without softmax_scale.
+    ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
+    (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v, in the config's dtype with last stride 1, other
+    strides in multiples of 8 elements and 16-byte aligned addresses. lse and delta float32 (b, h, padded sq),
+    contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of each row, +inf for rows without keys and
+    past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h, query tiles, dq_parts, dq_words), zeros,
+    contiguous, is added to in the order of ``hopper.backward.dq.row_and_column``, without softmax_scale.
     """
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk, padded, tiles = (cute.sym_int() for _ in range(7))
@@ -86,9 +86,6 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         return _strided(dtype, (b, seqlen, heads, columns), TMA_ALIGNMENT_ELEMENTS)
 
     kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
-    counter = (
-        (make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),) if config.is_persistent else ()
-    )
     return cute.compile(
         kernel(config),
         dense(sq, h, d),

@@ -33,8 +33,8 @@ class BackwardConfig:
     """Everything that is fixed when a backward kernel is compiled.
 
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
-    tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are added
-    in an order that does not depend on timing, so that dQ has the same bits in every run.
+    tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
+    added in an order that does not depend on timing, so that dQ has the same bits in every run.
     """
 
     dtype: str
@@ -116,8 +116,8 @@ class BackwardConfig:
 class PairedBackwardConfig(BackwardConfig):
     """A backward kernel for wide heads, of which a CTA cannot hold dK and dV of 128 keys in registers.
 
-    A cluster of two CTAs owns ``tile_n`` keys, half of them each, and the two consumer warpgroups of a CTA share out the
-    columns of dK and dV. Q and dS run through ``stages`` buffers, dO through one.
+    A cluster of two CTAs owns ``tile_n`` keys, half of them each, and the two consumer warpgroups of a CTA share out
+    the columns of dK and dV. Q and dS run through ``stages`` buffers, dO through one.
     """
 
     @property

@@ -32,8 +32,8 @@ class BackwardMmas(NamedTuple):
 class BackwardFragments(NamedTuple):
     """WGMMA operands in shared memory; those of Q and dO have a last mode over stages, those of dS over buffers.
 
-    ``k`` and ``v`` are A of S^T and dP^T for the keys of the warpgroup, ``q`` and ``do`` their B; ``do_t`` and ``q_t``
-    are B of dV and dK; ``ds`` and ``k_t`` are A and B of dQ.
+    ``k`` and ``v`` are A of S^T and dP^T for the keys of the warpgroup, ``q`` and ``do`` their B; ``do_t`` and
+    ``q_t`` are B of dV and dK; ``ds`` and ``k_t`` are A and B of dQ.
     """
 
     k: cute.Tensor
@@ -97,12 +97,12 @@ class BackwardConsumer(LoopInvariant):
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads and batches. dS and the staged dQ go to the
-        buffers of the number of the stage. Releases the stages of Q and dO.
+        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads and batches. dS and the staged dQ
+        go to the buffers of the number of the stage. Releases the stages of Q and dO.
 
-        Under S the dQ of the block before is staged, under dP runs the softmax, under dV dS, and under dK the wait for
-        the dS of the other warpgroups. LSE is read before the GEMMs that would slow these loads down are under way.
-        Nothing stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
+        Under S the dQ of the block before is staged, under dP runs the softmax, under dV dS, and under dK the wait
+        for the dS of the other warpgroups. LSE is read before the GEMMs that would slow these loads down are under
+        way. Nothing stays in flight on return: ptxas serialises all WGMMAs of a loop that carries one around its end.
         """
         f = self.fragments
         acc_S, acc_dP = self._make_scores(self.mmas.s), self._make_scores(self.mmas.dp)

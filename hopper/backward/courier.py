@@ -38,9 +38,10 @@ class Courier(LoopInvariant):
     """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``).
 
     ``sdQ`` is float32 (words, buffers, warpgroups) in shared memory and ``mdQ`` (words, warpgroups, query tiles) in
-    global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each. dQ
-    of a block is staged when ``pipe`` is full of dS of the block behind it. There is a courier for each of the
-    ``stages`` of ``pipe``, of number ``stage``: from its turn to the next one's a block takes longer than the consumers.
+    global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each.
+    dQ of a block is staged when ``pipe`` is full of dS of the block behind it. There is a courier for each of the
+    ``stages`` of ``pipe``, of number ``stage``: from its turn to the next one's a block takes longer than the
+    consumers.
     """
 
     def __init__(

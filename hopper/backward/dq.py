@@ -43,8 +43,8 @@ class GradientOfQ(LoopInvariant):
     way. Of the buffers one is written while another is read.
 
     ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
-    warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part is
-    in ``acc`` or staged.
+    warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part
+    is in ``acc`` or staged.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class GradientOfQ(LoopInvariant):
 
 
 class OrderedGradientOfQ(GradientOfQ):
-    """The same where a courier warp sends what is staged, in its turn. ``pipe`` is that of dS: a stage of it is full when
-    dS of a block and dQ of the one before are written, and empty when that dQ has been added."""
+    """The same where a courier warp sends what is staged, in its turn. ``pipe`` is that of dS: a stage of it is full
+    when dS of a block and dQ of the one before are written, and empty when that dQ has been added."""
 
     def __init__(self, pipe: PipelineAsync, *rest):
         super().__init__(*rest)

@@ -1,6 +1,5 @@
 """dK and dV of a key tile, from registers to global memory."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
@@ -41,8 +40,8 @@ class BackwardEpilogue(LoopInvariant):
     def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
         """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, batch.
 
-        ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that ``acc``
-        of dQ holds will take the other one.
+        ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that
+        ``acc`` of dQ holds will take the other one.
         """
         c = self.config
         scaled = consumer.acc_dK.load() * self.softmax_scale

@@ -29,8 +29,8 @@ from hopper.forward.operands import TmaOperand
 
 
 class BackwardLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. ``dk`` and ``dv`` are of the rows
-    of one warpgroup, on their way out."""
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. ``dk`` and ``dv`` are of the
+    rows of one warpgroup, on their way out."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -63,17 +63,16 @@ class BackwardKernel:
     | q | `stages` | Q of a query tile and its LSE |
     | do | `stages` | dO of a query tile and its delta |
     | ds | `stages` | dS^T of all keys, before dQ = dS K reads it; the dQ of the block before, to be sent |
-
     | mailbox | 2 | the number of the next key tile (``TileScheduler``) |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
-    | CONSUMERS | 1 | all consumers | dS and the dQ sent last, read before dK and dV take their place, and these before dS |
+    | CONSUMERS | 1 | all consumers | dS and the dQ sent last are read before dK and dV lie there, and these before dS |
     | WARPGROUP + wg | 2 | 128 | dK and dV, or the last dQ, staged by warpgroup wg, complete before they are sent |
 
     The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` with the key tiles of each key/value head. A
-    tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and dV
-    leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded.
+    tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and
+    dV leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded.
     """
 
     def __init__(self, config: BackwardConfig):

@@ -1,4 +1,4 @@
-"""The two consumer warpgroups of a CTA in the paired backward kernel: one makes P, the other dS, both all gradients."""
+"""The two consumer warpgroups of a CTA in the paired backward kernel: one makes P, one dS, both all gradients."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from hopper.backward.config import PairedBackwardConfig
-from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.courier import count_up, wait_for_count
+from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
@@ -44,8 +44,9 @@ class PairConsumer(LoopInvariant):
     """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
 
     Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads),
-    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` is int32
-    (warps, query tiles of all heads), zero before the launch: how many key tiles have added to the part of each warp.
+    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` is
+    int32 (warps, query tiles of all heads), zero before the launch: how many key tiles have added to the part of each
+    warp.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class PairConsumer(LoopInvariant):
 
     @cute.jit
     def _release_and_add(self, block: Int32, tile: Int32, turn: Int32):
-        """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory, where the
-        order is fixed after ``turn`` other key tiles."""
+        """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory, where
+        the order is fixed after ``turn`` other key tiles."""
         self.pipes.q.consumer_release(self.state("q", block))
         self.exchange.release(block)
         words = cute.make_tensor(

@@ -12,7 +12,7 @@ from hopper.backward.config import BackwardConfig
 
 
 class Visit(NamedTuple):
-    """The query tiles of one key tile: from ``begin`` on, with a mask, from ``unmasked`` on without, up to ``end``."""
+    """The query tiles of one key tile: from ``begin`` with a mask, from ``unmasked`` without, up to ``end``."""
 
     begin: Int32
     unmasked: Int32
@@ -21,13 +21,13 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardWork(LoopInvariant):
-    """Who hands out the ``num_tiles`` key tiles of a launch, in which order, and what they visit, of ``m_end`` query tiles
-    a head. These two could be computed here, but from the launch they need no register.
+    """Who hands out the ``num_tiles`` key tiles of a launch, in which order, and what they visit, of ``m_end`` query
+    tiles a head. These two could be computed here, but from the launch they need no register.
 
-    Where dQ is summed in a fixed order, a key tile waits at each query tile for some others. It waits for those alone that
-    were claimed before it, so there is always one that waits for none. Without a mask they come one behind the other,
-    since CTAs that have once waited stay apart. Under a causal mask each starts at its diagonal, and the last key tile is
-    the first at its queries: so that one is claimed first.
+    Where dQ is summed in a fixed order, a key tile waits at each query tile for some others. It waits for those alone
+    that were claimed before it, so there is always one that waits for none. Without a mask they come one behind the
+    other, since CTAs that have once waited stay apart. Under a causal mask each starts at its diagonal, and the last
+    key tile is the first at its queries: so that one is claimed first.
     """
 
     config: BackwardConfig

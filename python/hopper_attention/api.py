@@ -56,9 +56,9 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
             the data is multiplied by; ones by default. Where the product of those of q and k is negative,
             the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient.
-        deterministic: gradients of the same bits in every run. The Hopper backward kernel sums dQ in the order in
-            which key tiles finish, so they then come from the tiled reference, which is slow. The output has the
-            same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
+        deterministic: gradients of the same bits in every run. The Hopper backward kernel then sums dQ in a fixed
+            order, for which key tiles wait for each other; else in the order in which they finish. The output has
+            the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
         backend: "hopper", "reference", or None to have one chosen; see ``explain``.

@@ -59,7 +59,8 @@ def run_backward(
     """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
 
     dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
-    do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64, 128 or 256.
+    do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the
+    size of q, rounded up to whole tiles and to a head_dim of 64, 96, 128, 192 or 256.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).

@@ -50,3 +50,15 @@ def test_it_is_the_transpose_of_the_block_range():
             for m in range(queries.begin(n, seqlen_q, seqlen_k), queries.end(seqlen_q))
         }
         assert forward == backward
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tile_m,tile_n", [(16, 32), (64, 128), (128, 64)])
+def test_visitors_of_a_query_tile_are_the_first_key_tiles(tile_m, tile_n, causal):
+    queries = QueryRange(tile_m, tile_n, causal)
+    for seqlen_q, seqlen_k in SIZES:
+        key_tiles = range(-(-seqlen_k // tile_n))
+        for m_block in range(queries.end(seqlen_q)):
+            visitors = queries.visitors(m_block, len(key_tiles), seqlen_q, seqlen_k)
+            visiting = [n for n in key_tiles if queries.begin(n, seqlen_q, seqlen_k) <= m_block]
+            assert visiting == list(range(visitors))

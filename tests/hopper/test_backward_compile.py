@@ -19,6 +19,7 @@ from hopper.inspection import resource_usage
 from tests.hopper.wgmma_hazards import find_hazards
 
 SHIPPED = shipped_backward_configs()
+ONE_FOR_EACH_SIZE = [c for c in SHIPPED if (c.dtype, c.causal, c.ordered) == ("bfloat16", False, False)]
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
@@ -33,11 +34,11 @@ def test_shipped_config_compiles_without_spills(config):
 @pytest.mark.parametrize("step", ["prepare", "finish"])
 def test_steps_compile_without_spills(step):
     names = set()
-    for config in SHIPPED[:6:2]:
+    for config in ONE_FOR_EACH_SIZE:
         usage = resource_usage(BackwardStep(step, config))
         assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
         names.add(BackwardStep(step, config).name)
-    assert len(names) == 3
+    assert len(names) == 5
     with pytest.raises(ValueError, match="step is 'after', allowed: 'prepare' or 'finish'"):
         BackwardStep("after", SHIPPED[0])
 
@@ -67,7 +68,7 @@ def test_the_paired_kernel_has_its_groups_and_no_hazards(tmp_path):
     assert ptx.count(".multicast::cluster") == 2 * 256 // 64
 
 
-@pytest.mark.parametrize("config", SHIPPED[:5:2], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", ONE_FOR_EACH_SIZE, ids=lambda config: config.name)
 def test_words_of_dq_are_every_element_once(config):
     seen = {
         row_and_column(config, wg, word) for wg in range(config.dq_parts) for word in range(config.dq_words)
@@ -99,10 +100,10 @@ def test_invalid_field_is_named(change, message):
     "change,message",
     [
         ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"head_dim": 192, "head_dim_v": 192}, "head_dim is 192"),
+        ({"head_dim": 160, "head_dim_v": 160}, "head_dim is 160"),
         (
             {"head_dim": 128, "head_dim_v": 128},
-            "head_dim is 128, allowed: 256 in pairs of CTAs, and only there",
+            "head_dim is 128, allowed: above 128 in pairs of CTAs, and only there",
         ),
         ({"head_dim_v": 128}, "head_dim is 256 and head_dim_v 128, allowed: the same"),
         ({"tile_n": 256}, "tile_n is 256, allowed: 128"),
@@ -120,7 +121,7 @@ def test_invalid_field_of_a_pair_is_named(change, message):
 
 def test_only_pairs_serve_wide_heads():
     config = BackwardConfig("float16", 256, 256, False, tile_m=64, tile_n=128, stages=2)
-    with pytest.raises(ValueError, match="head_dim is 256, allowed: 256 in pairs of CTAs, and only there"):
+    with pytest.raises(ValueError, match="head_dim is 256, allowed: above 128 in pairs of CTAs, and only there"):
         validate_backward_config(config)
 
 
@@ -134,25 +135,36 @@ def test_sizes_of_a_pair():
     assert config.name == "hopper_bwd_bf16_d256_causal_m64n128s2_r240_24_pair"
 
 
+def test_the_order_of_dq_is_a_config_of_its_own():
+    for head_dim in (64, 96, 128, 192, 256):
+        config = select_backward_config("bfloat16", head_dim, head_dim, True, ordered=True)
+        assert config == replace(select_backward_config("bfloat16", head_dim, head_dim, True), ordered=True)
+        assert config.counts_per_tile == (16 if head_dim > 128 else 1)
+        with pytest.raises(ValueError, match="stages is 3, allowed: 2$"):
+            validate_backward_config(replace(config, stages=3))
+
+
 @pytest.mark.parametrize(
     "head_dims,native",
     [
         ((8, 64), 64),
-        ((72, 40), 128),
+        ((72, 40), 96),
+        ((104, 40), 128),
         ((128, 128), 128),
-        ((136, 64), 256),
-        ((64, 192), 256),
+        ((136, 64), 192),
+        ((64, 192), 192),
+        ((200, 64), 256),
         ((256, 256), 256),
     ],
 )
 def test_selection_covers_head_dims(head_dims, native):
     config = select_backward_config("float16", *head_dims, True)
     assert config.head_dim == config.head_dim_v == native
-    assert isinstance(config, PairedBackwardConfig) == (native == 256)
+    assert isinstance(config, PairedBackwardConfig) == (native > 128)
     assert config.tile_m == (128 if native == 64 else 64)
 
 
 def test_selection_refuses_what_no_kernel_takes():
-    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 12
+    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 40
     with pytest.raises(ValueError, match="head_dim 264 and head_dim_v 64: both may be at most 256"):
         select_backward_config("float16", 264, 64, True)

@@ -164,7 +164,7 @@ def test_on_a_gpu_only_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> No
     assert note == "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24"
     wide = replace(SQUARE, head_dim=192, head_dim_v=192)
     note = bench_backward_peers.describe_ours(wide, bench.draw_inputs(wide, 0, "cpu"), on_gpu)
-    assert note == "hopper_bwd_bf16_d256_causal_m64n128s2_r240_24_pair"
+    assert note == "hopper_bwd_bf16_d192_causal_m64n128s2_r240_24_pair"
     monkeypatch.setattr(backward_config, "MAX_BATCH_OR_HEADS", 0)
     with pytest.raises(NotImplementedError, match="the Hopper backward kernel takes at most 0: split it"):
         bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
