@@ -72,18 +72,41 @@ def test_deterministic_gradients(draw, head_dim: int, causal: bool) -> None:
     assert failures == {}
 
 
-@pytest.mark.parametrize(("seqlen", "causal"), [(8192, False), (8192, True), (40_000, False), (40_000, True)])
-def test_deterministic_gradients_of_more_key_tiles_than_multiprocessors(
-    draw, seqlen: int, causal: bool
-) -> None:
-    x = draw(torch.bfloat16, 1, (seqlen, seqlen), (4, 4), 128)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("batch", "seqlen"), [(16, 1024), (1, 8192), (1, 40_000)])
+def test_deterministic_gradients_where_key_tiles_queue(draw, batch, seqlen, head_dim, causal) -> None:
+    """More key tiles than multiprocessors, of one head or of many."""
+    x = draw(torch.bfloat16, batch, (seqlen, seqlen), (4, 4), head_dim)
     out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
-    arguments = (torch.randn_like(out), x.q, x.k, x.v, out, lse, 128**-0.5, causal)
+    arguments = (torch.randn_like(out), x.q, x.k, x.v, out, lse, head_dim**-0.5, causal)
     first = run_backward(*arguments, deterministic=True)
     for _ in range(3):
         assert all(map(torch.equal, first, run_backward(*arguments, deterministic=True)))
     unordered = run_backward(*arguments)
     assert ((first[0] - unordered[0]).float().norm() / unordered[0].float().norm()).item() < 2e-3
+
+
+ALLOCATION_BYTES = 512
+"""To a multiple of which PyTorch's allocator rounds up."""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("head_dim", "native"), [(64, 64), (72, 96), (128, 128), (256, 256)])
+def test_extra_memory_is_the_sums_of_dq_and_two_numbers_a_row(draw, head_dim, native, deterministic) -> None:
+    x = draw(torch.bfloat16, 2, (1000, 1200), (4, 2), head_dim)
+    out, lse = flash_attn_func(x.q, x.k, x.v, return_attn_probs=True)
+    arguments = (torch.randn_like(out), x.q, x.k, x.v, out, lse, head_dim**-0.5, False)
+    run_backward(*arguments, deterministic=deterministic)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = run_backward(*arguments, deterministic=deterministic)
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
+    padded_rows, query_tiles = 2 * 4 * 1024, 2 * 4 * 1024 // (128 if native == 64 else 64)
+    counts = query_tiles * (16 if native > 128 else 1) if deterministic else 0
+    stated = 4 * (padded_rows * (native + 2) + counts)
+    assert stated <= extra <= stated + 6 * ALLOCATION_BYTES
 
 
 def test_a_long_sequence_and_its_repeats_agree(draw) -> None:

@@ -235,12 +235,14 @@ def test_expanded_gradients_of_the_output(draw) -> None:
     assert find_gradient_errors(x, summed, torch.ones_like(x.q), True) == []
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("dimension", BIG)
-def test_tensors_above_two_to_the_31_elements(draw, runs, device: str, dimension: str) -> None:
+def test_tensors_above_two_to_the_31_elements(draw, runs, device: str, dimension: str, head_dim: int) -> None:
     """Only the last rows of the last head, beyond what 32 bits can address, have a gradient; all others are zero."""
     needs_memory(device, 100)
     batch, seqlens, heads = BIG[dimension]
-    x = draw(torch.bfloat16, batch, seqlens, heads, 64)
+    heads = heads[0] * 64 // head_dim, heads[1] * 64 // head_dim
+    x = draw(torch.bfloat16, batch, seqlens, heads, head_dim)
     assert max(x.q.numel(), x.k.numel()) > 2**31
     leaves = leaves_of(x)
     out = flash_attn_func(*leaves)

@@ -121,7 +121,9 @@ def test_invalid_field_of_a_pair_is_named(change, message):
 
 def test_only_pairs_serve_wide_heads():
     config = BackwardConfig("float16", 256, 256, False, tile_m=64, tile_n=128, stages=2)
-    with pytest.raises(ValueError, match="head_dim is 256, allowed: above 128 in pairs of CTAs, and only there"):
+    with pytest.raises(
+        ValueError, match="head_dim is 256, allowed: above 128 in pairs of CTAs, and only there"
+    ):
         validate_backward_config(config)
 
 
