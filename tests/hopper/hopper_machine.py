@@ -148,7 +148,7 @@ class Warp:
         self.counter = np.zeros(LANES, np.int64)
         self.done = np.zeros(LANES, bool)
         self.awaited: tuple[int, int] | None = None
-        self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk")}
+        self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk", "copy")}
         lane = np.arange(LANES, dtype=np.uint32)
         same = {
             f"%{name}.{axis}": value
@@ -339,3 +339,4 @@ def run(program: Program, cta: Cta) -> None:
             assert not products.open and not any(products.committed), "a warp ends with products under way"
             copies.commit()
             copies.wait(0)
+            assert not warp.groups["copy"].open

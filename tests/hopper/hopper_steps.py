@@ -9,27 +9,12 @@ import numpy as np
 
 from tests.hopper.floats import from_bf16, to_bf16, to_e4m3, to_f16, widen
 from tests.hopper.hopper_machine import LANES, SWIZZLE_BITS, Barrier, Step, Waiting, Warp, swizzled
+from tests.hopper.ptx_text import address_of, dtype_of, operands_of
+from tests.hopper.warp_steps import WARP_STEPS
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync", "nanosleep",
 )  # fmt: skip
-
-
-def operands_of(rest: str) -> list[str]:
-    """Split at the commas that no bracket encloses."""
-    parts, depth = [""], 0
-    for character in rest:
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
-def dtype_of(suffix: str) -> type:
-    kind = {"f": "f", "s": "i", "u": "u", "b": "u"}[suffix[0]]
-    return np.bool_ if suffix == "pred" else np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
 
 
 def decode(name: str, rest: str) -> Step:
@@ -39,7 +24,7 @@ def decode(name: str, rest: str) -> Step:
         return lambda warp, mask: None
     if name.startswith("fence.proxy.async"):
         return _fence
-    for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk.")):
+    for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk."), ("copy", "cp.async.")):
         if name.startswith(prefix + "commit_group"):
             return lambda warp, mask: warp.groups[kind].commit()
         if name.startswith(prefix + "wait_group"):
@@ -293,11 +278,6 @@ def _elect(name: str, ops: list[str]) -> Step:
 # memory
 
 
-def address_of(text: str) -> tuple[str, int]:
-    base, _, offset = text.strip("[] ").partition("+")
-    return base, int(offset or "0", 0)
-
-
 def _bytes(warp: Warp, space: str, address: int) -> tuple[np.ndarray, int]:
     return (warp.cta.shared, address) if space == "shared" else warp.cta.buffer(address)
 
@@ -353,38 +333,6 @@ def _atom(name: str, ops: list[str]) -> Step:
             old[lane] = cell[0]
             cell[0] += warp.get(ops[2], np.uint32)[lane]
         warp.set(ops[0], old, mask)
-
-    return step
-
-
-def _stmatrix(name: str, ops: list[str]) -> Step:
-    base, offset = address_of(ops[0])
-    registers = operands_of(ops[1].strip("{}"))
-    assert ".trans" not in name
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            rows = warp.get(register, np.uint32).reshape(8, 4)
-            for row in range(8):
-                at = int(addresses[8 * i + row]) + offset
-                warp.cta.shared[at : at + 16].view(np.uint32)[:] = rows[row]
-                warp.cta.unfenced[at : at + 16] = warp.number + 1
-
-    return step
-
-
-def _ldmatrix(name: str, ops: list[str]) -> Step:
-    registers = operands_of(ops[0].strip("{}"))
-    base, offset = address_of(ops[1])
-    assert ".x4.trans" in name
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            cells = addresses[8 * i : 8 * i + 8, None].astype(np.int64) + offset + np.arange(16)
-            rows = np.ascontiguousarray(warp.cta.shared[cells]).view(np.uint16)
-            warp.set(register, np.ascontiguousarray(rows.T.reshape(LANES, 2)).view(np.uint32)[:, 0], mask)
 
     return step
 
@@ -595,6 +543,6 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
-    "atom": _atom, "stmatrix": _stmatrix, "ldmatrix": _ldmatrix, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
-    "cp.async.bulk": _bulk, "cp.reduce": _bulk, "wgmma.mma_async": _wgmma,
+    "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
+    "cp.async.bulk": _bulk, "cp.reduce": _bulk, "wgmma.mma_async": _wgmma, **WARP_STEPS,
 }  # fmt: skip
