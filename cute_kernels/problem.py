@@ -11,9 +11,7 @@ MAX_TILES = 2**31 - 2**16
 """Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""
 
 
-def cover_head_dims(
-    native: tuple[tuple[int, int], ...], head_dim: int, head_dim_v: int
-) -> tuple[int, int]:
+def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Of ``native`` pairs, the one of least work that is not smaller in either."""
     fits = [pair for pair in native if pair[0] >= head_dim and pair[1] >= head_dim_v]
     if not fits:
@@ -23,9 +21,7 @@ def cover_head_dims(
     return min(fits, key=sum)
 
 
-def check_problem_size(
-    kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]
-) -> None:
+def check_problem_size(kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:
     """Raise NotImplementedError for sizes that a kernel's 32-bit tile and key numbers cannot count.
 
     ``sizes`` are batch and heads, ``seqlens`` those of Q and K; ``kernel`` is its name in the message.

@@ -8,7 +8,6 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.quantize.config import QuantizeConfig
 
-
 HOPPER_ARCH = "sm_90a"
 
 

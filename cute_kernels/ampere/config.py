@@ -36,8 +36,21 @@ class SharedMemory:
 KIB = 1_024
 LARGE = SharedMemory(cta=163 * KIB, sm=164 * KIB)
 SMALL = SharedMemory(cta=99 * KIB, sm=100 * KIB)
-ARCHS = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGE, "sm_120": SMALL}
-"""Shared memory by what a kernel is compiled for. sm_90a, which has more, takes the kernels of sm_80."""
+HOPPER = SharedMemory(cta=227 * KIB, sm=228 * KIB)
+ARCHS = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": HOPPER, "sm_120": SMALL}
+"""Shared memory by what a kernel is compiled for."""
+
+OLDEST_CAPABILITY = (8, 0)
+ARCH_OF_CAPABILITY = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_80",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (12, 0): "sm_120",
+    (12, 1): "sm_120",
+}
+"""What kernels for a GPU of this compute capability are compiled for."""
 
 NATIVE_HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other runs on the cheapest one that covers
@@ -66,7 +79,7 @@ class AmpereForwardConfig:
     ctas_per_sm: int
     q_in_registers: bool = False
     fused_exponentials: bool = True
-    lazy_rescale: bool = False
+    lazy_rescale: bool = True
 
     @property
     def threads(self) -> int:
@@ -102,7 +115,7 @@ class AmpereForwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}s{self.stages}c{self.ctas_per_sm}"]
         parts += ["qreg"] if self.q_in_registers else []
         parts += [] if self.fused_exponentials else ["apart"]
-        parts += ["lazy"] if self.lazy_rescale else []
+        parts += [] if self.lazy_rescale else ["eager"]
         return "_".join(parts)
 
 
@@ -128,11 +141,15 @@ def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
         raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
     allowed_m = (MMA_ROWS * c.warps, 2 * MMA_ROWS * c.warps)
     if c.tile_m not in allowed_m:
-        raise ValueError(f"tile_m is {c.tile_m}, allowed with {c.warps} warps: {allowed_m[0]} or {allowed_m[1]}")
+        raise ValueError(
+            f"tile_m is {c.tile_m}, allowed with {c.warps} warps: {allowed_m[0]} or {allowed_m[1]}"
+        )
     for head_dim in (c.head_dim, c.head_dim_v):
         rows = c.threads // swizzle_span(head_dim)
         if c.tile_n % max(rows, MMA_KEYS) or not MMA_KEYS <= c.tile_n <= 256 or c.tile_m % rows:
-            raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of {rows}, which one pass of the threads loads")
+            raise ValueError(
+                f"tile_n is {c.tile_n}, allowed: multiples of {rows}, which one pass of the threads loads"
+            )
     if not 2 <= c.stages <= 8:
         raise ValueError(f"stages is {c.stages}, allowed: 2 to 8")
     smem = ARCHS[c.arch]
@@ -154,7 +171,7 @@ class Tiling:
     ctas_per_sm: int
     q_in_registers: bool = False
     fused_exponentials: bool = True
-    lazy_rescale: bool = False
+    lazy_rescale: bool = True
 
 
 TILINGS: dict[SharedMemory, dict[tuple[int, int], Tiling]] = {
@@ -177,7 +194,7 @@ TILINGS: dict[SharedMemory, dict[tuple[int, int], Tiling]] = {
         (256, 256): Tiling(64, 64, 4, 2, 1, q_in_registers=True),
     },
 }
-"""By shared memory and (head_dim, head_dim_v). Two CTAs of 4 warps with 32 rows each read K and V least and overlap
+"""By shared memory, of which at least so much is there, and (head_dim, head_dim_v). Two CTAs of 4 warps with 32 rows each read K and V least and overlap
 one's softmax with the other's products; from head_dim 192 on O leaves registers for 16 rows a warp."""
 
 
@@ -187,7 +204,12 @@ def select_ampere_forward_config(
 ) -> AmpereForwardConfig:
     """The config that serves a problem. Reads sizes only, never a tensor; cached."""
     pair = cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
-    return make_config(dtype, arch, pair, causal, TILINGS[ARCHS[arch]][pair])
+    return make_config(dtype, arch, pair, causal, tilings_of(arch)[pair])
+
+
+def tilings_of(arch: str) -> dict[tuple[int, int], Tiling]:
+    """The tilings for an architecture: the first table whose shared memory it has."""
+    return next(table for smem, table in TILINGS.items() if ARCHS[arch].cta >= smem.cta)
 
 
 def make_config(
@@ -219,6 +241,6 @@ def shipped_ampere_forward_configs(archs: tuple[str, ...] = tuple(ARCHS)) -> tup
         make_config(dtype, arch, pair, causal, tiling)
         for arch in archs
         for dtype in DTYPES
-        for pair, tiling in TILINGS[ARCHS[arch]].items()
+        for pair, tiling in tilings_of(arch).items()
         for causal in (False, True)
     )

@@ -144,7 +144,8 @@ class AmpereForwardKernel:
         of_warp = BlockRange(c.rows_per_warp, c.tile_n, c.causal)
         band_number = m_block * c.warps + warp
         blocks = WarpBlocks(
-            of_warp.end(band_number, seqlen_q, seqlen_k), of_warp.unmasked_end(band_number, seqlen_q, seqlen_k)
+            of_warp.end(band_number, seqlen_q, seqlen_k),
+            of_warp.unmasked_end(band_number, seqlen_q, seqlen_k),
         )
         mainloop.attend(masks, n_end, blocks)
         epilogue = Epilogue(c, sQ, warp, lane)

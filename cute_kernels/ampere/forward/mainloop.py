@@ -33,9 +33,7 @@ def make_accumulator(columns: int) -> cute.Tensor:
 
 def columns_of(acc: cute.Tensor, step: int) -> cute.Tensor:
     """The 16 columns number ``step`` of an accumulator."""
-    return cute.make_tensor(
-        acc.iterator + 2 * WORDS_PER_GROUP * step, cute.make_layout(((2, 2, 2), 1, 1))
-    )
+    return cute.make_tensor(acc.iterator + 2 * WORDS_PER_GROUP * step, cute.make_layout(((2, 2, 2), 1, 1)))
 
 
 class Mainloop(LoopInvariant):
@@ -60,8 +58,8 @@ class Mainloop(LoopInvariant):
     def attend(self, masks: list[TileMask], n_end: Int32, blocks: WarpBlocks):
         """Leave O, not yet normalised, in ``acc_O`` and the row statistics in ``softmax``.
 
-        The ring must have been filled from block ``n_end - 1`` on; all warps go from there down to block 0 together, and
-        each computes what its own rows see.
+        The ring must have been filled from block ``n_end - 1`` on; all warps go from there down to block 0
+        together, and each computes what its own rows see.
         """
         for band in cutlass.range_constexpr(self.config.bands):
             self.softmax[band].start()

@@ -36,7 +36,9 @@ class KeyValueRing(LoopInvariant):
         cute.arch.sync_threads()
 
     @cute.jit
-    def refill(self, item: cutlass.Constexpr[int], n_block: Int32, slot: Int32, is_guarded: cutlass.Constexpr[bool]):
+    def refill(
+        self, item: cutlass.Constexpr[int], n_block: Int32, slot: Int32, is_guarded: cutlass.Constexpr[bool]
+    ):
         """While item 0 (K) or 1 (V) of ``n_block`` is used at ``slot``, load what comes ``stages - 1`` items later."""
         last = (self.config.stages - 1) * self.config.stage_bytes
         free = last if slot == 0 else slot - self.config.stage_bytes

@@ -59,5 +59,7 @@ def test_forward(dtype, head_dims, causal, seqlens, heads) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_schedules(stages: int, fused: bool) -> None:
     config = select_ampere_forward_config("bfloat16", 64, 64, False, "sm_80")
-    config = replace(config, stages=stages, fused_exponentials=fused, q_in_registers=fused, lazy_rescale=fused)
+    config = replace(
+        config, stages=stages, fused_exponentials=fused, q_in_registers=fused, lazy_rescale=fused
+    )
     check(config, draw(torch.bfloat16, (20, 330), (1, 1), (64, 64)))
