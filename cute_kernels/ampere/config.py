@@ -182,7 +182,7 @@ TILINGS: dict[SharedMemory, dict[tuple[int, int], Tiling]] = {
         (128, 128): Tiling(128, 64, 4, 3, 2),
         (192, 128): Tiling(128, 64, 8, 4, 1, q_in_registers=True),
         (192, 192): Tiling(128, 64, 8, 4, 1, q_in_registers=True),
-        (256, 256): Tiling(128, 64, 8, 3, 1, q_in_registers=True),
+        (256, 256): Tiling(128, 64, 8, 3, 1),
     },
     SMALL: {
         (32, 32): Tiling(128, 64, 4, 4, 2, q_in_registers=True),
@@ -191,11 +191,12 @@ TILINGS: dict[SharedMemory, dict[tuple[int, int], Tiling]] = {
         (128, 128): Tiling(128, 32, 4, 2, 2),
         (192, 128): Tiling(128, 32, 8, 4, 1, q_in_registers=True),
         (192, 192): Tiling(128, 32, 8, 4, 1, q_in_registers=True),
-        (256, 256): Tiling(64, 64, 4, 2, 1, q_in_registers=True),
+        (256, 256): Tiling(64, 64, 4, 2, 1),
     },
 }
-"""By shared memory, of which at least so much is there, and (head_dim, head_dim_v). Two CTAs of 4 warps with 32 rows each read K and V least and overlap
-one's softmax with the other's products; from head_dim 192 on O leaves registers for 16 rows a warp."""
+"""By shared memory, of which at least so much is there, and (head_dim, head_dim_v). Two CTAs of 4 warps with 32 rows
+each read K and V least and overlap one's softmax with the other's products; from head_dim 192 on O leaves registers
+for 16 rows a warp."""
 
 
 @lru_cache(maxsize=4096)

@@ -211,5 +211,6 @@ def check_features(
 
 def _missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} is {value}: {feature} is not implemented yet, by no backend; use {instead}"
+        f"{name} is {value}: {feature} is not implemented yet, neither by the kernels nor by "
+        f"'reference'; use {instead}"
     )

@@ -1,0 +1,48 @@
+"""Every shipped kernel without WGMMA compiles without a GPU, without spills, and without a newer instruction."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from cute_kernels.ampere.config import select_ampere_forward_config, shipped_ampere_forward_configs
+from hopper.compile import compile_kernel
+from hopper.inspection import ResourceUsage, resource_usage
+
+OLDER = ("sm_80", "sm_86", "sm_89", "sm_120")
+SHIPPED = [
+    config
+    for config in shipped_ampere_forward_configs(OLDER)
+    # The element type changes no register: one kind is enough but on one architecture.
+    if config.dtype == "bfloat16" or (config.arch == "sm_80" and config.causal)
+]
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[str, ResourceUsage]:
+    """ptxas's report by config; processes, because ``cute.compile`` is not thread-safe."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context) as pool:
+        return {c.name: usage for c, usage in zip(SHIPPED, pool.map(resource_usage, SHIPPED), strict=True)}
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_shipped_config_compiles_without_spills(config, usages) -> None:
+    usage = usages[config.name]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads * config.ctas_per_sm <= 65_536
+
+
+NEWER = r"wgmma|mbarrier|bulk|stmatrix|setmaxnreg|elect\.sync|cluster|griddepcontrol|tensormap"
+
+
+def test_kernels_have_no_instruction_newer_than_sm_80(tmp_path) -> None:
+    config = select_ampere_forward_config("bfloat16", 64, 64, True, "sm_90a")
+    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
+    assert ".target sm_90a" in ptx and re.findall(NEWER, ptx) == []
+    # S and O of two bands of 16 rows, 64 x 64 x 16 bits deep, in the loops with and without a mask.
+    assert ptx.count("mma.sync.aligned.m16n8k16") == 2 * 2 * (2 * 8 * 4)
