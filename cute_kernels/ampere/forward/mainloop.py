@@ -103,10 +103,11 @@ class Mainloop(LoopInvariant):
             if const_expr(is_masked):
                 masks[band].apply(acc_S[band], n_block)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
-            self._shrink(band)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()
         self.ring.refill(1, n_block, v_slot, is_masked)
+        for band in cutlass.range_constexpr(self.config.bands):
+            self._shrink(band)
         self._add_values(acc_S, v_slot)
         return self.ring.next_slot(v_slot)
 
