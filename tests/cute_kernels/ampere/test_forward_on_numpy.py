@@ -55,6 +55,12 @@ def test_forward(dtype, head_dims, causal, seqlens, heads) -> None:
     check(config, draw(dtype, seqlens, heads, head_dims))
 
 
+def test_tiles_for_small_shared_memory() -> None:
+    config = select_ampere_forward_config("bfloat16", 96, 96, True, "sm_86")
+    assert config.tile_n == 32
+    check(config, draw(torch.bfloat16, (90, 100), (1, 1), (96, 96)))
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("fused", [False, True])
 def test_schedules(stages: int, fused: bool) -> None:
