@@ -1,9 +1,9 @@
 """The 16-bit forward kernel with a clock: when each warpgroup of one tile began and ended each GEMM and softmax.
 
-It is ``ForwardKernel`` with another softmax and other ends of two pipelines, which read the clock where they are called
-and do what they did. The kernel that ships has none of it. A reading is a predicated store without a branch: a branch
-would end a basic block, across which no WGMMA stays in flight. It costs a few cycles, so a recorded tile is a little
-slower than others.
+It is ``ForwardKernel`` with another softmax, other turns and other ends of two pipelines, which read the clock where
+they are called and do what they did. The kernel that ships has none of it. A reading is a predicated store without a
+branch: a branch would end a basic block, across which no WGMMA stays in flight. It costs a few cycles, so a recorded
+tile is a little slower than others.
 """
 
 from typing import Any
@@ -18,7 +18,9 @@ from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_THREADS, ForwardConfig
+from hopper.forward.barriers import PingPong
 from hopper.forward.compile import TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_ELEMENTS
+from hopper.forward.consumer import Consumer
 from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
 from hopper.forward.operands import Pipelines
 
@@ -136,10 +138,9 @@ class RecordedPipe(LoopInvariant):
 
 
 class RecordedKeys(RecordedPipe):
-    """Q K^T is issued once K is there and the turn has come, and K released as soon as Q K^T has been waited for.
+    """Q K^T is issued once K is there, and K released as soon as Q K^T has been waited for.
 
-    Its start is stamped before the wait for the turn. After the issue would be too late: that of P V, which follows,
-    takes until Q K^T is almost done, since its operand lies in registers.
+    Where a turn has to come before the issue, :class:`RecordedTurns` stamps the start again.
     """
 
     def consumer_wait(self, state: PipelineState):
@@ -165,8 +166,34 @@ class RecordedValues(RecordedPipe):
         self.pipe.consumer_release(state)
 
 
+class RecordedTurns(PingPong):
+    """Stamps the start of Q K^T once a warpgroup has its turn on the tensor cores.
+
+    After the issue would be too late: that of P V, which follows, takes until Q K^T is almost done, since its operand
+    lies in registers.
+    """
+
+    def __init__(self, config: ForwardConfig, wg: Int32, recorder: Recorder):
+        super().__init__(config, wg)
+        self.recorder = recorder
+
+    def take_turn(self):
+        super().take_turn()
+        self.recorder.start(QK, self.recorder.ahead)
+
+
+class RecordedConsumer(Consumer):
+    """Stamps what its softmax, its pipelines and its turns do."""
+
+    def __init__(self, config, mmas, operands, pipes, softmax: RecordedSoftmax, feeder, wg: Int32):
+        super().__init__(config, mmas, operands, pipes, softmax, feeder, wg)
+        self.ping_pong = RecordedTurns(config, wg, softmax.recorder)
+
+
 class RecordingKernel(ForwardKernel):
     """``ForwardKernel`` that records tile number ``recorded_tile``, from 0, of the first CTA."""
+
+    consumer_type = RecordedConsumer
 
     def __init__(self, config: ForwardConfig, recorded_tile: int):
         super().__init__(config)

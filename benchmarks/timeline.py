@@ -32,6 +32,7 @@ from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_peers import Inputs, Setting
 from hopper_attention.experiments.bench_results import Problem, write_text
 from hopper_attention.experiments.bench_timing import CudaStopwatch, GpuLostError
+from hopper_attention.experiments.bench_variants import count_ctas
 from hopper_attention.experiments.timeline import (
     KIND,
     Recording,
@@ -95,7 +96,7 @@ class Launches:
         self.counter = torch.zeros(2, dtype=torch.int32, device=device)
         blocks = -(-p.seqlen_k // config.tile_n)
         self.stamps = torch.zeros(stamp_shape(config, blocks), dtype=torch.int64, device=device)
-        self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        self.ctas = count_ctas(config, device)
 
     def _call(self, function: Callable[..., Any], out: Tensor, *more: Tensor) -> Tensor:
         x, scale = self.inputs, self.problem.head_dim**-0.5
@@ -134,8 +135,8 @@ def describe_method() -> dict[str, object]:
     return {
         "inputs": "N(0, 1)",
         "recorded": f"tile {RECORDED_TILE} of CTA 0, {BLOCKS} key blocks in its middle, one thread a warpgroup",
-        "clock": "clock64 of the SM, read when K is there for Q K^T, when P V has been issued, when each wait for a "
-        "GEMM returns, and as each softmax begins and ends",
+        "clock": "clock64 of the SM, read when K and the turn are there for Q K^T, when P V has been issued, when each "
+        "wait for a GEMM returns, and as each softmax begins and ends",
         "checked": "the output has the same bits as without a clock",
         "slowdown": f"median of {ROUNDS} rounds of {REPEATS} launches each",
     }

@@ -37,3 +37,10 @@ class QueryRange:
         # As arithmetic and not as a branch: 1 where the tile holds keys past the end.
         is_ragged = minimum(maximum(past_last_key - seqlen_k, 0), 1)
         return minimum(first + is_ragged * end, end)
+
+    def visitors(self, m_block: Any, num_n_blocks: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
+        """How many of ``num_n_blocks`` key tiles visit query tile ``m_block``: all, or the first few."""
+        if not self.causal:
+            return num_n_blocks
+        past_last_key = maximum((m_block + 1) * self.tile_m + seqlen_k - seqlen_q, 0)
+        return minimum(ceil_div(past_last_key, self.tile_n), num_n_blocks)

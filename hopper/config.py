@@ -15,6 +15,9 @@ from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
 
+SMEM_RESERVED = 1_024
+"""Shared memory of a CTA that the driver keeps for itself; SMEM_BYTES and this are all that an SM has."""
+
 REGISTERS_PER_SM = 65_536
 WARPGROUP_THREADS = 128
 WARPGROUP_ROWS = 64
@@ -60,7 +63,8 @@ class ForwardConfig:
     so that one's softmax runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for
     a new maximum not with the softmax that found it but under the next Q K^T, and not at all if a warp found none.
     Without ``warp_specialized`` there is no producer warp: the first consumer warp loads between its own steps, and
-    all threads keep the registers of the launch. Such a kernel is for comparison, as in the paper's ablation.
+    all threads keep the registers of the launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory.
+    Such kernels are for comparison, as in the paper's ablation.
     """
 
     dtype: str
@@ -75,6 +79,7 @@ class ForwardConfig:
     ping_pong: bool = True
     late_rescale: bool = False
     warp_specialized: bool = True
+    ctas_per_sm: int = 1
 
     @property
     def consumers(self) -> int:
@@ -88,7 +93,12 @@ class ForwardConfig:
     @property
     def launched_registers(self) -> int:
         """Registers a thread has before ``setmaxnreg``."""
-        return min(REGISTERS_PER_SM // self.threads // 8 * 8, MAX_REGISTERS)
+        return min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads) // 8 * 8, MAX_REGISTERS)
+
+    @property
+    def smem_limit(self) -> int:
+        """Shared memory that each CTA may use."""
+        return (SMEM_BYTES + SMEM_RESERVED) // self.ctas_per_sm - SMEM_RESERVED
 
     @property
     def out_dtype(self) -> str:
@@ -114,7 +124,7 @@ class ForwardConfig:
     @property
     def o_shares_q(self) -> bool:
         """Whether O is staged in Q's shared memory, because a buffer of its own would not fit."""
-        return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > SMEM_BYTES
+        return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > self.smem_limit
 
     @property
     def smem_bytes(self) -> int:
@@ -137,6 +147,7 @@ class ForwardConfig:
         parts += [] if self.ping_pong else ["nopingpong"]
         parts += ["late"] if self.late_rescale else []
         parts += [] if self.warp_specialized else ["nows"]
+        parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
         return "_".join(parts)
 
 
@@ -193,14 +204,16 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 256")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    if c.ctas_per_sm < 1:
+        raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
             f"O is staged in Q's memory and needs {c.o_bytes} bytes, allowed: {c.q_bytes}; stages is {c.stages} and "
             f"tile_n {c.tile_n}, of which fewer leave O memory of its own"
         )
-    if c.smem_bytes > SMEM_BYTES:
-        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+    if c.smem_bytes > c.smem_limit:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {c.smem_limit}")
 
 
 def _validate_fp8(config: Fp8ForwardConfig) -> None:

@@ -2,6 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 
@@ -12,8 +13,11 @@ def issue_gemm(
     tA: cute.Tensor,
     tB: cute.Tensor,
     accumulate: cutlass.Constexpr[bool],
+    closes: cutlass.Constexpr[bool] = True,
 ):
     """Start acc (+)= A B^T as one group of asynchronous WGMMAs and return at once.
+
+    With ``closes=False`` the group is left open for the next call.
 
     The atom is made here and not taken from ``tiled_mma``, because its ACCUMULATE field is state: set inside a
     dynamic loop on an atom from outside, it would have to be carried around that loop.
@@ -24,4 +28,5 @@ def issue_gemm(
     for k in cutlass.range_constexpr(cute.size(tA.shape[2])):
         cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
+    if const_expr(closes):
+        warpgroup.commit_group()

@@ -2,12 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from hopper.backward.config import BackwardConfig, BackwardStep
+from hopper.backward.config import BackwardConfig, BackwardStep, PairedBackwardConfig
 from hopper.backward.finish import FinishKernel
 from hopper.backward.kernel import BackwardKernel
+from hopper.backward.pair_kernel import PairedBackwardKernel
 from hopper.backward.prepare import PrepareKernel
 from hopper.forward.compile import TMA_ALIGNMENT_ELEMENTS
 from hopper.forward.kernel import DSL_DTYPES
@@ -48,7 +49,7 @@ def compile_finish(config: BackwardConfig, options: str = ""):
     d = cute.sym_int(divisibility=TMA_ALIGNMENT_ELEMENTS)
     return cute.compile(
         FinishKernel(config),
-        _strided(Float32, (b, h, tiles, config.consumers, config.dq_words), 4),
+        _strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         _strided(DSL_DTYPES[config.dtype], (b, sq, h, d), TMA_ALIGNMENT_ELEMENTS),
         Float32(0.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -68,11 +69,13 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, softmax_scale)`` that launches on torch's
-    current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v,
+    current stream; where ``config.is_persistent``, ``fn(..., dk, dv, counter, softmax_scale, num_ctas)`` with two int32
+    zeros, which are zero again afterwards, and as many CTAs as there are SMs. With ``config.ordered`` there is a further
+    zero for each query tile of all heads, which counts the key tiles. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v,
     in the config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses.
     lse and delta float32 (b, h, padded sq), contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of
     each row, +inf for rows without keys and past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h,
-    query tiles, consumers, dq_words), zeros, contiguous, is added to in the order of
+    query tiles, dq_parts, dq_words), zeros, contiguous, is added to in the order of
     ``hopper.backward.dq.row_and_column``, without softmax_scale.
     """
     dtype = DSL_DTYPES[config.dtype]
@@ -82,18 +85,22 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     def dense(seqlen, heads, columns):
         return _strided(dtype, (b, seqlen, heads, columns), TMA_ALIGNMENT_ELEMENTS)
 
+    kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
+    counter = (make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),) if config.is_persistent else ()
     return cute.compile(
-        BackwardKernel(config),
+        kernel(config),
         dense(sq, h, d),
         dense(sk, hk, d),
         dense(sk, hk, dv),
         dense(sq, h, dv),
         _strided(Float32, (b, h, padded), 4),
         _strided(Float32, (b, h, padded), 4),
-        _strided(Float32, (b, h, tiles, config.consumers, config.dq_words), 4),
+        _strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         dense(sk, hk, d),
         dense(sk, hk, dv),
+        *counter,
         Float32(0.0),
+        *((Int32(1),) if config.is_persistent else ()),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),
     )

@@ -15,8 +15,12 @@ from hopper.config import (
     Registers,
 )
 
-NATIVE_HEAD_DIMS = (64, 128)
+NATIVE_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
+MAX_ORDERED_HEAD_DIM = 128
+
+CLUSTER_CTAS = 2
+"""CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
 MAX_BATCH_OR_HEADS = 65_535
 """What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
@@ -27,7 +31,8 @@ class BackwardConfig:
     """Everything that is fixed when a backward kernel is compiled.
 
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
-    tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers.
+    tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are added
+    in an order that does not depend on timing, so that dQ has the same bits in every run.
     """
 
     dtype: str
@@ -38,6 +43,7 @@ class BackwardConfig:
     tile_n: int
     stages: int
     registers: Registers = TWO_CONSUMERS
+    ordered: bool = False
 
     @property
     def consumers(self) -> int:
@@ -64,6 +70,16 @@ class BackwardConfig:
         return self.head_dim // self.consumers if self.splits_columns else self.head_dim
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether the grid has a CTA for each SM, and a counter from which they claim tiles."""
+        return True
+
+    @property
+    def dq_parts(self) -> int:
+        """Warpgroups that share out a dQ tile."""
+        return self.consumers
+
+    @property
     def dq_words(self) -> int:
         """float32 of a dQ tile that one warpgroup computes."""
         return WARPGROUP_ROWS * self.dq_columns
@@ -85,7 +101,58 @@ class BackwardConfig:
         parts = ["hopper_bwd", SHORT_NAMES[self.dtype], dims, "causal" if self.causal else "full"]
         parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
+        parts += ["ordered"] if self.ordered else []
         return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class PairedBackwardConfig(BackwardConfig):
+    """A backward kernel for wide heads, of which a CTA cannot hold dK and dV of 128 keys in registers.
+
+    A cluster of two CTAs owns ``tile_n`` keys, half of them each, and the two consumer warpgroups of a CTA share out the
+    columns of dK and dV. Q and dS run through ``stages`` buffers, dO through one.
+    """
+
+    @property
+    def consumers(self) -> int:
+        return 2
+
+    @property
+    def is_persistent(self) -> bool:
+        return False
+
+    @property
+    def keys(self) -> int:
+        """Of a CTA."""
+        return self.tile_n // CLUSTER_CTAS
+
+    def stages_of(self, pipe: str) -> int:
+        """Buffers of "q", "do" or "p"."""
+        return {"q": self.stages, "do": 1, "p": 1}[pipe]
+
+    @property
+    def splits_columns(self) -> bool:
+        return True
+
+    @property
+    def dq_parts(self) -> int:
+        return CLUSTER_CTAS * self.consumers
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim // self.dq_parts
+
+    @property
+    def smem_bytes(self) -> int:
+        keys = self.keys * (self.head_dim + self.head_dim_v + self.head_dim // CLUSTER_CTAS)
+        queries = self.tile_m * (self.stages * self.head_dim + self.head_dim_v)
+        scores = self.tile_m * self.keys * (1 + CLUSTER_CTAS * self.stages)
+        vectors = self.tile_m * (self.stages + 1)
+        return 2 * (keys + queries + scores) + 4 * vectors + BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_pair"
 
 
 @dataclass(frozen=True)
@@ -122,10 +189,16 @@ def validate_backward_config(config: BackwardConfig) -> None:
         )
     if c.tile_n != 2 * WARPGROUP_ROWS:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: {2 * WARPGROUP_ROWS} (two consumer warpgroups)")
-    if c.tile_m not in (64, 128):
-        raise ValueError(f"tile_m is {c.tile_m}, allowed: 64 or 128")
-    if c.stages < 2:
-        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    is_paired = isinstance(c, PairedBackwardConfig)
+    if is_paired != (c.head_dim == NATIVE_HEAD_DIMS[-1]):
+        raise ValueError(f"head_dim is {c.head_dim}, allowed: {NATIVE_HEAD_DIMS[-1]} in pairs of CTAs, and only there")
+    if is_paired and c.ordered:
+        raise ValueError(f"ordered is True, allowed: False with head_dim {c.head_dim}")
+    tiles_m = (64,) if is_paired else (64, 128)
+    if c.tile_m not in tiles_m:
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
+    if c.stages < 2 or (is_paired and c.stages > 2):
+        raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired else '2 or more'}")
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -135,11 +208,13 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
-def select_backward_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+def select_backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, ordered: bool = False
+) -> BackwardConfig:
     """The config that serves a problem.
 
     Raises:
-        ValueError: a head dimension is larger than the kernel takes.
+        ValueError: a head dimension is larger than the kernel takes, or than it takes with ``ordered``.
     """
     size = max(head_dim, head_dim_v)
     fits = [native for native in NATIVE_HEAD_DIMS if native >= size]
@@ -148,8 +223,14 @@ def select_backward_config(dtype: str, head_dim: int, head_dim_v: int, causal: b
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM} in the Hopper "
             "backward kernel"
         )
+    if ordered and fits[0] > MAX_ORDERED_HEAD_DIM:
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_ORDERED_HEAD_DIM} in the Hopper "
+            "backward kernel that sums dQ in a fixed order"
+        )
+    kind = PairedBackwardConfig if fits[0] == MAX_HEAD_DIM else BackwardConfig
     tile_m = 128 if fits[0] == 64 else 64
-    config = BackwardConfig(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2)
+    config = kind(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2, ordered=ordered)
     validate_backward_config(config)
     return config
 
@@ -171,10 +252,11 @@ def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) ->
 def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
     """Every config that ``select_backward_config`` can return, each once."""
     return tuple(
-        select_backward_config(dtype, size, size, causal)
+        select_backward_config(dtype, size, size, causal, ordered)
         for dtype in DTYPES
         for size in NATIVE_HEAD_DIMS
         for causal in (False, True)
+        for ordered in ((False, True) if size <= MAX_ORDERED_HEAD_DIM else (False,))
     )
 
 

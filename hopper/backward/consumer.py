@@ -85,7 +85,6 @@ class BackwardConsumer(LoopInvariant):
     def clear(self):
         self.acc_dV.fill(0.0)
         self.acc_dK.fill(0.0)
-        self.dq.clear()
 
     @cute.jit
     def block(
@@ -98,7 +97,7 @@ class BackwardConsumer(LoopInvariant):
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads. dS and the staged dQ go to the
+        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads and batches. dS and the staged dQ go to the
         buffers of the number of the stage. Releases the stages of Q and dO.
 
         Under S the dQ of the block before is staged, under dP runs the softmax, under dV dS, and under dK the wait for
@@ -112,7 +111,7 @@ class BackwardConsumer(LoopInvariant):
         self.pipes.q.consumer_wait(state)
         lse = self._read_vector(self.sLSE, stage)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
-        self.dq.stage(before)
+        self.dq.stage(before, state)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
         warpgroup.wait_group(1)

@@ -8,6 +8,7 @@ address has to be computed, and there are no bank conflicts. ``row_and_column`` 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.pipeline import PipelineAsync, PipelineState
 
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.barriers import sync_warpgroup
@@ -42,8 +43,8 @@ class GradientOfQ(LoopInvariant):
     way. Of the buffers one is written while another is read.
 
     ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
-    warpgroups, query tiles of all heads, batch), zero before the launch. ``tile`` is the query tile whose part is in
-    ``acc`` or staged.
+    warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part is
+    in ``acc`` or staged.
     """
 
     def __init__(
@@ -52,12 +53,11 @@ class GradientOfQ(LoopInvariant):
         mma: cute.TiledMma,
         sdQ: cute.Tensor,
         mdQ: cute.Tensor,
-        batch: Int32,
         wg: Int32,
         thread: Int32,
     ):
         self.config, self.sdQ, self.mdQ = config, sdQ, mdQ
-        self.batch, self.wg, self.thread = batch, wg, thread
+        self.wg, self.thread = wg, thread
         self.tile = cute.make_rmem_tensor(1, Int32)
         self.acc = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.dq_columns)), Float32)
         # Uniform, or else ptxas computes descriptors lane by lane where a branch on it divides a block.
@@ -69,8 +69,9 @@ class GradientOfQ(LoopInvariant):
         self.acc.fill(0.0)
 
     @cute.jit
-    def stage(self, buffer: Int32):
-        """Write the part in ``acc`` to ``buffer``, which was sent before the last ``free``; a barrier lies between."""
+    def stage(self, buffer: Int32, state: PipelineState):
+        """Write the part in ``acc`` to ``buffer``, which was sent before the last ``free``; a barrier lies between.
+        ``state`` is that of the dS under whose barrier it will be sent."""
         words = cute.make_tensor(
             self.acc.iterator, cute.make_layout((WORDS_PER_STORE, cute.size(self.acc) // WORDS_PER_STORE))
         )
@@ -87,7 +88,7 @@ class GradientOfQ(LoopInvariant):
         if self.is_issuer:
             if self.tile[0] != NO_TILE:
                 with cute.arch.elect_one():
-                    self._reduce(buffer, self.mdQ[None, self.wg, self.tile[0], self.batch])
+                    self._reduce(buffer, self.mdQ[None, self.wg, self.tile[0]])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -97,22 +98,67 @@ class GradientOfQ(LoopInvariant):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish(self, buffer: Int32):
-        """Send the last part by way of ``buffer`` and wait until all have been written; the CTA may end only then."""
-        self.stage(buffer)
+    def wait_sent(self, state: PipelineState):
+        """Wait, in the warp that sends, until what was sent under the dS of ``state`` has been read."""
+        self.free()
+
+    @cute.jit
+    def finish(self, buffer: Int32, state: PipelineState):
+        """Send the last part by way of ``buffer`` and wait until it has been read; the CTA may end only then."""
+        self.stage(buffer, state)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
         self.send(buffer)
-        if self.is_issuer:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.free()
 
     @cute.jit
     def _reduce(self, buffer: Int32, target: cute.Tensor):
-        cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[
-                target.iterator.toint(),
-                self.sdQ[None, buffer].iterator.toint(),
-                Int32(4 * self.config.dq_words),
-            ],
-        )
+        add_in_bulk(self.sdQ[None, buffer], target)
+
+
+class OrderedGradientOfQ(GradientOfQ):
+    """The same where a courier warp sends what is staged, in its turn. ``pipe`` is that of dS: a stage of it is full when
+    dS of a block and dQ of the one before are written, and empty when that dQ has been added."""
+
+    def __init__(self, pipe: PipelineAsync, *rest):
+        super().__init__(*rest)
+        self.pipe = pipe
+
+    @cute.jit
+    def stage(self, buffer: Int32, state: PipelineState):
+        before = PipelineState(state.stages, state.count, state.index, state.phase ^ 1)
+        self.pipe.producer_acquire(before)
+        super().stage(buffer, state)
+
+    @cute.jit
+    def send(self, buffer: Int32):
+        """Nothing: the courier does."""
+
+    @cute.jit
+    def free(self):
+        """Nothing: ``stage`` waits."""
+
+    @cute.jit
+    def wait_sent(self, state: PipelineState):
+        self.pipe.producer_acquire(state)
+
+    @cute.jit
+    def finish(self, buffer: Int32, state: PipelineState):
+        self.stage(buffer, state)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipe.producer_commit(state)
+
+
+@cute.jit
+def add_in_bulk(source: cute.Tensor, target: cute.Tensor):
+    """Start adding float32 words in shared memory to as many in global memory, both contiguous; by one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[
+            target.iterator.toint(),
+            source.iterator.toint(),
+            Int32(4 * cute.size(source)),
+        ],
+    )

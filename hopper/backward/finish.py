@@ -33,11 +33,11 @@ class FinishKernel:
 
     @cute.jit
     def __call__(self, mSums: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, stream):
-        """Launch. mSums (batch, heads, query tiles, warpgroups, words), mdQ (batch, seqlen_q, heads, head_dim)."""
+        """Launch. mSums (batch, heads, query tiles, parts, words), mdQ (batch, seqlen_q, heads, head_dim)."""
         c = self.config
         self.kernel(mSums, mdQ, softmax_scale).launch(
             grid=(mSums.shape[2], mSums.shape[1], mSums.shape[0]),
-            block=(WARPGROUP_THREADS * c.consumers, 1, 1),
+            block=(WARPGROUP_THREADS * c.dq_parts, 1, 1),
             stream=stream,
         )
 

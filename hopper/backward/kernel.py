@@ -8,30 +8,37 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.query_range import QueryRange
-from hopper.backward.barriers import sync_consumers
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
-from hopper.backward.dq import GradientOfQ
+from hopper.backward.courier import Courier
+from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ
+from hopper.backward.epilogue import BackwardEpilogue
+from hopper.backward.exchange import state_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
+from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.forward.operands import TmaOperand
 
 
 class BackwardLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage."""
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. ``dk`` and ``dv`` are of the rows
+    of one warpgroup, on their way out."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     do: cute.ComposedLayout
     ds: cute.ComposedLayout
+    dk: cute.ComposedLayout
+    dv: cute.ComposedLayout
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
@@ -46,7 +53,8 @@ class BackwardKernel:
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
-    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA loads of K, V, and of Q, LSE, dO, delta |
+    | producer | 0 | `registers.producer` | claims tiles; TMA loads of K, V, and of Q, LSE, dO, delta |
+    | courier | 1, with `ordered` (2, 3 idle) | `registers.producer` | adds dQ in its turn (``Courier``) |
     | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | five GEMMs, softmax, epilogue of 64 keys |
 
     | pipeline | stages | what a full stage holds |
@@ -56,13 +64,16 @@ class BackwardKernel:
     | do | `stages` | dO of a query tile and its delta |
     | ds | `stages` | dS^T of all keys, before dQ = dS K reads it; the dQ of the block before, to be sent |
 
+    | mailbox | 2 | the number of the next key tile (``TileScheduler``) |
+
     | named barrier | id | threads | orders |
     |---|---|---|---|
-    | CONSUMERS | 1 | all consumers | K and V, read for the last time before dK and dV are staged in their place |
-    | WARPGROUP + wg | 2 | 128 | the last dQ staged by warpgroup wg, complete before it is sent |
+    | CONSUMERS | 1 | all consumers | dS and the dQ sent last, read before dK and dV take their place, and these before dS |
+    | WARPGROUP + wg | 2 | 128 | dK and dV, or the last dQ, staged by warpgroup wg, complete before they are sent |
 
-    The grid has a CTA for each key tile of each key/value head; it visits the query heads that share the head in
-    turn, so that dK and dV need no reduction over them.
+    The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` with the key tiles of each key/value head. A
+    tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and dV
+    leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -82,11 +93,15 @@ class BackwardKernel:
         mdQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
+        mCounter: cute.Tensor,
         softmax_scale: Float32,
+        num_ctas: Int32,
         stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
-        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact."""
+        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact;
+        mCounter int32, zero: two for the scheduler,
+        zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -97,11 +112,11 @@ class BackwardKernel:
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
         )
         batches, heads, tiles, wgs, words = mdQ.shape
-        strides = mdQ.stride
-        tiles_of_heads = cute.make_layout(
-            (words, wgs, tiles * heads, batches), stride=(1, strides[3], strides[2], strides[0])
+        all_tiles = cute.make_layout(
+            (words, wgs, tiles * heads * batches), stride=(1, mdQ.stride[3], mdQ.stride[2])
         )
-        mdQ = cute.make_tensor(mdQ.iterator, tiles_of_heads)
+        mdQ = cute.make_tensor(mdQ.iterator, all_tiles)
+        num_n_blocks = cute.ceil_div(mK.shape[0], c.tile_n)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -114,19 +129,22 @@ class BackwardKernel:
             cpasync.make_tiled_tma_atom(load, mDelta, vector, (c.tile_m,)),
         )
         stores = (
-            cpasync.make_tiled_tma_atom(store, mdK, layouts.k, (c.tile_n, c.head_dim)),
-            cpasync.make_tiled_tma_atom(store, mdV, layouts.v, (c.tile_n, c.head_dim_v)),
+            cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
+            cpasync.make_tiled_tma_atom(store, mdV, layouts.dv, (WARPGROUP_ROWS, c.head_dim_v)),
         )
         self.kernel(
             tuple(info.atom for info in (*loads, *stores)),
             tuple(info.tma_tensor for info in (*loads, *stores)),
             mdQ,
+            mCounter,
             softmax_scale,
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
+            (num_n_blocks, mK.shape[2], mK.shape[3]),
+            (num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], c.tile_m)),
         ).launch(
-            grid=(cute.ceil_div(mK.shape[0], c.tile_n), mK.shape[2], mK.shape[3]),
+            grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -138,10 +156,13 @@ class BackwardKernel:
         atoms: tuple,
         tensors: tuple,
         mdQ: cute.Tensor,
+        mCounter: cute.Tensor,
         softmax_scale: Float32,
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
+        tiles: tuple[Int32, Int32, Int32],
+        totals: tuple[Int32, Int32],
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -149,7 +170,7 @@ class BackwardKernel:
         sQ, sK, sV, sdO, sdS = (
             memory.get_tensor(layout.outer, swizzle=layout.inner)
             for memory, layout in zip(
-                (storage.sQ, storage.sK, storage.sV, storage.sdO, storage.sdS), layouts, strict=True
+                (storage.sQ, storage.sK, storage.sV, storage.sdO, storage.sdS), layouts[:5], strict=True
             )
         )
         vector = cute.make_layout((c.tile_m, c.stages))
@@ -159,31 +180,34 @@ class BackwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
+        scheduler = TileScheduler(
+            mCounter,
+            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
+            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
+            cute.arch.lane_idx(),
+        )
         pipes = self._make_pipelines(storage)
-        n_block, head_kv, batch = cute.arch.block_idx()
-        queries = QueryRange(c.tile_m, c.tile_n, c.causal)
-        m_begin = queries.begin(n_block, seqlen_q, seqlen_k)
-        m_end = queries.end(seqlen_q)
-        first_head = head_kv * heads_per_kv_head
+        order = TileOrder(*tiles, Int32(1), longest_first=False)
+        work = BackwardWork(c, scheduler, order, *totals, seqlen_q, seqlen_k, heads_per_kv_head)
+        dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
             if warp_idx == 0:
                 smem = (sQ, sK, sV, sdO, sLSE, sDelta)
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
-                producer = BackwardProducer(c, operands, pipes)
-                kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-                producer.load_keys(n_block, head_kv, batch, kv_state)
-                for i in cutlass.range(heads_per_kv_head, unroll=1):
-                    state = producer.load_queries(first_head + i, batch, m_begin, m_end, state)
+                self._produce(work, BackwardProducer(c, operands, pipes))
+            if const_expr(c.ordered):
+                if warp_idx == 1:
+                    added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
+                    Courier(c, pipes.ds, dq_memory, mdQ, added).run(work)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
             mmas = self._tiled_mmas()
             sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
-            dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
+            dq = (c, mmas.dq, dq_memory[None, None, wg], mdQ, wg, thread)
             consumer = BackwardConsumer(
                 c,
                 mmas,
@@ -191,69 +215,82 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                GradientOfQ(c, mmas.dq, dq_memory[None, None, wg], mdQ, batch, wg, thread),
+                OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
-            lane = cute.arch.lane_idx()
-            first_key = n_block * c.tile_n + wg * WARPGROUP_ROWS
-            key = first_key + first_row_of_thread(warp_idx % WARPS_PER_WARPGROUP, lane)
-            col = first_column_of_thread(lane)
-            mask = KeyMask(c.causal, c.tile_m, seqlen_q, seqlen_k, key, col)
-            m_unmasked = queries.unmasked_begin(n_block, seqlen_q, seqlen_k)
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-            kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-            consumer.clear()
-            pipes.kv.consumer_wait(kv_state)
-            for i in cutlass.range(heads_per_kv_head, unroll=1):
-                tile = (first_head + i) * m_end
-                for step in cutlass.range(m_unmasked - m_begin, unroll=1):
-                    m_block = m_begin + step
-                    consumer.block(mask, m_block, tile + m_block, state, True)
-                    state.advance()
-                for step in cutlass.range(m_end - m_unmasked, unroll=1):
-                    m_block = m_unmasked + step
-                    consumer.block(mask, m_block, tile + m_block, state, False)
-                    state.advance()
-            consumer.dq.finish(previous_stage(c, state.index))
-            self._store(
-                consumer, (sK, sV), (atoms[6:], tensors[6:]), softmax_scale, (n_block, head_kv, batch)
-            )
+            memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
+            targets = (atoms[6:], tensors[6:])
+            epilogue = BackwardEpilogue(c, layouts, memory, targets, softmax_scale, wg)
+            self._consume(work, consumer, epilogue, warp_idx)
 
     @cute.jit
-    def _store(
-        self,
-        consumer: BackwardConsumer,
-        smem: tuple[cute.Tensor, cute.Tensor],
-        targets: tuple,
-        softmax_scale: Float32,
-        coordinates: tuple,
+    def _produce(self, work: BackwardWork, producer: BackwardProducer):
+        """The producer warp: claims key tiles and loads them and their queries."""
+        loading = pipeline.PipelineUserType.Producer
+        kv_state = pipeline.make_pipeline_state(loading, 1)
+        mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
+        state = pipeline.make_pipeline_state(loading, self.config.stages)
+        tile = work.scheduler.first()
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            producer.load_keys(n_block, head_kv, batch, kv_state)
+            kv_state.advance()
+            visit = work.visit(n_block)
+            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                head = head_kv * work.heads_per_kv_head + i
+                state = producer.load_queries(head, batch, visit, state)
+            tile = work.scheduler.claim(mail_state)
+            mail_state.advance()
+        work.scheduler.finish()
+
+    @cute.jit
+    def _consume(
+        self, work: BackwardWork, consumer: BackwardConsumer, epilogue: BackwardEpilogue, warp_idx: Int32
     ):
-        """dK and dV from registers through the memory of K and V, which every warpgroup has finished with."""
-        c = self.config
-        n_block, head_kv, batch = coordinates
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
-        scale = consumer.acc_dK.load() * softmax_scale
-        consumer.acc_dK.store(scale)
-        sync_consumers(c)
-        accumulators = (consumer.acc_dK, consumer.acc_dV)
-        mmas, columns = (consumer.mmas.dk, consumer.mmas.dv), (c.head_dim, c.head_dim_v)
-        for i in cutlass.range_constexpr(2):
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_C(atom, mmas[i]).get_slice(consumer.thread)
-            rounded = cute.make_rmem_tensor_like(accumulators[i], self.dtype)
-            rounded.store(accumulators[i].load().to(self.dtype))
-            rows = cute.local_tile(smem[i][None, None, 0], (WARPGROUP_ROWS, columns[i]), (wg, 0))
-            cute.copy(atom, copy.retile(rounded), copy.partition_D(rows))
-        cute.arch.fence_view_async_shared()
-        sync_consumers(c)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS_PER_WARPGROUP:
-            for i in cutlass.range_constexpr(2):
-                operand = TmaOperand(targets[0][i], targets[1][i], smem[i])
-                source, target = operand.partition((c.tile_n, columns[i]), (n_block, 0), head_kv, batch)
-                cute.copy(operand.atom, source[None, 0], target)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        """A consumer warpgroup: the gradients of its keys of each tile."""
+        c, receiving = self.config, pipeline.PipelineUserType.Consumer
+        lane = cute.arch.lane_idx()
+        wg = warp_idx // WARPS_PER_WARPGROUP - 1
+        key_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_idx % WARPS_PER_WARPGROUP, lane)
+        state = pipeline.make_pipeline_state(receiving, c.stages)
+        visited = Int32(0)
+        consumer.dq.clear()
+        tile = work.scheduler.first()
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            visit = work.visit(n_block)
+            key = n_block * c.tile_n + key_in_tile
+            mask = KeyMask(
+                c.causal, c.tile_m, work.seqlen_q, work.seqlen_k, key, first_column_of_thread(lane)
+            )
+            consumer.clear()
+            kv_state = state_of(1, visited)
+            consumer.pipes.kv.consumer_wait(kv_state)
+            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                for m_block in cutlass.range(visit.begin, visit.unmasked, unroll=1):
+                    consumer.block(mask, m_block, first_tile + m_block, state, True)
+                    state.advance()
+                for m_block in cutlass.range(visit.unmasked, visit.end, unroll=1):
+                    consumer.block(mask, m_block, first_tile + m_block, state, False)
+                    state.advance()
+            consumer.pipes.kv.consumer_release(kv_state)
+            last = self._last_block(state)
+            epilogue.store(consumer, last, (n_block, head_kv, batch))
+            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited))
+            visited += 1
+        consumer.dq.finish(previous_stage(c, state.index), state)
+
+    def _last_block(self, state: PipelineState) -> PipelineState:
+        """The state before ``state``."""
+        wraps = Int32(state.index == 0)
+        index = previous_stage(self.config, state.index)
+        return PipelineState(state.stages, state.count - 1, index, state.phase ^ wraps)
+
+    def _receiving_warps(self) -> int:
+        """Warps that are told which tile comes next: the consumers', and the courier."""
+        return WARPS_PER_WARPGROUP * self.config.consumers + (1 if self.config.ordered else 0)
 
     def _smem_layouts(self) -> BackwardLayouts:
         c = self.config
@@ -263,6 +300,8 @@ class BackwardKernel:
             v=swizzled_layout(c.tile_n, c.head_dim_v, 1, self.dtype),
             do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
             ds=swizzled_layout(c.tile_n, c.tile_m, c.stages, self.dtype),
+            dk=swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
+            dv=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, 1, self.dtype),
         )
 
     def _shared_storage(self, layouts: BackwardLayouts) -> type:
@@ -275,6 +314,8 @@ class BackwardKernel:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
+            mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
             sLSE: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
@@ -282,7 +323,7 @@ class BackwardKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v.outer)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.do.outer)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.ds.outer)], 1024]
-            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.stages * c.consumers], 128]
+            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.stages * c.consumers], 1024]
 
         return SharedStorage
 
@@ -307,7 +348,7 @@ class BackwardKernel:
             pipeline.PipelineAsync.create(
                 num_stages=c.stages,
                 producer_group=warps,
-                consumer_group=warps,
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
                 barrier_storage=storage.barriers_ds.data_ptr(),
                 defer_sync=True,
             ),

@@ -11,6 +11,7 @@ from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.config import BackwardConfig
+from hopper.backward.work import Visit
 from hopper.forward.operands import TmaOperand
 
 
@@ -53,7 +54,7 @@ class BackwardProducer(LoopInvariant):
 
     @cute.jit
     def load_queries(
-        self, head: Int32, batch: Int32, m_begin: Int32, m_end: Int32, state: PipelineState
+        self, head: Int32, batch: Int32, visit: Visit, state: PipelineState
     ) -> PipelineState:
         """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it."""
         c, ops = self.config, self.operands
@@ -61,8 +62,7 @@ class BackwardProducer(LoopInvariant):
         tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, batch)
         tLsL, tLgL = self._partition_vector(ops.lse, head, batch)
         tDsD, tDgD = self._partition_vector(ops.delta, head, batch)
-        for step in cutlass.range(m_end - m_begin, unroll=1):
-            m_block = m_begin + step
+        for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
             self.pipes.q.producer_acquire(state)
             self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
             self._copy(ops.lse, tLgL[None, m_block], tLsL[None, state.index], self.pipes.q, state)

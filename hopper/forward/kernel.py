@@ -92,10 +92,11 @@ class ForwardKernel:
         consumer 0  S ~~~~~~ [S O]~~~~~~~~~~~[S O]~~~~~~~~~~~ ... O, store
         consumer 1     S ~~~~~~   [S O]~~~~~~~~~~~[S O]~~~~~~ ...    O, store
 
-    The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` in the order of ``TileOrder``.
+    The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``.
     """
 
     v_major = OperandMajorMode.MN
+    consumer_type = Consumer
     scale_slots = 0
     v_row_stages = 0
 
@@ -166,7 +167,8 @@ class ForwardKernel:
             grid=(cutlass.min(num_ctas, order.num_tiles), 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=self._smem_carveout(),
         )
 
     @cute.kernel
@@ -282,7 +284,7 @@ class ForwardKernel:
             mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem)),
             mmas.pv.make_fragment_B(thr_pv.partition_B(operands.v.smem)),
         )
-        consumer = Consumer(c, mmas, fragments, pipes, softmax, feeder, wg)
+        consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, feeder, wg)
         epilogue = Epilogue(operands.o, mLSE, lane, warp_in_group)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
@@ -321,6 +323,11 @@ class ForwardKernel:
 
     def _make_scales(self, scales: tuple, storage) -> NoScales:
         return NoScales()
+
+    def _smem_carveout(self) -> int | None:
+        """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there
+        may be none when compiling."""
+        return None if self.config.ctas_per_sm == 1 else 100
 
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""

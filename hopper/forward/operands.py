@@ -51,14 +51,20 @@ class TmaOperand(LoopInvariant):
     smem: cute.Tensor
 
     def partition(
-        self, tiler: tuple, coord: tuple, head: Int32, batch: Int32
+        self,
+        tiler: tuple,
+        coord: tuple,
+        head: Int32,
+        batch: Int32,
+        share: tuple[Int32 | int, int] = (0, 1),
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared stages, global tiles) of one head, each with the copied tile as mode 0."""
+        """(shared stages, global tiles) of one head, each with the copied tile as mode 0; with ``share`` = (i, n) of
+        CTAs that share a tile out by multicast, the i-th part of n."""
         tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
         return cpasync.tma_partition(
             self.atom,
-            0,
-            cute.make_layout(1),
+            share[0],
+            cute.make_layout(share[1]),
             cute.group_modes(self.smem, 0, 2),
             cute.group_modes(tiles, 0, 2),
         )

@@ -41,7 +41,7 @@ def flash_attn_func(
     -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
     NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
     kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN. Gradients come from
-    the Hopper backward kernel for head dims up to 128, else from the tiled reference, with a warning on a GPU;
+    the Hopper backward kernel, and where it cannot give them from the tiled reference, with a warning on a GPU;
     ``explain`` says which.
 
     Args:

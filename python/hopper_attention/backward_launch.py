@@ -14,7 +14,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Choice, target_of
 from hopper_attention.backward_rules import BackwardProblem, choose_backward
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.launch import REMEMBERED_PROBLEMS
+from hopper_attention.launch import REMEMBERED_PROBLEMS, tile_counter
 from hopper_attention.layout import make_addressable
 
 
@@ -25,9 +25,11 @@ def find_choice(problem: BackwardProblem, device: torch.device, requested: str |
 
 
 @cache
-def find_config(dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+def find_config(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool, ordered: bool = False
+) -> BackwardConfig:
     """``select_backward_config``, remembered."""
-    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal)
+    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, ordered)
 
 
 def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
@@ -35,6 +37,11 @@ def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
     prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
     first, second, third = (compile_cache.get_backward(part) for part in (prepare, config, finish))
     return first, second, third
+
+
+@cache
+def count_multiprocessors(device_index: int) -> int:
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
 def run_backward(
@@ -47,11 +54,12 @@ def run_backward(
     softmax_scale: float,
     causal: bool,
     dlse: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
 
     dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
-    do not. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64 or 128.
+    do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the size of q, rounded up to whole tiles and to a head_dim of 64, 128 or 256.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).
@@ -66,7 +74,7 @@ def run_backward(
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
     """
-    config = find_config(q.dtype, q.shape[3], v.shape[3], causal)
+    config = find_config(q.dtype, q.shape[3], v.shape[3], causal, deterministic)
     rows = torch.empty((2, *lse_shape(config, q)), dtype=torch.float32, device=q.device)
     sums = zero_dq(config, q)
     dq, dk, dv = empty_gradients(q, k, v)
@@ -76,9 +84,22 @@ def run_backward(
         prepare(out, dout, lse.contiguous(), rows[0], rows[1])
         if dlse is not None:
             subtract_lse_gradient(rows[1], lse, dlse)
-        kernel(q, k, v, dout, rows[0], rows[1], sums, dk, dv, softmax_scale)
+        tensors = q, k, v, dout, rows[0], rows[1], sums, dk, dv
+        if config.is_persistent:
+            counter = backward_counter(config, sums)
+            kernel(*tensors, counter, softmax_scale, count_multiprocessors(q.device.index))
+        else:
+            kernel(*tensors, softmax_scale)
         finish(sums, dq, softmax_scale)
     return dq, dk, dv
+
+
+def backward_counter(config: BackwardConfig, sums: Tensor) -> Tensor:
+    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in order one for each query tile of all heads."""
+    if not config.ordered and sums.is_cuda:
+        return tile_counter(sums.device.index)
+    tiles = math.prod(sums.shape[:3]) if config.ordered else 0
+    return torch.zeros(2 + tiles, dtype=torch.int32, device=sums.device)
 
 
 def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
@@ -102,8 +123,8 @@ def lse_shape(config: BackwardConfig, q: Tensor) -> tuple[int, int, int]:
 
 
 def zero_dq(config: BackwardConfig, q: Tensor) -> Tensor:
-    """The float32 sums of dQ, (batch, heads, query tiles, warpgroups, words)."""
+    """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
     batch, seqlen, heads, _ = q.shape
     tiles = -(-seqlen // config.tile_m)
-    shape = (batch, heads, tiles, config.consumers, config.dq_words)
+    shape = (batch, heads, tiles, config.dq_parts, config.dq_words)
     return torch.zeros(shape, dtype=torch.float32, device=q.device)

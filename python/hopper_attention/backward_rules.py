@@ -11,12 +11,8 @@ from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, how_to_
 from hopper_attention.checks import DTYPE_NAMES
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
-ARRIVAL_ORDER = (
-    "deterministic gradients are asked for, and the Hopper backward kernel sums dQ in the order in which tiles "
-    "finish"
-)
 AMPERE_HAS_NONE = "backend='ampere' was asked for, which has no backward kernel yet"
-KERNEL_WITHOUT = "without deterministic=True and torch.use_deterministic_algorithms the kernel runs"
+WITHOUT_ORDER = "without deterministic=True and torch.use_deterministic_algorithms the kernel runs"
 
 
 class BackwardProblem(NamedTuple):
@@ -49,9 +45,9 @@ def choose_backward(problem: BackwardProblem, target: Target, requested: str | N
         return Choice("reference", blocked, faster if target.is_gpu else "")
     blocked = why_not_kernel(problem)
     if blocked:
-        return Choice("reference", blocked, SDPA_HAS_ONE)
-    if problem.deterministic:
-        return Choice("reference", ARRIVAL_ORDER, KERNEL_WITHOUT)
+        unordered = problem._replace(deterministic=False)
+        is_the_order = problem.deterministic and not why_not_kernel(unordered)
+        return Choice("reference", blocked, WITHOUT_ORDER if is_the_order else SDPA_HAS_ONE)
     return Choice("hopper", f"{target.name} has compute capability 9.0 and the kernel takes these sizes")
 
 
@@ -74,6 +70,6 @@ def select_config(problem: BackwardProblem) -> BackwardConfig:
         NotImplementedError: the problem has more batches, heads or rows than the kernel can count.
     """
     p = problem
-    config = select_backward_config(DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal)
+    config = select_backward_config(DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal, p.deterministic)
     check_backward_size(p.q_shape[0], p.q_shape[2], p.q_shape[1], p.k_shape[1])
     return config

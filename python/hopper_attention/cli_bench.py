@@ -432,7 +432,7 @@ def show_code(asked: Ablation, jobs: int, json_path: str) -> None:
 
 def show_ablation(asked: Ablation, jobs: int, device: str, plot: str, json_path: str) -> None:
     """Measure, print the table, draw it and write it."""
-    from hopper_attention.experiments.ablation import run_ablation
+    from hopper_attention.experiments.ablation import PHASES, run_ablation
     from hopper_attention.experiments.ablation_render import ablation_table, problems_of
     from hopper_attention.experiments.ablation_results import ablation_targets, dump_ablation
     from hopper_attention.experiments.bench import CellLostError
@@ -446,7 +446,7 @@ def show_ablation(asked: Ablation, jobs: int, device: str, plot: str, json_path:
                 asked,
                 Setting(device),
                 jobs=jobs,
-                progress=line_progress(bar, 3 + len(asked.variants)),
+                progress=line_progress(bar, PHASES),
                 on_compiled=compile_bar(bar),
             )
     except CellLostError as error:

@@ -15,7 +15,7 @@ LENGTHS = [(1, 1), (113, 203), (203, 113), (640, 640), (1023, 1024), (64, 300)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 104, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 104, 128, 136, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients(draw, dtype, head_dim: int, causal: bool) -> None:
     failures = {}
@@ -32,7 +32,7 @@ def test_gradients(draw, dtype, head_dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", range(8, 136, 8))
+@pytest.mark.parametrize("head_dim", range(8, 264, 8))
 def test_every_head_dim(draw, head_dim: int, causal: bool) -> None:
     failures = {}
     for seqlens in ((113, 203), (331, 129)):
@@ -44,6 +44,42 @@ def test_every_head_dim(draw, head_dim: int, causal: bool) -> None:
         if wrong:
             failures[seqlens] = wrong
     assert failures == {}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_deterministic_gradients(draw, head_dim: int, causal: bool) -> None:
+    """Right, and of the same bits again and again, also while another stream keeps some of the GPU busy."""
+    failures, noise = {}, torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for seqlens in (*LENGTHS, (300, 2500), (2500, 300)):
+        for heads in ((2, 2), (4, 2), (8, 1)):
+            x = draw(torch.bfloat16, 2, seqlens, heads, head_dim)
+            out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
+            dout = torch.randn_like(out)
+            arguments = (dout, x.q, x.k, x.v, out, lse, head_dim**-0.5, causal)
+            ours = run_backward(*arguments, deterministic=True)
+            wrong = find_gradient_errors(x, ours, dout, causal)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(3):
+                    noise @ noise
+            for _ in range(3):
+                again = run_backward(*arguments, deterministic=True)
+                wrong += [name for name, a, b in zip("qkv", ours, again, strict=True) if not torch.equal(a, b)]
+            if wrong:
+                failures[seqlens, heads] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize(("seqlen", "causal"), [(8192, False), (8192, True), (40_000, False), (40_000, True)])
+def test_deterministic_gradients_of_more_key_tiles_than_multiprocessors(draw, seqlen: int, causal: bool) -> None:
+    x = draw(torch.bfloat16, 1, (seqlen, seqlen), (4, 4), 128)
+    out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
+    arguments = (torch.randn_like(out), x.q, x.k, x.v, out, lse, 128**-0.5, causal)
+    first = run_backward(*arguments, deterministic=True)
+    for _ in range(3):
+        assert all(map(torch.equal, first, run_backward(*arguments, deterministic=True)))
+    unordered = run_backward(*arguments)
+    assert ((first[0] - unordered[0]).float().norm() / unordered[0].float().norm()).item() < 2e-3
 
 
 def test_a_long_sequence_and_its_repeats_agree(draw) -> None:

@@ -1,4 +1,4 @@
-"""Runs the PTX of a warp-specialized Hopper kernel on NumPy: TMA, mbarriers, WGMMA and named barriers included.
+"""Runs the PTX of a warp-specialized Hopper kernel on NumPy: TMA, mbarriers, WGMMA, barriers and clusters included.
 
 It knows the instructions of this project's kernels and refuses any other. Warps take turns, in an order drawn anew each
 time, and run until they wait. What is asynchronous happens at once, or as late as the waits allow, as ``Timing`` says:
@@ -23,6 +23,9 @@ QUANTUM = 400
 REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.uint32}
 SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
 """By the code in a WGMMA descriptor: how many address bits, from bit 4, are flipped by those from bit 7."""
+
+CLUSTER_WINDOW = 1 << 24
+"""Shared memory of the CTA of rank r in a cluster starts for all of them at r + 1 of these."""
 
 Step = Callable[["Warp", np.ndarray], None]
 
@@ -89,7 +92,8 @@ class Cta:
     """Shared memory and barriers of one CTA, and the buffers of global memory by their first address.
 
     ``unfenced`` is the warp, plus 1, that has written a byte of shared memory and not fenced it since. ``arriving`` are
-    loads under way.
+    copies under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how often each warp
+    has arrived at their barrier.
     """
 
     parameters: dict[str, Any]
@@ -103,6 +107,24 @@ class Cta:
     generation: dict[int, int] = field(default_factory=dict)
     unfenced: np.ndarray = field(default_factory=lambda: np.zeros(232448, np.uint8))
     arriving: list[Callable[[], None]] = field(default_factory=list)
+    cluster: list[Cta] = field(default_factory=list)
+    rank: int = 0
+    cluster_arrivals: dict[int, int] = field(default_factory=dict)
+    has_ended: bool = False
+
+    def locate(self, address: int) -> tuple[Cta, int]:
+        """The CTA and the offset that an address in the shared memory of the cluster means."""
+        window, offset = divmod(address, CLUSTER_WINDOW)
+        cta = self.cluster[window - 1] if window else self
+        assert not cta.has_ended, "a CTA of the cluster has ended whose shared memory is used"
+        return cta, offset
+
+    def receive(self, copy: Callable[[], None]) -> None:
+        assert not self.has_ended, "a CTA has ended to which something is copied"
+        if self.timing.is_late:
+            self.arriving.append(copy)
+        else:
+            copy()
 
     def read_async(self, cells: np.ndarray) -> np.ndarray:
         """What TMA or WGMMA finds at these addresses."""
@@ -158,6 +180,7 @@ class Warp:
         self.special = {name: np.full(LANES, value, np.uint32) for name, value in same.items()}
         self.special |= {"%tid.x": lane + number * LANES, "%laneid": lane}
         self.special |= {"%tid.y": lane * 0, "%tid.z": lane * 0}
+        self.special["%cluster_ctarank"] = np.full(LANES, cta.rank, np.uint32)
 
     def get(self, text: str, dtype: type) -> np.ndarray:
         """An operand as 32 values of ``dtype``, whose bits a register of that size holds."""
@@ -323,20 +346,31 @@ def _split(text: str) -> list[str]:
     return items
 
 
-def run(program: Program, cta: Cta) -> None:
-    """One CTA to its end."""
-    order = np.random.default_rng(cta.timing.seed)
-    warps = [Warp(program, cta, number, program.threads) for number in range(program.threads // LANES)]
+def run(program: Program, *ctas: Cta) -> None:
+    """The CTAs of a cluster, by rank, to their end."""
+    order = np.random.default_rng(ctas[0].timing.seed)
+    warps: list[Warp] = []
+    for rank, cta in enumerate(ctas):
+        cta.cluster, cta.rank = list(ctas), rank
+        warps += [Warp(program, cta, number, program.threads) for number in range(program.threads // LANES)]
     with np.errstate(all="ignore"):
-        while not all(warp.done.all() for warp in warps):
-            running = [warp for warp in warps if not warp.done.all()]
+        while running := [warp for warp in warps if not warp.done.all()]:
             moved = [running[i].turn() for i in order.permutation(len(running))]
+            for cta in ctas:
+                if all(warp.done.all() for warp in warps if warp.cta is cta):
+                    _end(cta, [warp for warp in warps if warp.cta is cta])
             if not any(moved):
-                assert cta.arriving, "every warp waits for another"
-                cta.arriving.pop(0)()
-        for warp in warps:
-            products, copies = warp.groups["wgmma"], warp.groups["bulk"]
-            assert not products.open and not any(products.committed), "a warp ends with products under way"
-            copies.commit()
-            copies.wait(0)
-            assert not warp.groups["copy"].open
+                waiting = [cta for cta in ctas if cta.arriving]
+                assert waiting, "every warp waits for another"
+                waiting[order.integers(len(waiting))].arriving.pop(0)()
+
+
+def _end(cta: Cta, warps: list[Warp]) -> None:
+    assert not cta.arriving, "a CTA ends with copies under way to it"
+    cta.has_ended = True
+    for warp in warps:
+        products, copies = warp.groups["wgmma"], warp.groups["bulk"]
+        assert not products.open and not any(products.committed), "a warp ends with products under way"
+        copies.commit()
+        copies.wait(0)
+        assert not warp.groups["copy"].open

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.hopper.floats import from_bf16, to_bf16, to_e4m3, to_f16, widen
+from tests.hopper.hopper_cluster import CLUSTER_STEPS
+from tests.hopper.hopper_copies import bulk
 from tests.hopper.hopper_machine import LANES, SWIZZLE_BITS, Barrier, Step, Waiting, Warp, swizzled
 from tests.hopper.ptx_text import address_of, dtype_of, operands_of
 from tests.hopper.warp_steps import WARP_STEPS
@@ -30,7 +32,7 @@ def decode(name: str, rest: str) -> Step:
         if name.startswith(prefix + "wait_group"):
             pending = int(rest.strip())
             return lambda warp, mask: warp.groups[kind].wait(pending)
-    for prefix, make in SPECIAL.items():
+    for prefix, make in (CLUSTER_STEPS | SPECIAL).items():
         if name == prefix or name.startswith(prefix + "."):
             return make(name, operands_of(rest))
     raise NotImplementedError(f"instruction {name} {rest}")
@@ -337,6 +339,22 @@ def _atom(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _red(name: str, ops: list[str]) -> Step:
+    """Adds some float32 next to each other for each lane."""
+    assert name == "red.global.add.v4.f32", name
+    (base, offset), registers = address_of(ops[0]), operands_of(ops[1].strip("{}"))
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        addresses = warp.get(base, np.uint64)
+        values = np.stack([warp.get(x, np.float32) for x in registers], 1)
+        for lane in np.flatnonzero(mask):
+            data, at = warp.cta.buffer(int(addresses[lane]) + offset)
+            assert at % 16 == 0 and at + 16 <= len(data), "bad address"
+            data[at : at + 16].view(np.float32)[:] += values[lane]
+
+    return step
+
+
 # barriers
 
 
@@ -387,76 +405,6 @@ def _mbarrier(name: str, ops: list[str]) -> Step:
             else:
                 barrier.pending -= int(warp.get(ops[2], np.uint32)[lane]) if len(ops) > 2 else 1
             barrier.settle()
-
-    return step
-
-
-# bulk copies
-
-
-def _bulk(name: str, ops: list[str]) -> Step:
-    if name.startswith("cp.reduce."):
-        return _bulk_add(ops)
-    assert ".tensor." in name, name
-    loads = ".shared::cta.global." in name or ".shared::cluster.global." in name
-    shared, tensor = (ops[0], ops[1]) if loads else (ops[1], ops[0])
-    base, offset = address_of(shared)
-    map_name, coordinates = re.match(r"\[([^,]+),\s*\{(.*)\}\]", tensor).groups()
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        lane = int(np.flatnonzero(mask)[0])
-        # A store by a whole warp becomes one instruction; a load must be of one lane, or it arrives once for each.
-        assert mask.sum() == 1 or not loads
-        number = int(warp.get(map_name, np.uint64)[lane])
-        tensor_map = warp.cta.parameters[warp.program.parameters[number]]
-        start = [int(warp.get(x, np.int32)[lane]) for x in operands_of(coordinates)]
-        offsets, inside = tensor_map.places(start)
-        width = tensor_map.data.dtype.itemsize
-        at = int(warp.get(base, np.uint32)[lane]) + offset
-        address = swizzled(at + width * np.arange(len(offsets)), tensor_map.swizzle)
-        cells = address[:, None] + np.arange(width)
-        cta = warp.cta
-
-        def load() -> None:
-            values = np.zeros(len(offsets), tensor_map.data.dtype)
-            values[inside] = tensor_map.data[offsets[inside]]
-            cta.shared[cells] = values.view(np.uint8).reshape(-1, width)
-            cta.unfenced[cells] = 0
-            barrier.tx -= width * len(offsets)
-            barrier.settle()
-
-        def store() -> None:
-            values = cta.read_async(cells).view(tensor_map.data.dtype)[:, 0]
-            tensor_map.data[offsets[inside]] = values[inside]
-
-        if not loads:
-            warp.groups["bulk"].start(store)
-            return
-        place, at_barrier = address_of(ops[2])
-        barrier = cta.barriers[int(warp.get(place, np.uint32)[lane]) + at_barrier]
-        if cta.timing.is_late:
-            cta.arriving.append(load)
-        else:
-            load()
-
-    return step
-
-
-def _bulk_add(ops: list[str]) -> Step:
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        lane = int(np.flatnonzero(mask)[0])
-        assert mask.sum() == 1
-        (base, offset), (source, at) = address_of(ops[0]), address_of(ops[1])
-        data, start = warp.cta.buffer(int(warp.get(base, np.uint64)[lane]) + offset)
-        from_ = int(warp.get(source, np.uint32)[lane]) + at
-        size = int(warp.get(ops[2], np.uint32)[lane])
-        assert start % 16 == 0 and from_ % 16 == 0 and start + size <= len(data)
-
-        def add() -> None:
-            part = warp.cta.read_async(np.arange(from_, from_ + size)).view(np.float32)
-            data[start : start + size].view(np.float32)[:] += part
-
-        warp.groups["bulk"].start(add)
 
     return step
 
@@ -544,5 +492,5 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
     "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
-    "cp.async.bulk": _bulk, "cp.reduce": _bulk, "wgmma.mma_async": _wgmma, **WARP_STEPS,
+    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": _wgmma, **WARP_STEPS,
 }  # fmt: skip

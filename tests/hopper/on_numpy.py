@@ -6,6 +6,7 @@ import math
 import struct
 import tempfile
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from hopper.backward.config import BackwardConfig, BackwardStep
+from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, BackwardStep, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
-from hopper_attention.backward_launch import lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.fp8_launch import ALL_ROWS
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
@@ -85,12 +86,14 @@ class Arguments:
         head = struct.pack(f"<Q{len(sizes)}i", base, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
-    def launch(self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE) -> None:
+    def launch(
+        self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
+    ) -> None:
+        """Clusters, of neighbours along x, run one after the other."""
         parameters = dict(zip(program.parameters, self.values, strict=True))
-        for z in range(grid[2]):
-            for y in range(grid[1]):
-                for x in range(grid[0]):
-                    run(program, Cta(parameters, self.memory, (x, y, z), grid, timing))
+        for z, y, x in product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
+            ctas = (Cta(parameters, self.memory, (x + i, y, z), grid, timing) for i in range(cluster))
+            run(program, *ctas)
 
 
 def forward_on_numpy(
@@ -197,8 +200,7 @@ def backward_on_numpy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
     c, (dout, q, k, v) = config, inputs
-    batch, seqlen_q, heads, _ = q.shape
-    _, seqlen_k, kv_heads, _ = k.shape
+    batch, _, heads, _ = q.shape
     lse_log2, delta = (torch.full(lse_shape(config, q), math.nan) for _ in range(2))
     sums = zero_dq(config, q)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
@@ -214,20 +216,10 @@ def backward_on_numpy(
         subtract_lse_gradient(delta, lse, dlse)
 
     arguments = Arguments()
-    arguments.add(
-        row_map(q, c.tile_m, c.head_dim),
-        row_map(k, c.tile_n, c.head_dim),
-        row_map(v, c.tile_n, c.head_dim_v),
-        row_map(dout, c.tile_m, c.head_dim_v),
-        vector_map(lse_log2, c.tile_m),
-        vector_map(delta, c.tile_m),
-        row_map(dk, c.tile_n, c.head_dim),
-        row_map(dv, c.tile_n, c.head_dim_v),
-    )
-    arguments.values += [b"\0" * 16] * 8
-    arguments.tensor(sums, (sums.shape[2] * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
-    arguments.add(softmax_scale, seqlen_q, seqlen_k, heads // kv_heads)
-    arguments.launch(program_of(config), (-(-seqlen_k // c.tile_n), kv_heads, batch), timing)
+    maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
+    _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
 
     step = BackwardStep("finish", config)
     arguments = Arguments()
@@ -236,3 +228,52 @@ def backward_on_numpy(
     arguments.add(softmax_scale)
     arguments.launch(program_of(step), (sums.shape[2], heads, batch))
     return dq, dk, dv
+
+
+def _launch_gradients(
+    config: BackwardConfig,
+    arguments: Arguments,
+    inputs: tuple[Tensor, Tensor],
+    sums: Tensor,
+    softmax_scale: float,
+    timing: Timing,
+) -> None:
+    """The kernel between prepare and finish, of (q, k), behind the maps that are in ``arguments``."""
+    c, (q, k) = config, inputs
+    batch, heads, tiles, *_ = sums.shape
+    kv_heads, program = k.shape[2], program_of(config)
+    n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
+    sizes = softmax_scale, q.shape[1], k.shape[1], heads // kv_heads
+    if isinstance(c, PairedBackwardConfig):
+        arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
+        arguments.add(*sizes)
+        arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
+        return
+    arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
+    counter = backward_counter(config, sums)
+    arguments.tensor(counter, (len(counter),), ())
+    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    arguments.launch(program, (1, 1, 1), timing)
+
+
+def _backward_maps(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> list[TensorMap]:
+    """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
+    c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
+    is_paired = isinstance(c, PairedBackwardConfig)
+    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
+    other_k = [row_map(k, keys, c.head_dim // CLUSTER_CTAS)] if is_paired else []
+    return [
+        row_map(q, rows, c.head_dim),
+        row_map(k, keys, c.head_dim),
+        row_map(v, keys, c.head_dim_v),
+        row_map(dout, rows, c.head_dim_v),
+        *(vector_map(vector, c.tile_m) for vector in vectors),
+        *other_k,
+        row_map(dk, WARPGROUP_ROWS, c.head_dim),
+        row_map(dv, WARPGROUP_ROWS, c.head_dim_v),
+    ]

@@ -6,7 +6,9 @@ import pytest
 
 from hopper.backward.compile import compile_backward
 from hopper.backward.config import (
+    BackwardConfig,
     BackwardStep,
+    PairedBackwardConfig,
     select_backward_config,
     shipped_backward_configs,
     validate_backward_config,
@@ -31,11 +33,11 @@ def test_shipped_config_compiles_without_spills(config):
 @pytest.mark.parametrize("step", ["prepare", "finish"])
 def test_steps_compile_without_spills(step):
     names = set()
-    for config in SHIPPED[:4:2]:
+    for config in SHIPPED[:6:2]:
         usage = resource_usage(BackwardStep(step, config))
         assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
         names.add(BackwardStep(step, config).name)
-    assert len(names) == 2
+    assert len(names) == 3
     with pytest.raises(ValueError, match="step is 'after', allowed: 'prepare' or 'finish'"):
         BackwardStep("after", SHIPPED[0])
 
@@ -49,11 +51,28 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(tmp_path):
     assert hazards == []
 
 
-@pytest.mark.parametrize("config", SHIPPED[:3:2], ids=lambda config: config.name)
+def test_the_paired_kernel_has_its_groups_and_no_hazards(tmp_path):
+    config = select_backward_config("bfloat16", 256, 256, True)
+    ptx = compile_backward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    count, hazards = find_hazards(ptx)
+    # Of each of two warpgroups: S or dP over head_dim and dV over the queries in the first block, a loop with a mask
+    # and one without; dK over the queries and dQ over the keys of both CTAs in the loops and at the end.
+    scores, dv, dk, dq = 256 // 16, config.tile_m // 16, config.tile_m // 16, config.tile_n // 16
+    assert count == 2 * 3 * (scores + dv + dk + dq) == 192
+    assert hazards == []
+    # dQ takes two calls, of which the first leaves its group open: five fences for four groups.
+    assert ptx.count("wgmma.fence") == 2 * 3 * 5
+    assert ptx.count("wgmma.commit_group") == 2 * 3 * 4
+    # Each CTA loads half of the rows of Q and of dO, for both: one copy for 64 columns.
+    assert ptx.count(".multicast::cluster") == 2 * 256 // 64
+
+
+@pytest.mark.parametrize("config", SHIPPED[:5:2], ids=lambda config: config.name)
 def test_words_of_dq_are_every_element_once(config):
     seen = {
-        row_and_column(config, wg, word) for wg in range(config.consumers) for word in range(config.dq_words)
+        row_and_column(config, wg, word) for wg in range(config.dq_parts) for word in range(config.dq_words)
     }
+    assert config.dq_parts * config.dq_words == config.tile_m * config.head_dim
     assert seen == {(row, column) for row in range(config.tile_m) for column in range(config.head_dim)}
 
 
@@ -76,8 +95,64 @@ def test_invalid_field_is_named(change, message):
         validate_backward_config(replace(config, **change))
 
 
-def test_selection_covers_head_dims_and_refuses_wide_ones():
-    assert select_backward_config("float16", 72, 40, True).head_dim == 128
-    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 8
-    with pytest.raises(ValueError, match="head_dim 136 and head_dim_v 64: both may be at most 128"):
-        select_backward_config("float16", 136, 64, True)
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"head_dim": 192, "head_dim_v": 192}, "head_dim is 192"),
+        (
+            {"head_dim": 128, "head_dim_v": 128},
+            "head_dim is 128, allowed: 256 in pairs of CTAs, and only there",
+        ),
+        ({"head_dim_v": 128}, "head_dim is 256 and head_dim_v 128, allowed: the same"),
+        ({"tile_n": 256}, "tile_n is 256, allowed: 128"),
+        ({"tile_m": 128}, "tile_m is 128, allowed: 64$"),
+        ({"stages": 1}, "stages is 1, allowed: 2$"),
+        ({"stages": 3}, "stages is 3, allowed: 2$"),
+        ({"registers": Registers(256, 24)}, "need 68608, allowed: 64512"),
+    ],
+)
+def test_invalid_field_of_a_pair_is_named(change, message):
+    config = select_backward_config("bfloat16", 256, 256, False)
+    with pytest.raises(ValueError, match=message):
+        validate_backward_config(replace(config, **change))
+
+
+def test_only_pairs_serve_wide_heads():
+    config = BackwardConfig("float16", 256, 256, False, tile_m=64, tile_n=128, stages=2)
+    with pytest.raises(ValueError, match="head_dim is 256, allowed: 256 in pairs of CTAs, and only there"):
+        validate_backward_config(config)
+
+
+def test_sizes_of_a_pair():
+    config = select_backward_config("bfloat16", 256, 256, True)
+    assert (config.keys, config.consumers, config.threads) == (64, 2, 384)
+    assert [config.stages_of(pipe) for pipe in ("q", "do", "p")] == [2, 1, 1]
+    assert (config.dq_parts, config.dq_columns, config.dq_words) == (4, 64, 4096)
+    # K, V and half of the other K; two Q, one dO; P, two dS and two of the other; two LSE, one delta; barriers.
+    assert config.smem_bytes == 2 * 64 * (256 + 256 + 128 + 3 * 256 + 5 * 64) + 4 * 64 * 3 + 1024 == 222_976
+    assert config.name == "hopper_bwd_bf16_d256_causal_m64n128s2_r240_24_pair"
+
+
+@pytest.mark.parametrize(
+    "head_dims,native",
+    [
+        ((8, 64), 64),
+        ((72, 40), 128),
+        ((128, 128), 128),
+        ((136, 64), 256),
+        ((64, 192), 256),
+        ((256, 256), 256),
+    ],
+)
+def test_selection_covers_head_dims(head_dims, native):
+    config = select_backward_config("float16", *head_dims, True)
+    assert config.head_dim == config.head_dim_v == native
+    assert isinstance(config, PairedBackwardConfig) == (native == 256)
+    assert config.tile_m == (128 if native == 64 else 64)
+
+
+def test_selection_refuses_what_no_kernel_takes():
+    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 12
+    with pytest.raises(ValueError, match="head_dim 264 and head_dim_v 64: both may be at most 256"):
+        select_backward_config("float16", 264, 64, True)

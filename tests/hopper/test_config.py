@@ -65,6 +65,7 @@ def test_cover_is_the_pair_of_least_work():
         ({"warp_specialized": False}, "allowed without a producer: Registers\\(consumer=256, producer=0\\)"),
         ({"tile_n": 100}, "tile_n is 100"),
         ({"stages": 1}, "stages is 1"),
+        ({"ctas_per_sm": 0}, "ctas_per_sm is 0, allowed: 1 or more"),
         ({"registers": Registers(consumer=256, producer=24)}, "consumer 168 to 256, 64512 in all"),
         ({"registers": Registers(consumer=240, producer=16)}, "producer 24 to 168"),
         ({"registers": Registers(consumer=160, producer=24)}, "consumer 168 to 256"),
@@ -86,6 +87,24 @@ def test_output_staging_shares_query_memory_only_when_it_must():
     assert wide.o_shares_q and wide.smem_bytes + wide.o_bytes > SMEM_BYTES
     assert not narrow.o_shares_q
     assert narrow.smem_bytes == narrow.q_bytes + narrow.o_bytes + narrow.kv_bytes + 1024
+
+
+def test_ctas_of_an_sm_share_its_registers_and_shared_memory():
+    alone = replace(base(), tile_m=64, tile_n=96, warp_specialized=False, ping_pong=False)
+    for ctas, limit, registers in (
+        (1, SMEM_BYTES, 256),
+        (2, 115_712, 256),
+        (3, 76_800, 168),
+        (4, 57_344, 128),
+    ):
+        config = replace(alone, ctas_per_sm=ctas)
+        assert (config.smem_limit, config.launched_registers) == (limit, registers)
+        assert ctas * (config.smem_limit + 1024) <= 228 * 1024
+    two = replace(alone, ctas_per_sm=2, registers=Registers(256, 0))
+    validate_forward_config(two)
+    assert two.smem_bytes == two.smem_limit and two.o_shares_q and two.name.endswith("_nows_x2")
+    with pytest.raises(ValueError, match="need 132096 bytes of shared memory, allowed: 115712"):
+        validate_forward_config(replace(two, tile_n=112))
 
 
 def test_sizes_that_32_bit_tile_numbers_cannot_count_are_refused():

@@ -73,6 +73,14 @@ ABLATION = [
     {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "stages": 3},
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+    {
+        "warp_specialized": False,
+        "registers": Registers(256, 0),
+        "tile_n": 96,
+        "tile_m": 64,
+        "ping_pong": False,
+    }
+    | {"ctas_per_sm": 2},
 ]
 
 
@@ -231,6 +239,10 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         ("bfloat16", 40, True, (200, 130), (4, 2)),
         ("bfloat16", 72, True, (300, 40), (2, 1)),
         ("float16", 64, True, (1, 1), (1, 1)),
+        # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
+        ("bfloat16", 256, True, (150, 150), (2, 1)),
+        ("float16", 136, False, (65, 129), (1, 1)),
+        ("bfloat16", 192, True, (1, 1), (1, 1)),
     ],
 )
 def test_backward(dtype, head_dim, causal, seqlens, heads) -> None:
@@ -255,6 +267,7 @@ def test_backward(dtype, head_dim, causal, seqlens, heads) -> None:
         (64, 8, False, (65, 129)),
         (24, 104, True, (70, 140)),
         (128, 72, False, (65, 33)),
+        (136, 200, True, (80, 40)),
     ],
 )
 def test_backward_of_other_head_dims_and_of_the_lse(head_dim, head_dim_v, causal, seqlens) -> None:
@@ -277,7 +290,7 @@ def test_backward_of_other_head_dims_and_of_the_lse(head_dim, head_dim_v, causal
         assert not ours[0][:, : seqlens[0] - seqlens[1]].any()
 
 
-@pytest.mark.parametrize("kind", ["forward", "without a producer", "fp8", "backward"])
+@pytest.mark.parametrize("kind", ["forward", "without a producer", "fp8", "backward", "paired backward"])
 def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (1, 1), 64)
     forward = select_forward_config("bfloat16", 64, 64, True, 8192)
@@ -289,11 +302,16 @@ def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
     parts = quantize_qkv(q, k, v, quantization=quantization)
     fp8 = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
     backward = select_backward_config("bfloat16", 64, 64, False)
+    if kind == "paired backward":
+        # Three query tiles, so that the two buffers of dS are used again.
+        q, k, v = draw(torch.bfloat16, (130, 128), (1, 1), 256)
+        backward = select_backward_config("bfloat16", 256, 256, True)
+        rounded, lse = q, torch.zeros(1, 1, 130)
     results = []
     for timing in (AT_ONCE, LATE, Timing(is_late=True, seed=2)):
         if kind == "fp8":
             results.append(fp8_forward_on_numpy(fp8, parts, 0.125, timing))
-        elif kind == "backward":
+        elif "backward" in kind:
             # Of one key tile, since dQ is summed over them in the order in which they come.
             inputs = (rounded, q, k[:, :128], v[:, :128])
             results.append(backward_on_numpy(backward, inputs, rounded, lse.float(), 0.125, timing))

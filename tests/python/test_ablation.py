@@ -29,6 +29,7 @@ from hopper_attention.experiments.ablation_render import (
     ablation_table,
     code_table,
     problems_of,
+    render_elapsed,
     render_page,
     summary,
 )
@@ -116,11 +117,21 @@ def test_off_variants_get_more_than_the_full_kernels_tile() -> None:
             configs = gather(VARIANTS[name], shipped).configs
             tiles = {(c.tile_m, c.tile_n, c.stages) for c in configs}
             assert (shipped.tile_m, shipped.tile_n, shipped.stages) in tiles
-            assert len(tiles) >= 5 and {c.tile_m for c in configs} == set(PAIRED)
+            assert len(tiles) >= 5 and {c.tile_m for c in configs if c.ctas_per_sm == 1} == set(PAIRED)
     assert gather(VARIANTS[FULL], D128).configs == (D128,)
     assert gather(VARIANTS["two-consumers"], D128).configs == (D128,)
     turns = {c.ping_pong for c in gather(VARIANTS["no-warp-specialization"], D128).configs}
     assert turns == {True, False}
+
+
+def test_without_a_producer_several_ctas_may_share_an_sm() -> None:
+    configs = gather(VARIANTS["no-warp-specialization"], D128).configs
+    shared = {c.ctas_per_sm: c for c in configs if c.ctas_per_sm > 1}
+    assert set(shared) == {2, 3} and not any(c.ping_pong for c in shared.values())
+    assert max(c.smem_bytes for c in configs if c.ctas_per_sm == 2) == 115_712
+    assert {c.stages for c in configs} == {2, 3, 4}
+    for name in set(OFF) - {"no-warp-specialization"}:
+        assert all(c.ctas_per_sm == 1 for c in gather(VARIANTS[name], D128).configs)
 
 
 def test_without_a_producer_nothing_is_redistributed() -> None:
@@ -128,6 +139,8 @@ def test_without_a_producer_nothing_is_redistributed() -> None:
     three = with_tile(D128, (192, 80, 2), warp_specialized=False)
     assert two.registers == Registers(256, 0) and three.registers == Registers(168, 0)
     assert with_tile(D128, (192, 80, 2)).registers == Registers(160, 32)
+    shared = with_tile(D128, (64, 80, 2), warp_specialized=False, ping_pong=False, ctas_per_sm=3)
+    assert shared.registers == Registers(168, 0)
 
 
 def test_every_tile_of_the_tables_serves_some_row() -> None:
@@ -185,16 +198,16 @@ def run_fakes(
     costs: Callable[[ForwardConfig], float],
     broken: str = "",
     inspect: Callable[[ForwardConfig], MachineCode] = lambda config: CODE,
+    watch: FakeStopwatch | None = None,
 ) -> AblationReport:
     """An ablation whose kernels take as long as ``costs`` says; those whose name holds ``broken`` are wrong."""
-    watch = FakeStopwatch({})
+    watch = FakeStopwatch({}) if watch is None else watch
 
     def peer(name: str, config: ForwardConfig) -> Peer:
         watch.costs[name] = Calibration(costs(config), 1e-6)
         return fake_peer(name, scale=1.1 if broken and broken in config.name else 1.0)
 
     monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
-    monkeypatch.setattr(ablation, "variant_peer", peer)
     monkeypatch.setattr(ablation, "peers_of", lambda configs: [peer(c.name, c) for c in configs])
     monkeypatch.setattr(ablation, "inspect_config", inspect)
     monkeypatch.setattr(
@@ -202,7 +215,7 @@ def run_fakes(
         lambda configs, jobs, done: {c.name: "no registers" for c in configs if c.tile_n == 192},
     )  # fmt: skip
     effort = Effort(0.004, 5, 5, 60.0)
-    spec = Ablation(SMALL, "float16", parse_variants(names), effort, effort, soak_s=0.0)
+    spec = Ablation(SMALL, "float16", parse_variants(names), effort, effort, effort, soak_s=0.0)
     return ablation.run_ablation(spec, Setting("cpu"), jobs=1, commit="c0ffee" * 6)
 
 
@@ -256,28 +269,6 @@ def test_a_hang_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         run_fakes(monkeypatch, "neither", lambda config: FAST)
 
 
-def in_turn(*seconds: float) -> list[bench.Interval]:
-    """Measurements of the full kernel and of a row in turn, one after the other."""
-    return [bench.Interval(s, float(i), i + 1.0) for i, s in enumerate(seconds)]
-
-
-def test_a_ratio_is_to_the_full_kernel_before_and_after() -> None:
-    # The clock falls steadily; a ratio to the neighbours does not notice.
-    played = in_turn(1.00, 1.25 * 1.05, 1.10, 1.25 * 1.15, 1.20)
-    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
-    assert ratio == pytest.approx(0.8) and spread == pytest.approx(0.0, abs=1e-12)
-    # The last has only one neighbour.
-    ratio, spread = ablation.paired_ratio(in_turn(1.0), in_turn(0.0, 1.25)[1:])
-    assert (ratio, spread) == (0.8, 0.0)
-    assert all(map(math.isnan, ablation.paired_ratio((), played)))
-
-
-def test_the_spread_of_a_ratio_is_of_single_rounds() -> None:
-    played = in_turn(1.0, 1.0, 1.0, 1.25, 1.0, 2.0, 1.0)
-    ratio, spread = ablation.paired_ratio(played[0::2], played[1::2])
-    assert ratio == 0.8 and spread == pytest.approx((0.9 - 0.65) / 0.8)
-
-
 def test_clock_and_power_are_read_without_a_pause_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     soak = ablation.soak
@@ -298,8 +289,17 @@ def test_clock_and_power_are_read_without_a_pause_between_rows(monkeypatch: pyte
 def test_a_run_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     report = run_fakes(monkeypatch, "", lambda config: FAST)
     assert report.elapsed is not None and report.elapsed.seconds > 0 and report.elapsed.compiled == 0
+    phases = report.elapsed.phases
+    assert next(iter(phases)) == "compiling what is missing" and len(phases) == ablation.PHASES
+    assert 0 < sum(phases.values()) <= report.elapsed.seconds
     again = load_ablation(dump_ablation(report))
-    assert again.elapsed is not None and again.elapsed.compiled == 0
+    assert (
+        again.elapsed is not None
+        and again.elapsed.compiled == 0
+        and list(again.elapsed.phases) == list(phases)
+    )
+    assert render_elapsed(report).endswith(f", machine code {phases['machine code']:.1f}.")
+    assert render_elapsed(replace(report, elapsed=Elapsed(45.0, 0))) == ""
     slow = replace(report, elapsed=Elapsed(45.0, 0))
     assert [(t.what, t.met) for t in elapsed_targets(slow)] == [("whole run, all kernels cached", False)]
     compiled = replace(report, elapsed=Elapsed(45.0, 44))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopper.backward import config as backward_config
 from hopper.backward.config import BackwardConfig, BackwardStep, shipped_backward_kernels
 from hopper_attention import backward_launch, compile_cache, explain, flash_attn_fp8_func, flash_attn_func
 from hopper_attention.backends import Target
@@ -34,8 +35,12 @@ class StandIns:
         self.configs.append(config)
         if isinstance(config, BackwardStep):
             return self.prepare if config.step == "prepare" else self.finish
-        self.causal = config.causal
+        self.config = config
         return self.kernel
+
+    def dq_of_a_tile(self) -> tuple[int, int]:
+        """Parts and words of its sums."""
+        return self.config.dq_parts, self.config.tile_m * self.config.head_dim // self.config.dq_parts
 
     def prepare(self, out: Tensor, dout: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor) -> None:
         hidden = lse == -math.inf
@@ -45,13 +50,20 @@ class StandIns:
         delta.zero_()[:, :, rows] = sums.masked_fill(hidden, 0.0)
 
     def kernel(self, *arguments: Any) -> None:
-        q, k, v, dout, lse_log2, delta, _, dk, dv, scale = arguments
+        q, k, v, dout, lse_log2, delta, sums, dk, dv, scale = arguments
         self.inputs.append((q, k, v, dout))
+        assert sums.shape == (
+            q.shape[0],
+            q.shape[2],
+            lse_log2.shape[2] // self.config.tile_m,
+            *self.dq_of_a_tile(),
+        )
+        assert not sums.any()
         group, rows = q.shape[2] // k.shape[2], slice(q.shape[1])
         q, dout, k, v = (x.float().transpose(1, 2) for x in (q, dout, k, v))
         k_all, v_all = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = q @ k_all.mT * (scale * math.log2(math.e))
-        if self.causal:
+        if self.config.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
             scores.masked_fill_(hidden, -math.inf)
         p = torch.exp2(scores - lse_log2[:, :, rows, None])
@@ -106,7 +118,9 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seqlens", "head_dims"), [((70, 90), (64, 64)), ((90, 40), (40, 104))], ids=str)
+@pytest.mark.parametrize(
+    ("seqlens", "head_dims"), [((70, 90), (64, 64)), ((90, 40), (40, 104)), ((70, 90), (136, 200))], ids=str
+)
 def test_gradients_of_output_and_lse(kernels: StandIns, seqlens, head_dims, causal: bool) -> None:
     inputs = leaves(seqlens, head_dims)
     out, lse = flash_attn_func(*inputs, causal=causal, return_attn_probs=True)
@@ -205,11 +219,10 @@ def test_compilation_keeps_deterministic(kernels: StandIns) -> None:
         assert len(kernels.inputs) == (not deterministic)
 
 
-def test_wide_heads_warn_once(kernels: StandIns) -> None:
-    inputs = leaves(head_dims=(136, 64))
-    expected = (
-        r"head_dim 136 and head_dim_v 64: both may be at most 128 in the Hopper backward kernel; torch's"
-    )
+def test_what_a_grid_cannot_count_warns_once(kernels: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_config, "MAX_BATCH_OR_HEADS", 1)
+    inputs = leaves()
+    expected = r"batch is 2, the Hopper backward kernel takes at most 1: split it; torch's"
     with pytest.warns(UserWarning, match=expected) as caught:
         for _ in range(2):
             flash_attn_func(*inputs).sum().backward()
@@ -260,7 +273,7 @@ def test_the_rule_by_target_and_request() -> None:
     ("head_dim", "options", "note"),
     [
         (64, {}, "runs on the Hopper kernel hopper_bwd_bf16_d64_full_m128n128s2_r240_24"),
-        (192, {}, "runs on the tiled reference, which is slow: head_dim 192 and head_dim_v 192: both may be"),
+        (192, {}, "runs on the Hopper kernel hopper_bwd_bf16_d256_full_m64n128s2_r240_24_pair"),
         (
             64,
             {"deterministic": True},
@@ -277,4 +290,4 @@ def test_explain_says_what_the_gradients_run_on(head_dim: int, options: dict[str
 
 def test_each_kernel_is_shipped_once() -> None:
     names = [config.name for config in shipped_backward_kernels()]
-    assert len(set(names)) == len(names) == 8 + 4 + 4
+    assert len(set(names)) == len(names) == 12 + 6 + 6

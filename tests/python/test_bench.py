@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -202,7 +203,30 @@ def test_cuda_stopwatch_queues_one_launch_before_those_it_times(monkeypatch: pyt
     assert spins == [2_000_000]
     assert interval.seconds == pytest.approx(8e-3 / 4)
     assert interval.start < interval.stop
-    assert watch.calibrate([record("a")]).device_s == pytest.approx(8e-3 / bench_timing.CALIBRATION_LAUNCHES)
+
+
+def test_a_long_launch_is_calibrated_by_one_and_a_slow_host_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def quick() -> torch.Tensor:
+        launched.append("quick")
+        return torch.empty(0)
+
+    def slow() -> torch.Tensor:
+        time.sleep(4e-3)
+        return torch.empty(0)
+
+    # Whatever is timed takes 8 ms by the fake events.
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    watch = bench_timing.CudaStopwatch()
+    assert watch.calibrate([quick]).device_s == pytest.approx(8e-3)
+    assert launched == ["quick"] * 3
+    each = 8e-3 / bench_timing.CALIBRATION_LAUNCHES
+    cost = watch.calibrate([slow])
+    assert cost.device_s == pytest.approx(each) and cost.host_s > 4e-3
+    monkeypatch.setattr(bench_timing, "LONG_LAUNCH_S", 0.01)
+    assert watch.calibrate([quick]).device_s == pytest.approx(each)
 
 
 def test_a_kernel_that_hangs_is_reported_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

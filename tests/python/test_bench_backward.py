@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks import backward as backward_script
 from benchmarks import forward as forward_script
 from benchmarks import render as render_script
+from hopper.backward import config as backward_config
 from hopper_attention.backends import Target
 from hopper_attention.experiments import (
     bench,
@@ -161,9 +162,12 @@ def test_on_a_gpu_only_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, on_gpu = bench.draw_inputs(SQUARE, 0, "cpu"), Setting("cuda")
     note = bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
     assert note == "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24"
-    wide = replace(SQUARE, head_dim=256, head_dim_v=256)
-    with pytest.raises(NotImplementedError, match="both may be at most 128 in the Hopper backward kernel"):
-        bench_backward_peers.describe_ours(wide, bench.draw_inputs(wide, 0, "cpu"), on_gpu)
+    wide = replace(SQUARE, head_dim=192, head_dim_v=192)
+    note = bench_backward_peers.describe_ours(wide, bench.draw_inputs(wide, 0, "cpu"), on_gpu)
+    assert note == "hopper_bwd_bf16_d256_causal_m64n128s2_r240_24_pair"
+    monkeypatch.setattr(backward_config, "MAX_BATCH_OR_HEADS", 0)
+    with pytest.raises(NotImplementedError, match="the Hopper backward kernel takes at most 0: split it"):
+        bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
 
 
 def test_the_suite_counts_two_and_a_half_forwards() -> None:

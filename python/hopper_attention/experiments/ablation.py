@@ -1,17 +1,18 @@
 """The ablation: the full kernel against kernels without its optimisations, each tuned for what it has left.
 
-Candidates of every row are compiled, checked and timed briefly in one interleaved run. The fastest of each row then
-take turns in longer rounds, each between two measurements of the full kernel: its ratio is to the mean of those two,
-which met the same clock. Last, each runs alone, one right after the other, for its clock and power.
+Candidates of every row are compiled and checked, and one is chosen in two heats (``ablation_choice``). Those that stand
+for the rows then take turns in longer rounds, each between two measurements of the full kernel: its ratio is to the
+mean of those two, which met the same clock. Last, each runs alone, one right after the other, for its clock and power.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -19,6 +20,15 @@ import torch
 from hopper.config import ForwardConfig, select_forward_config
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.compile_cache import Compilation
+from hopper_attention.experiments.ablation_choice import (
+    FAR_BEHIND,
+    SECOND_HEAT,
+    Heats,
+    paired_ratio,
+    run_first_heat,
+    run_second_heat,
+    survivors,
+)
 from hopper_attention.experiments.ablation_code import MachineCode, inspect_config
 from hopper_attention.experiments.ablation_results import (
     FP8,
@@ -36,9 +46,9 @@ from hopper_attention.experiments.ablation_variants import (
     gather,
 )
 from hopper_attention.experiments.bench import (
+    Admitted,
     Bench,
     Entry,
-    Played,
     Progress,
     ignore_progress,
     open_bench,
@@ -52,10 +62,16 @@ from hopper_attention.experiments.bench_machine import (
     today,
 )
 from hopper_attention.experiments.bench_peers import Setting
-from hopper_attention.experiments.bench_results import Cell, Failed, Measured, Problem, relative_spread
+from hopper_attention.experiments.bench_results import Failed, Problem
 from hopper_attention.experiments.bench_suites import FORWARD, SUITES
 from hopper_attention.experiments.bench_timing import Budget, Effort, Interval, Turn, beside
-from hopper_attention.experiments.bench_variants import compile_missing, label, peers_of, variant_peer
+from hopper_attention.experiments.bench_variants import compile_missing, label, peers_of
+
+PHASES = 9
+"""Of a run, each told to ``progress``."""
+
+INSPECTORS = 8
+"""Kernels that are disassembled at a time."""
 
 SOAK_STEP_S = 0.05
 SETTLED = 0.75
@@ -69,9 +85,10 @@ class Ablation:
     problem: Problem
     precision: str
     variants: tuple[Variant, ...]
-    trial: Effort = field(default_factory=lambda: Effort(0.004, 3, 5, 30.0))
+    first_heat: Effort = field(default_factory=lambda: Effort(0.005, 2, 2, 10.0))
+    second_heat: Effort = field(default_factory=lambda: Effort(0.005, 5, 5, 10.0))
     final: Effort = field(default_factory=lambda: Effort(0.005, 7, 21, 10.0))
-    soak_s: float = 1.0
+    soak_s: float = 0.8
 
     @property
     def shipped(self) -> ForwardConfig:
@@ -134,20 +151,22 @@ def run_ablation(
         compiled += 1
         on_compiled(compilation)
 
+    phases = Phases(progress)
     fields = ablation.fields()
     configs = all_configs(fields)
-    progress(f"compiling what is missing of {len(configs)} kernels")
-    failures = compile_missing(configs, jobs, count)
-    gauge = find_gauge(setting.device)
-    machine = describe_machine(setting.device, gauge)
+    with phases("compiling what is missing"):
+        broken = compile_missing(configs, jobs, count)
+    with phases("the machine"):
+        gauge = find_gauge(setting.device)
+        machine = describe_machine(setting.device, gauge)
     suite = SUITES.get(ablation.precision, FORWARD)
-    with open_bench(setting, ablation.trial, gauge, machine.get("l2_bytes", 0), suite) as bench:
-        progress(f"choosing among {len(configs) - len(failures)} kernels")
-        built = [config for config in configs if config.name not in failures]
-        tried = bench.run_cell(ablation.problem, peers_of(built), 1)
-        gc.collect()
-        progress("measuring the rows")
-        rows = measure_rows(ablation, bench, fields, tried, failures, progress)
+    with open_bench(setting, ablation.final, gauge, machine.get("l2_bytes", 0), suite) as bench:
+        with phases("loading and checking"):
+            built = [config for config in configs if config.name not in broken]
+            admitted = bench.admit_all(ablation.problem, peers_of(built))
+        failed = {name: Failed(f"does not compile: {error}") for name, error in broken.items()}
+        with admitted.or_lost():
+            rows = measure_rows(ablation, bench, fields, admitted, failed, phases)
     return AblationReport(
         machine=machine,
         commit=commit or find_commit(repository_root()),
@@ -156,8 +175,22 @@ def run_ablation(
         problem=ablation.problem,
         precision=ablation.precision,
         rows=tuple(rows),
-        elapsed=Elapsed(time.perf_counter() - start, compiled),
+        elapsed=Elapsed(time.perf_counter() - start, compiled, phases.seconds),
     )
+
+
+class Phases:
+    """Wall-clock seconds of the parts of a run, by name; ``progress`` is told as each starts."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.seconds = progress, dict[str, float]()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.progress(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
 
 
 def describe_method(ablation: Ablation) -> dict[str, object]:
@@ -165,15 +198,17 @@ def describe_method(ablation: Ablation) -> dict[str, object]:
     return {
         "flops": "4*b*h*sq*sk*d, halved if causal",
         "inputs": "N(0, 1)",
-        "candidates": f"each checked against float64, then timed in {ablation.trial.max_rounds} interleaved rounds; "
-        "the fastest stands for its row",
+        "candidates": "each checked against float64",
+        "first heat": f"all in {ablation.first_heat.max_rounds} interleaved rounds; of each row at most {SECOND_HEAT} "
+        f"go on, those with {FAR_BEHIND:g} of its best rate or more",
+        "second heat": f"{ablation.second_heat.max_rounds} rounds, each between two measurements of the full kernel; "
+        "the best ratio to it stands for the row",
         "rows": "median over interleaved rounds of device time a launch, batches back to back",
         "ratio": "to the mean of the full kernel's measurements just before and just after, median over rounds",
         "spread of a ratio": "interquartile range of the ratios of single rounds over their median",
         "clock and power": f"of the kernel alone, at the end of {ablation.soak_s:g} s of launches, which follow those "
         "of another row without a pause",
         "machine code": "of the compiled object that was timed",
-        "trial": asdict(ablation.trial),
         "final": asdict(ablation.final),
     }
 
@@ -182,29 +217,78 @@ def measure_rows(
     ablation: Ablation,
     bench: Bench,
     fields: Sequence[Field],
-    tried: Cell,
-    failures: dict[str, str],
-    progress: Progress,
+    admitted: Admitted,
+    broken: Mapping[str, Failed],
+    phases: Phases,
 ) -> list[Row]:
-    """Interleaved rounds and a soak of the candidate that won each row."""
-    shipped = ablation.shipped
-    trials = {f.variant.name: hold_trials(f, tried, failures, shipped) for f in fields}
-    winners = {f.variant.name: pick(f, trials[f.variant.name]) for f in fields}
-    chosen = {name: config for name, found in winners.items() for config in found}
-    budget = Budget(ablation.final.budget_s)
-    final = replace(bench, effort=ablation.final, budget=budget, order=beside(FULL))
-    peers = [variant_peer(name, config) for name, config in chosen.items()]
-    played = final.play(ablation.problem, peers, 1)
-    soaks = run_soaks(ablation, final, played, progress)
+    """The heats, then interleaved rounds and a soak of the candidate that won each row.
+
+    Raises:
+        GpuLostError: a kernel hangs or broke the CUDA context.
+    """
+    turns, heats = run_heats(ablation, bench, fields, admitted, phases)
+    chosen = {f.variant.name: config for f in fields for config in heats.pick(f)}
+    final = replace(bench, budget=Budget(ablation.final.budget_s), order=beside(FULL))
+    with phases("the rows in turns"):
+        played = play_rows(final, admitted, turns, chosen)
+    with phases("clock and power"):
+        soaks = {name: soak(final, ablation, *played.of(name)) for name in played.turns}
+    with phases("machine code"):
+        codes = inspect_all(chosen.values())
     rows = []
     for f in fields:
         name, variant = f.variant.name, f.variant
-        outcome: Won | Failed = Failed(why_nobody(f, trials[name]))
+        trials = heats.trials(f, {**admitted.failed, **broken}, ablation.shipped)
+        outcome: Won | Failed = Failed(why_nobody(f, trials))
         if name in chosen:
-            outcome = conclude(ablation, played, soaks, name, chosen[name])
+            config = chosen[name]
+            outcome = conclude(ablation, final, played, (name, config), soaks[name], codes[config.name])
         figures = variant.name, variant.title, variant.differs, papers_figure(ablation, variant)
-        rows.append(Row(*figures, outcome, trials[name]))
+        rows.append(Row(*figures, outcome, trials))
     return rows
+
+
+def run_heats(
+    ablation: Ablation, bench: Bench, fields: Sequence[Field], admitted: Admitted, phases: Phases
+) -> tuple[dict[str, Turn], Heats]:
+    """What each candidate does in a round, and the figures by which one of each row is chosen."""
+    with phases("calibration"):
+        turns = bench.plan_all(admitted.entries)
+    with phases("first heat"):
+        rates = run_first_heat(bench, admitted, turns, ablation.first_heat)
+    names = list(dict.fromkeys(name for f in fields for name in survivors(f, rates)))
+    with phases("second heat"):
+        anchor = ablation.shipped.name
+        ratios = run_second_heat(bench, admitted, turns, ablation.second_heat, names, anchor)
+    return turns, Heats(rates, ratios)
+
+
+@dataclass(frozen=True)
+class Played:
+    """The rows in their rounds: entries, turns and intervals, by name of the row."""
+
+    entries: dict[str, Entry]
+    turns: dict[str, Turn]
+    intervals: dict[str, list[Interval]]
+
+    def of(self, name: str) -> tuple[Entry, Turn]:
+        return self.entries[name], self.turns[name]
+
+
+def play_rows(
+    bench: Bench, admitted: Admitted, turns: Mapping[str, Turn], chosen: Mapping[str, ForwardConfig]
+) -> Played:
+    """Interleaved rounds of the kernels that stand for the rows."""
+    entries = {name: admitted.entries[config.name] for name, config in chosen.items()}
+    of_rows = {name: turns[config.name] for name, config in chosen.items()}
+    return Played(entries, of_rows, bench.play_turns(entries, of_rows, 1))
+
+
+def inspect_all(configs: Iterable[ForwardConfig]) -> dict[str, MachineCode]:
+    """Machine code of some configs, by name. Disassemblers are processes: several run at a time."""
+    unique = {config.name: config for config in configs}
+    with ThreadPoolExecutor(INSPECTORS) as pool:
+        return dict(zip(unique, pool.map(inspect_config, unique.values()), strict=True))
 
 
 def papers_figure(ablation: Ablation, variant: Variant) -> float:
@@ -213,81 +297,41 @@ def papers_figure(ablation: Ablation, variant: Variant) -> float:
     return variant.paper_tflops if empty.is_papers else 0.0
 
 
-def hold_trials(
-    field: Field, tried: Cell, failures: dict[str, str], shipped: ForwardConfig
-) -> tuple[Trial, ...]:
-    """What became of each candidate for a row."""
-    found = []
-    for config in field.configs:
-        result = tried.peers.get(config.name, Failed(f"does not compile: {failures.get(config.name, '')}"))
-        name = label(config, shipped)
-        if isinstance(result, Measured):
-            found.append(Trial(config.name, name, result.tflops))
-        else:
-            found.append(Trial(config.name, name, 0.0, result.reason))
-    found += [Trial(name, name, 0.0, reason) for name, reason in field.left_out.items()]
-    return tuple(found)
-
-
-def pick(field: Field, trials: Sequence[Trial]) -> tuple[ForwardConfig, ...]:
-    """The fastest candidate of a row; none if none has a figure."""
-    best = max(trials, key=lambda trial: trial.tflops, default=Trial("", "", 0.0))
-    return tuple(config for config in field.configs if best.tflops and config.name == best.config)
-
-
 def why_nobody(field: Field, trials: Sequence[Trial]) -> str:
     """Why a row has no figure."""
     return field.reason or next((trial.reason for trial in trials if trial.reason), "no candidates")
 
 
-def run_soaks(ablation: Ablation, bench: Bench, played: Played, progress: Progress) -> dict[str, Soak]:
-    """The soak of each row that was timed. Nothing is done between two of them: a GPU that has idled starts with a
-    higher clock, and the power that the driver averages is too low for a second."""
-    titles, soaks = {variant.name: variant.title for variant in ablation.variants}, {}
-    for name, turn in played.turns.items():
-        progress(f"clock and power: {titles[name]}")
-        soaks[name] = soak(bench, ablation.problem, played.entries[name], turn, ablation.soak_s)
-    return soaks
-
-
 def conclude(
-    ablation: Ablation, played: Played, soaks: Mapping[str, Soak], name: str, config: ForwardConfig
-) -> Won | Failed:
-    """The figures of a row, once its rounds and its soak are played."""
-    result = played.cell.peers[name]
-    if isinstance(result, Failed):
-        return result
-    full = played.intervals.get(FULL, ())
-    ratio, spread = (1.0, 0.0) if name == FULL else paired_ratio(full, played.intervals[name])
+    ablation: Ablation,
+    bench: Bench,
+    played: Played,
+    row: tuple[str, ForwardConfig],
+    soaked: Soak,
+    code: MachineCode,
+) -> Won:
+    """The figures of a row, once its rounds and its soak are played. ``row`` is its name and its kernel."""
+    name, config = row
+    intervals = played.intervals
+    ratio, spread = (1.0, 0.0) if name == FULL else paired_ratio(intervals.get(FULL, ()), intervals[name])
     return Won(
         config=config.name,
         label=label(config, ablation.shipped),
-        measured=result,
+        measured=bench.summarize(ablation.problem, *played.of(name), intervals[name]),
         ratio=ratio,
         ratio_spread=spread,
-        soak=soaks[name],
-        code=inspect_config(config),
+        soak=soaked,
+        code=code,
     )
 
 
-def paired_ratio(full: Sequence[Interval], row: Sequence[Interval]) -> tuple[float, float]:
-    """Rate of a row over the full kernel's: median of the ratios of each round, and their interquartile range over
-    it. The full kernel's time is the mean of its measurements just before and just after. NaN without any."""
-    if not full or not row:
-        return math.nan, math.nan
-    ratios = [statistics.fmean(i.seconds for i in neighbours(full, each)) / each.seconds for each in row]
-    return statistics.median(ratios), relative_spread(ratios)
+def soak(bench: Bench, ablation: Ablation, entry: Entry, turn: Turn) -> Soak:
+    """Run one kernel alone for a while; its rate, clock and power in the last part.
 
-
-def neighbours(full: Sequence[Interval], interval: Interval) -> list[Interval]:
-    """The last of ``full`` that ended before ``interval`` and the first that began after it, as far as there are."""
-    before = [each for each in full if each.stop <= interval.start]
-    after = [each for each in full if each.start >= interval.stop]
-    return before[-1:] + after[:1]
-
-
-def soak(bench: Bench, problem: Problem, entry: Entry, turn: Turn, seconds: float) -> Soak:
-    """Run one kernel alone for so long; its rate, clock and power in the last part."""
+    Nothing may be done between two of these: a GPU that has idled starts with a higher clock, and the power that the
+    driver averages is too low for a second.
+    """
+    problem, seconds = ablation.problem, ablation.soak_s
     launch_s = (turn.cost_s - turn.spin_s) / (turn.repeats + 1)
     # What its host is slower than keeps its spin, and with it the number of launches that fit behind that.
     steps = math.ceil(SOAK_STEP_S / launch_s) if turn.spin_s == 0 else turn.repeats

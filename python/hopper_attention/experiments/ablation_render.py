@@ -183,11 +183,12 @@ def render_report(report: AblationReport, figure: str) -> list[str]:
         "`spread`: interquartile range of the rounds over their median. `/ full`: rate over the full kernel's in the "
         "same round, median over the rounds, ± the interquartile range of single rounds over it. That is how far one "
         "round lies from the next; how far one run lies from another, only two runs can tell (`bench --compare`). "
-        "`MHz`, `W` and `hot TFLOP/s`: of the kernel alone, at the end of a second. `registers` at launch, `spills` in "
-        "bytes of stack a thread, `shared` memory a CTA. `error`: of the output against float64. A row that the full "
-        "kernel stands for shows the noise of the run.",
+        "`MHz`, `W` and `hot TFLOP/s`: of the kernel alone, at the end of the time that *Method* gives it. "
+        "`registers` at launch, `spills` in bytes of stack a thread, `shared` memory a CTA. `error`: of the output "
+        "against float64. A row that the full kernel stands for shows the noise of the run.",
         "### Against the promises" if targets else "",
         markdown_table(["what", "required", "measured", "met"], targets) if targets else "",
+        render_elapsed(report),
         *render_clock(report),
         "### Which kernel stands for a row",
         render_trials(report),
@@ -200,19 +201,28 @@ def render_report(report: AblationReport, figure: str) -> list[str]:
 
 
 def render_trials(report: AblationReport) -> str:
-    """Every candidate with its brief timing, the one that stands for the row in bold."""
+    """Every candidate with its figures of the heats, the one that stands for the row in bold."""
     rows = []
     for row in report.rows:
-        timed = sorted((trial for trial in row.trials if trial.tflops), key=lambda trial: -trial.tflops)
+        timed = sorted((t for t in row.trials if t.tflops), key=lambda trial: (-trial.ratio, -trial.tflops))
         chosen = row.outcome.config if isinstance(row.outcome, Won) else ""
-        names = [
-            f"**{trial.label}** {trial.tflops:.0f}"
-            if trial.config == chosen
-            else f"{trial.label} {trial.tflops:.0f}"
-            for trial in timed
-        ]
+        names = []
+        for trial in timed:
+            name = f"**{trial.label}**" if trial.config == chosen else trial.label
+            names.append(f"{name} {trial.tflops:.0f}" + (f" ({trial.ratio:.3f})" if trial.ratio else ""))
         rows.append([row.title, ", ".join(names) or NOTHING])
-    return markdown_table(["kernel", "candidates, TFLOP/s of the brief run"], rows)
+    heading = "candidates, TFLOP/s of the first heat"
+    if any(trial.ratio for row in report.rows for trial in row.trials):
+        heading += " (of full in the second)"
+    return markdown_table(["kernel", heading], rows)
+
+
+def render_elapsed(report: AblationReport) -> str:
+    """Where the time of a run went; empty if the report does not say."""
+    if report.elapsed is None or not report.elapsed.phases:
+        return ""
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.elapsed.phases.items())
+    return f"The run took {report.elapsed.seconds:.1f} s: {parts}."
 
 
 def render_page(reports: Sequence[AblationReport], figures: Sequence[str], timeline: str = "") -> str:

@@ -73,6 +73,28 @@ FP8_TILES: dict[int, tuple[Tile, ...]] = {
     ),
 }  # fmt: skip
 
+FED_TILES: dict[int, tuple[Tile, ...]] = {
+    64: ((128, 96, 5), (128, 128, 4), (128, 192, 3), (192, 128, 3), (192, 128, 4)),
+    96: ((128, 96, 4), (128, 128, 3), (128, 192, 2), (192, 80, 3), (192, 96, 3)),
+    128: (
+        (128, 80, 4), (128, 96, 3), (128, 112, 3), (128, 128, 3), (128, 192, 2),
+        (192, 80, 3), (192, 96, 2), (192, 96, 3),
+    ),
+    192: ((128, 64, 3), (128, 96, 2), (128, 112, 2), (192, 48, 3)),
+    256: ((128, 32, 4), (128, 48, 3), (128, 64, 2), (128, 80, 2)),
+}  # fmt: skip
+"""Those of kernels in 16 bits that have no producer warp: their pipelines are deep, since loads are issued late."""
+
+SHARED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
+    64: ((2, (64, 192, 2)), (2, (64, 128, 3)), (3, (64, 96, 2))),
+    96: ((2, (64, 128, 2)), (2, (64, 96, 2)), (2, (128, 48, 2)), (3, (64, 64, 2))),
+    128: ((2, (64, 96, 2)), (2, (64, 80, 2)), (2, (64, 64, 3)), (2, (128, 48, 2)), (3, (64, 48, 2))),
+    192: ((2, (64, 64, 2)), (2, (64, 48, 2))),
+    256: ((2, (64, 32, 2)),),
+}
+"""CTAs an SM, and the tile of each. Several CTAs overlap where warpgroups do not: that is how kernels without warp
+specialization hide what they wait for, FlashAttention-2 among them."""
+
 ONE_CONSUMER = Registers(consumer=256, producer=24)
 REGISTERS = {
     WARPGROUP_ROWS: ONE_CONSUMER,
@@ -98,10 +120,15 @@ def with_tile(config: ForwardConfig, tile: Tile, **changes: Any) -> ForwardConfi
 
 
 def tuned(
-    shipped: ForwardConfig, tiles_m: tuple[int, ...] = PAIRED, **changes: Any
+    shipped: ForwardConfig,
+    tiles_m: tuple[int, ...] = PAIRED,
+    table: Mapping[int, tuple[Tile, ...]] | None = None,
+    **changes: Any,
 ) -> tuple[ForwardConfig, ...]:
-    """``shipped`` with ``changes``, and the same with the other tiles of its head_dim that have ``tiles_m`` queries."""
-    table = FP8_TILES if isinstance(shipped, Fp8ForwardConfig) else TILES
+    """``shipped`` with ``changes``, and the same with the other tiles of its head_dim that have ``tiles_m`` queries;
+    ``table`` stands for that of its precision."""
+    if table is None:
+        table = FP8_TILES if isinstance(shipped, Fp8ForwardConfig) else TILES
     own = (shipped.tile_m, shipped.tile_n, shipped.stages)
     tiles = dict.fromkeys((own, *table[shipped.head_dim]))
     return tuple(with_tile(shipped, tile, **changes) for tile in tiles if tile[0] in tiles_m)
@@ -126,13 +153,22 @@ def without_both(shipped: ForwardConfig) -> tuple[ForwardConfig, ...]:
 
 
 def without_warp_specialization(shipped: ForwardConfig) -> tuple[ForwardConfig, ...]:
-    """Its warpgroups may take turns or not, whichever is faster."""
+    """Its warpgroups may take turns or not, and several CTAs may share an SM, whichever is faster."""
     turns = (True, False) if shipped.ping_pong else (False,)
-    return tuple(
+    table = None if isinstance(shipped, Fp8ForwardConfig) else FED_TILES
+    whole = tuple(
         config
         for ping_pong in turns
-        for config in tuned(shipped, warp_specialized=False, ping_pong=ping_pong)
+        for config in tuned(shipped, table=table, warp_specialized=False, ping_pong=ping_pong)
     )
+    return whole + shared_sms(shipped)
+
+
+def shared_sms(shipped: ForwardConfig) -> tuple[ForwardConfig, ...]:
+    """Kernels without a producer of which several run on an SM. Their CTAs overlap whether they take turns or not."""
+    tiles = () if isinstance(shipped, Fp8ForwardConfig) else SHARED_TILES[shipped.head_dim]
+    off = {"warp_specialized": False, "ping_pong": False}
+    return tuple(with_tile(shipped, tile, **off, ctas_per_sm=ctas) for ctas, tile in tiles)
 
 
 def with_consumers(consumers: int) -> Callable[[ForwardConfig], tuple[ForwardConfig, ...]]:
@@ -203,7 +239,7 @@ VARIANTS: Mapping[str, Variant] = {
             "no-warp-specialization",
             "without warp specialization",
             "No producer warp and no redistribution of registers: the first consumer warp issues the TMA loads between "
-            "the steps of its own softmax. Pipelining stays; ping-pong if it helps.",
+            "the steps of its own softmax. Pipelining stays; ping-pong, or several CTAs an SM, if that helps.",
             570.0,
             without_warp_specialization,
         ),

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -141,13 +141,24 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Played:
-    """A cell, with what it was measured by: the peers that were timed, their turns, and their intervals by round."""
+class Admitted:
+    """The peers of a problem, by ``names``: those that may be timed, and why the others may not."""
 
-    cell: Cell
+    problem: Problem
+    sets: int
+    names: tuple[str, ...]
     entries: dict[str, Entry]
-    turns: dict[str, Turn]
-    intervals: dict[str, list[Interval]]
+    failed: dict[str, Failed]
+
+    @contextmanager
+    def or_lost(self) -> Iterator[None]:
+        """Turn a lost GPU into the loss of this cell: what had failed before keeps its reason."""
+        try:
+            yield
+        except GpuLostError as lost:
+            reason = describe_error(lost)
+            failed: dict[str, PeerResult] = {n: self.failed.get(n, Failed(reason)) for n in self.names}
+            raise CellLostError(Cell(self.problem, self.sets, None, None, failed), reason) from lost
 
 
 @dataclass(frozen=True)
@@ -201,25 +212,26 @@ class Bench:
         except GpuLostError as lost:
             raise GpuLostError(f"{entry.peer.name}: {lost}") from lost
 
-    def time_entries(
-        self, entries: dict[str, Entry], cells_left: int
-    ) -> tuple[dict[str, Turn], dict[str, list[Interval]]]:
+    def plan_all(self, entries: Mapping[str, Entry]) -> dict[str, Turn]:
+        """What each peer does in a round, from a few launches of it."""
+        return {name: self.plan(entry) for name, entry in entries.items()}
+
+    def play_turns(
+        self, entries: Mapping[str, Entry], turns: dict[str, Turn], cells_left: int
+    ) -> dict[str, list[Interval]]:
         """Interleaved rounds of the admitted peers, as many as this cell's share of the budget allows."""
-        turns = {name: self.plan(entry) for name, entry in entries.items()}
+        if not turns:
+            return {}
         a_round = [turns[name] for name in self.order(list(turns))]
         rounds = plan_rounds(a_round, self.budget.share(cells_left), self.effort)
 
         def play(name: str, turn: Turn) -> Interval:
             return self.take_turn(entries[name], turn)
 
-        return turns, play_rounds(turns, rounds, play, self.order)
+        return play_rounds(turns, rounds, play, self.order)
 
-    def run_cell(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Cell:
-        """Check and time the peers on one problem."""
-        return self.play(problem, peers, cells_left).cell
-
-    def play(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Played:
-        """``run_cell``, with the measurements behind its figures.
+    def admit_all(self, problem: Problem, peers: Sequence[Peer]) -> Admitted:
+        """Prepare and check the peers.
 
         Raises:
             CellLostError: a kernel hangs or broke the CUDA context.
@@ -231,28 +243,31 @@ class Bench:
         def oracles_of(rounding: Rounding) -> Sequence[Any]:
             return self.suite.check.oracles(problem, rounding(inputs[0]))
 
-        results: dict[str, PeerResult] = {}
-        entries: dict[str, Entry] = {}
-        spans: dict[str, list[tuple[float, float]]] = {}
-        try:
+        found = Admitted(problem, sets, tuple(peer.name for peer in peers), {}, {})
+        with found.or_lost():
             for peer in peers:
                 admitted = self.admit(peer, problem, inputs, oracles_of)
                 if isinstance(admitted, Failed):
-                    results[peer.name] = admitted
+                    found.failed[peer.name] = admitted
                 else:
-                    entries[peer.name] = admitted
-            oracles_of.cache_clear()
-            turns, taken = self.time_entries(entries, cells_left)
-        except GpuLostError as lost:
-            reason = describe_error(lost)
-            failed = {peer.name: results.get(peer.name, Failed(reason)) for peer in peers}
-            raise CellLostError(Cell(problem, sets, None, None, failed), reason) from lost
+                    found.entries[peer.name] = admitted
+        return found
+
+    def run_cell(self, problem: Problem, peers: Sequence[Peer], cells_left: int) -> Cell:
+        """Check and time the peers on one problem.
+
+        Raises:
+            CellLostError: a kernel hangs or broke the CUDA context.
+        """
+        admitted = self.admit_all(problem, peers)
+        with admitted.or_lost():
+            turns = self.plan_all(admitted.entries)
+            taken = self.play_turns(admitted.entries, turns, cells_left)
+        results: dict[str, PeerResult] = dict(admitted.failed)
         for name, intervals in taken.items():
-            spans[name] = [(interval.start, interval.stop) for interval in intervals]
-            results[name] = self.summarize(problem, entries[name], turns[name], intervals)
-        gauges = self.sampler.window(span for peer_spans in spans.values() for span in peer_spans)
-        ordered = {peer.name: results[peer.name] for peer in peers}
-        return Played(Cell(problem, sets, *gauges, ordered), entries, turns, taken)
+            results[name] = self.summarize(problem, admitted.entries[name], turns[name], intervals)
+        gauges = self.sampler.window((i.start, i.stop) for intervals in taken.values() for i in intervals)
+        return Cell(problem, admitted.sets, *gauges, {peer.name: results[peer.name] for peer in peers})
 
     def summarize(
         self, problem: Problem, entry: Entry, turn: Turn, intervals: Sequence[Interval]

@@ -100,6 +100,11 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def count_ctas(config: ForwardConfig, device: torch.device | int) -> int:
+    """Size of the persistent grid on a GPU."""
+    return config.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def prepare_16_bit(config: ForwardConfig, problem: Problem, inputs: Inputs) -> Prepared:
     """The kernel of ``config`` as the public function launches it, into a buffer made before."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -108,7 +113,7 @@ def prepare_16_bit(config: ForwardConfig, problem: Problem, inputs: Inputs) -> P
         kernel=get_forward(config),
         result=keep_result(problem, q.dtype, q.device),
         device_index=index,
-        num_ctas=torch.cuda.get_device_properties(index).multi_processor_count,
+        num_ctas=count_ctas(config, index),
         repairs=(),
         no_lse=q.new_empty((problem.batch, problem.heads, 0), dtype=torch.float32),
     )
@@ -126,7 +131,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
         kernel=get_forward(config),
         result=keep_result(problem, inputs.q.dtype, device),
         device_index=index,
-        num_ctas=torch.cuda.get_device_properties(index).multi_processor_count,
+        num_ctas=count_ctas(config, index),
         repairs=(),
         block_q=parts.q.block if parts.q.block < problem.seqlen_q else ALL_ROWS,
         block_k=parts.k.block if parts.k.block < problem.seqlen_k else ALL_ROWS,

@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from hopper_attention.experiments.ablation_variants import VARIANTS
 from hopper_attention.experiments.bench_render import markdown_table
 from hopper_attention.experiments.bench_results import dump_rows, load_figures
 from hopper_attention.experiments.plots import PALETTE, house_style, save_figure, titled_figure
@@ -255,13 +256,15 @@ def render_timeline(report: TimelineReport) -> str:
         "`python benchmarks/timeline.py` records it on a Hopper GPU.",
         f"Measured {head['date'][:10]} at commit `{head['commit'][:12]}` on {machine}.",
         f"`{head['problem']}`: some key blocks in the middle of one tile, by `clock64` of the SM, for the kernel that "
-        "stands for each row of the [ablation](ablation.md). Q K^T begins when its keys are there, before a wait for "
-        "the turn on the tensor cores; P V when it has been issued. A GEMM ends when the warpgroup's wait for it "
-        "returns: that may be later than the tensor cores were done, and two GEMMs in flight "
-        "take turns on them. `slowdown`: what reading the clock costs, over a whole launch.",
+        "stands for each row of the [ablation](ablation.md). Q K^T begins when its keys are there and the warpgroup "
+        "has its turn on the tensor cores; P V when it has been issued. A GEMM ends when the warpgroup's wait for it "
+        "returns: that may be later than the tensor cores were done, and two GEMMs in flight take turns on them. "
+        "Where several CTAs share an SM, one is shown. `slowdown`: what reading the clock costs, over a whole launch.",
         markdown_table(["kernel", *headings], rows),
     ]
     for recording in report.recordings:
-        parts += [f"## {recording.title}", f"![Each warpgroup at work, over clocks]({recording.figure})"]
+        variant = VARIANTS.get(recording.variant)
+        parts += [f"## {recording.title}", variant.differs] if variant else [f"## {recording.title}"]
+        parts += [f"![Each warpgroup at work, over clocks]({recording.figure})"]
     parts += ["## Method", "\n".join(f"- {key}: {value}" for key, value in head["method"].items())]
     return "\n\n".join(parts) + "\n"

@@ -1,0 +1,92 @@
+"""The warp that adds dQ to global memory in a fixed order, for gradients of the same bits in every run."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.pipeline import PipelineAsync, PipelineState
+
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
+from hopper.backward.config import BackwardConfig
+from hopper.backward.consumer import previous_stage
+from hopper.backward.dq import add_in_bulk
+from hopper.backward.exchange import state_of
+from hopper.backward.work import BackwardWork
+
+
+class Courier(LoopInvariant):
+    """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``).
+
+    ``sdQ`` is float32 (words, buffers, warpgroups) in shared memory and ``mdQ`` (words, warpgroups, query tiles) in
+    global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each. dQ
+    of a block is staged when ``pipe`` is full of dS of the block behind it.
+    """
+
+    def __init__(
+        self,
+        config: BackwardConfig,
+        pipe: PipelineAsync,
+        sdQ: cute.Tensor,
+        mdQ: cute.Tensor,
+        added: cute.Tensor,
+    ):
+        self.config, self.pipe, self.sdQ, self.mdQ, self.added = config, pipe, sdQ, mdQ, added
+
+    @cute.jit
+    def run(self, work: BackwardWork):
+        """One warp: follow the consumers block by block. A block's part is added under the barrier of the next."""
+        # Two counters modulo 4 in one register, of blocks and of tiles: there is none to spare.
+        clock = Int32(0)
+        self._release(clock)
+        tile = work.scheduler.first()
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            visit = work.visit(n_block)
+            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
+                    clock = (clock & ~3) | ((clock + 1) & 3)
+                    self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block))
+            tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
+            clock += 4
+
+    @cute.jit
+    def _receive(self, scheduler: TileScheduler, state: PipelineState) -> Int32:
+        """``TileScheduler.receive`` without a lane number, for which there is no register."""
+        scheduler.pipe.consumer_wait(state)
+        tile = cute.arch.make_warp_uniform(scheduler.mailbox[state.index])
+        with cute.arch.elect_one():
+            scheduler.pipe.consumer_release(state)
+        return tile
+
+    @cute.jit
+    def _release(self, block: Int32):
+        """Under the first block there is nothing to add."""
+        state = state_of(self.config.stages, block)
+        self.pipe.consumer_wait(state)
+        if cute.arch.lane_idx() == 0:
+            self.pipe.consumer_release(state)
+
+    @cute.jit
+    def _deliver(self, block: Int32, tile: Int32, turn: Int32):
+        """Add what is staged under dS of a block, once ``turn`` key tiles have added to query tile ``tile``."""
+        state = state_of(self.config.stages, block)
+        self.pipe.consumer_wait(state)
+        if cute.arch.lane_idx() == 0:
+            place = (self.added.iterator + tile).toint()
+            seen = Int32(-1)
+            while seen != turn:
+                seen = cute.arch.inline_ptx(
+                    "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+                    write_only_types=[Int32],
+                    read_only_args=[place],
+                )
+            buffer = previous_stage(self.config, state.index)
+            for wg in cutlass.range_constexpr(self.config.consumers):
+                add_in_bulk(self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.inline_ptx(
+                "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place, turn + 1]
+            )
+            self.pipe.consumer_release(state)

@@ -1,0 +1,93 @@
+"""dK and dV of a key tile, from registers to global memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fast_math import pin
+from cute_kernels.invariant import LoopInvariant
+from hopper.backward.barriers import sync_consumers, sync_warpgroup
+from hopper.backward.config import BackwardConfig
+from hopper.backward.consumer import BackwardConsumer, previous_stage
+from hopper.config import WARPGROUP_ROWS
+from hopper.forward.operands import TmaOperand
+
+SWIZZLE_BYTES = 1024
+"""After which a swizzle repeats."""
+
+
+class BackwardEpilogue(LoopInvariant):
+    """Stages the rows of a warpgroup where dS and dQ were, so that K, V, Q and dO of the next tile can be loaded.
+
+    ``layouts`` has those of the staged rows, ``dk`` and ``dv``; ``memory`` is where dS and the staged dQ lie;
+    ``targets`` the TMA atoms and tensors of dK and dV.
+    """
+
+    def __init__(
+        self,
+        config: BackwardConfig,
+        layouts,
+        memory: tuple[cute.Pointer, cute.Pointer],
+        targets: tuple,
+        softmax_scale: Float32,
+        wg: Int32,
+    ):
+        self.config, self.layouts, self.memory = config, layouts, memory
+        self.targets, self.softmax_scale, self.wg = targets, softmax_scale, wg
+
+    @cute.jit
+    def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
+        """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, batch.
+
+        ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that ``acc``
+        of dQ holds will take the other one.
+        """
+        c = self.config
+        scaled = consumer.acc_dK.load() * self.softmax_scale
+        consumer.acc_dK.store(scaled)
+        consumer.dq.wait_sent(state)
+        sync_consumers(c)
+        sdK, sdV = self._staging(consumer, previous_stage(c, state.index))
+        self._stage(consumer, consumer.acc_dK, consumer.mmas.dk, sdK)
+        self._stage(consumer, consumer.acc_dV, consumer.mmas.dv, sdV)
+        cute.arch.fence_view_async_shared()
+        sync_warpgroup(self.wg)
+        if consumer.dq.is_issuer:
+            n_block, head_kv, batch = coordinates
+            for i, (smem, columns) in enumerate(((sdK, c.head_dim), (sdV, c.head_dim_v))):
+                operand = TmaOperand(self.targets[0][i], self.targets[1][i], smem)
+                tile = (n_block * c.consumers + self.wg, 0)
+                source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, batch)
+                cute.copy(operand.atom, source[None, 0], target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_consumers(c)
+
+    def _staging(self, consumer: BackwardConsumer, buffer: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """(rows, columns, 1) for dK and dV of this warpgroup."""
+        c, (sdS, sdQ) = self.config, self.memory
+        dtype = consumer.mmas.dk.op.a_dtype
+        dk_offset = self.wg * (WARPGROUP_ROWS * c.head_dim)
+        dq_offset = (self.wg * c.stages + buffer) * c.dq_words
+        places = (sdS + dk_offset, sdQ + dq_offset)
+        return tuple(
+            cute.make_tensor(
+                cute.recast_ptr(place.align(SWIZZLE_BYTES), layout.inner, dtype=dtype), layout.outer
+            )
+            for place, layout in zip(places, (self.layouts.dk, self.layouts.dv), strict=True)
+        )
+
+    @cute.jit
+    def _stage(
+        self, consumer: BackwardConsumer, acc: cute.Tensor, mma: cute.TiledMma, target: cute.Tensor
+    ):
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
+        )
+        # Pinned, or else addresses are computed before the loop over tiles and held in registers throughout.
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(pin(consumer.thread, Int32))
+        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
+        rounded.store(acc.load().to(target.element_type))
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(target[None, None, 0]))

@@ -1,0 +1,280 @@
+"""The two consumer warpgroups of a CTA in the paired backward kernel: one makes P, the other dS, both all gradients."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from cute_kernels.fast_math import exp2, pack, pin, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_mask import KeyMask
+from hopper.backward.config import PairedBackwardConfig
+from hopper.backward.dq import WORDS_PER_STORE
+from hopper.backward.exchange import Exchange, PairPipelines, state_of
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.wgmma import issue_gemm
+
+
+class PairFragments(NamedTuple):
+    """WGMMA operands in shared memory; those of Q, dO, P and dS have a last mode over stages.
+
+    ``k`` and ``v`` are A of S^T and dP^T, ``q`` and ``do`` their B; ``p`` and ``ds`` are A of dV and dK, ``do_t`` and
+    ``q_t`` their B. For dQ there are A and B of the keys of this CTA, ``ds_t`` and ``k_t``, and of the other one.
+    """
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    p: cute.Tensor
+    do_t: cute.Tensor
+    ds: cute.Tensor
+    q_t: cute.Tensor
+    ds_t: cute.Tensor
+    k_t: cute.Tensor
+    other_ds_t: cute.Tensor
+    other_k_t: cute.Tensor
+
+
+class PairConsumer(LoopInvariant):
+    """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
+
+    Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads),
+    zero before the launch: the part to which this warpgroup adds.
+    """
+
+    def __init__(
+        self,
+        config: PairedBackwardConfig,
+        mmas,
+        fragments: PairFragments,
+        pipes: PairPipelines,
+        exchange: Exchange,
+        mdQ: cute.Tensor,
+        thread: Int32,
+    ):
+        self.config, self.mmas, self.fragments = config, mmas, fragments
+        self.pipes, self.exchange, self.mdQ, self.thread = pipes, exchange, mdQ, thread
+        self.acc_dV = self._make_accumulator(mmas.dv, config.head_dim_v // 2)
+        self.acc_dK = self._make_accumulator(mmas.dk, config.head_dim // 2)
+        self.acc_dQ = self._make_accumulator(mmas.dq, config.dq_columns)
+
+    @cute.jit
+    def _make_accumulator(self, mma: cute.TiledMma, columns: cutlass.Constexpr[int]) -> cute.Tensor:
+        return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
+
+    @cute.jit
+    def clear(self):
+        self.acc_dV.fill(0.0)
+        self.acc_dK.fill(0.0)
+
+    @cute.jit
+    def finish(self, block: Int32, tile: Int32):
+        """dK and dQ of the last block, whose query tile is ``tile``."""
+        self._issue_dk_and_dq(block)
+        warpgroup.wait_group(0)
+        self._release_and_add(block, tile)
+
+    @cute.jit
+    def _issue_dv(self, block: Int32):
+        """dV += P^T dO, once P and dO of the block are there."""
+        f = self.fragments
+        do_state, p_state = self.state("do", block), self.state("p", block)
+        self.pipes.do.consumer_wait(do_state)
+        self.pipes.p.consumer_wait(p_state)
+        p, do_t = f.p[None, None, None, p_state.index], f.do_t[None, None, None, do_state.index]
+        issue_gemm(self.mmas.dv, self.acc_dV, p, do_t, True)
+
+    @cute.jit
+    def _issue_dk_and_dq(self, block: Int32):
+        """dK += dS^T Q, and as a group behind it dQ = dS K over the keys of both CTAs."""
+        f, buffer, state = self.fragments, self.exchange.index(block), self.state("q", block)
+        self.pipes.q.consumer_wait(state)
+        self.exchange.wait_own(block)
+        q_t = f.q_t[None, None, None, state.index]
+        issue_gemm(self.mmas.dk, self.acc_dK, f.ds[None, None, None, buffer], q_t, True)
+        self.exchange.wait_other(block)
+        own, other = f.ds_t[None, None, None, buffer], f.other_ds_t[None, None, None, buffer]
+        issue_gemm(self.mmas.dq, self.acc_dQ, own, f.k_t, False, closes=False)
+        issue_gemm(self.mmas.dq, self.acc_dQ, other, f.other_k_t, True)
+
+    @cute.jit
+    def _release_and_add(self, block: Int32, tile: Int32):
+        """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory."""
+        self.pipes.q.consumer_release(self.state("q", block))
+        self.exchange.release(block)
+        words = cute.make_tensor(
+            self.acc_dQ.iterator,
+            cute.make_layout((WORDS_PER_STORE, cute.size(self.acc_dQ) // WORDS_PER_STORE)),
+        )
+        first = self.mdQ[None, tile].iterator.toint() + Int64(self.thread * (4 * WORDS_PER_STORE))
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            address = first + i * (4 * WORDS_PER_STORE * WARPGROUP_THREADS)
+            cute.arch.inline_ptx(
+                "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address, *(words[e, i] for e in range(WORDS_PER_STORE))],
+            )
+
+    def state(self, pipe: str, block: Int32):
+        """Where the consumers of a pipeline stand at a block."""
+        return state_of(self.config.stages_of(pipe), block)
+
+    @cute.jit
+    def read_vector(self, vectors: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """(pair, group): what this thread's columns of a transposed score tile need of a vector over the queries."""
+        groups = self.config.tile_m // COLUMNS_PER_GROUP
+        pairs = cute.make_rmem_tensor((2, groups), Float32)
+        first = self.thread % 4 * 2
+        for j in cutlass.range_constexpr(groups):
+            for e in cutlass.range_constexpr(2):
+                pairs[e, j] = pin(vectors[first + COLUMNS_PER_GROUP * j + e, stage])
+        return pairs
+
+    @cute.jit
+    def make_scores(self) -> cute.Tensor:
+        return self._make_accumulator(self.mmas.s, self.config.tile_m)
+
+    @cute.jit
+    def round_to_words(self, acc: cute.Tensor) -> cute.Tensor:
+        """An accumulator in 16 bits, two columns a word, in the same order."""
+        dtype = self.mmas.dv.op.a_dtype
+        rounded = cute.make_rmem_tensor_like(acc, dtype)
+        words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc)
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                words[r + ROWS_PER_THREAD * j] = pack(rows[r, (0, j)], rows[r, (1, j)], dtype)
+        return rounded
+
+    @cute.jit
+    def store_scores(self, acc: cute.Tensor, target: cute.Tensor):
+        """Round a transposed score tile and write it to shared memory, (keys, queries)."""
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
+        )
+        copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
+        cute.copy(atom, copy.retile(self.round_to_words(acc)), copy.partition_D(target))
+
+
+class ScoresConsumer(PairConsumer):
+    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, 1)."""
+
+    def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, scale_log2: Float32, *rest):
+        super().__init__(*rest)
+        self.sLSE, self.sP, self.scale_log2 = sLSE, sP, scale_log2
+
+    @cute.jit
+    def block(
+        self,
+        mask: KeyMask,
+        m_block: Int32,
+        block: Int32,
+        tile_before: Int32,
+        is_masked: cutlass.Constexpr[bool],
+        is_first: cutlass.Constexpr[bool],
+    ):
+        """P of a block under dK and dQ of the block before, and dV of this one under what follows those two."""
+        f, acc_S = self.fragments, self.make_scores()
+        state = self.state("q", block)
+        self.pipes.q.consumer_wait(state)
+        lse = self.read_vector(self.sLSE, state.index)
+        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
+        if const_expr(is_first):
+            warpgroup.wait_group(0)
+        else:
+            self._issue_dk_and_dq(block - 1)
+            warpgroup.wait_group(2)
+        if const_expr(is_masked):
+            mask.apply(acc_S, m_block)
+        self._probabilities(acc_S, lse)
+        self._publish(acc_S, block)
+        self._issue_dv(block)
+        if const_expr(not is_first):
+            warpgroup.wait_group(1)
+            self._release_and_add(block - 1, tile_before)
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(self.state("do", block))
+
+    @cute.jit
+    def _probabilities(self, acc_S: cute.Tensor, lse: cute.Tensor):
+        """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
+        rows = as_rows(acc_S)
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for e in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse[e, j])
+
+    @cute.jit
+    def _publish(self, acc_P: cute.Tensor, block: Int32):
+        """Write P^T to shared memory and say so, once the second warpgroup has done with the one before."""
+        self.pipes.p.producer_acquire(state_of(self.config.stages_of("p"), block, is_producer=True))
+        self.store_scores(acc_P, self.sP[None, None, self.state("p", block).index])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipes.p.producer_commit(self.state("p", block))
+
+
+class GradientConsumer(PairConsumer):
+    """The second warpgroup: dP^T = V dO^T and dS^T = P^T (dP^T - delta), which it sends to both CTAs."""
+
+    def __init__(self, sDelta: cute.Tensor, sP: cute.Tensor, *rest):
+        super().__init__(*rest)
+        self.sDelta, self.sP = sDelta, sP
+
+    @cute.jit
+    def block(
+        self,
+        mask: KeyMask,
+        m_block: Int32,
+        block: Int32,
+        tile_before: Int32,
+        is_masked: cutlass.Constexpr[bool],
+        is_first: cutlass.Constexpr[bool],
+    ):
+        """dS of a block under its dV. dK and dQ of the block before come first: dO of this one is on its way then."""
+        f, acc_dP = self.fragments, self.make_scores()
+        state = self.state("do", block)
+        if const_expr(not is_first):
+            self._issue_dk_and_dq(block - 1)
+        self.pipes.do.consumer_wait(state)
+        delta = self.read_vector(self.sDelta, state.index)
+        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
+        if const_expr(not is_first):
+            warpgroup.wait_group(1)
+            self._release_and_add(block - 1, tile_before)
+        warpgroup.wait_group(0)
+        self._issue_dv(block)
+        self._gradient_of_scores(acc_dP, self._read_probabilities(block), delta)
+        self.exchange.acquire(block)
+        self.store_scores(acc_dP, self.exchange.own[None, None, self.exchange.index(block)])
+        self.exchange.publish(block, cute.arch.make_warp_uniform(self.thread // cute.arch.WARP_SIZE))
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(state)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipes.p.consumer_release(self.state("p", block))
+
+    @cute.jit
+    def _read_probabilities(self, block: Int32) -> cute.Tensor:
+        """P^T in 16 bits, in the order of the accumulator."""
+        source = self.sP[None, None, self.state("p", block).index]
+        rounded = cute.make_rmem_tensor_like(self.make_scores(), source.element_type)
+        atom = cute.make_copy_atom(
+            warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), source.element_type
+        )
+        copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
+        cute.copy(atom, copy.partition_S(source), copy.retile(rounded))
+        return rounded
+
+    @cute.jit
+    def _gradient_of_scores(self, acc_dP: cute.Tensor, probabilities: cute.Tensor, delta: cute.Tensor):
+        """dS^T = P^T (dP^T - delta) in the place of dP^T."""
+        dp, words = as_rows(acc_dP), cute.recast_tensor(probabilities, Int32)
+        for j in cutlass.range_constexpr(dp.shape[1][1]):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                pair = unpack(words[r + ROWS_PER_THREAD * j], probabilities.element_type)
+                for e in cutlass.range_constexpr(2):
+                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])

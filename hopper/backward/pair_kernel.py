@@ -1,0 +1,458 @@
+"""The Hopper backward kernel for wide heads: two CTAs of a cluster work on the same queries."""
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
+from cute_kernels.key_mask import KeyMask
+from cute_kernels.query_range import QueryRange
+from hopper.backward.barriers import sync_consumers
+from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
+from hopper.backward.exchange import Exchange, PairPipelines
+from hopper.backward.kernel import transposed
+from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFragments, ScoresConsumer
+from hopper.backward.pair_producer import PairProducer
+from hopper.backward.producer import BackwardOperands
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.forward.operands import TmaOperand
+
+
+class PairMmas(NamedTuple):
+    """The tiled MMAs, each for one warpgroup: S^T = K Q^T, dP^T = V dO^T, and some columns of dV += P^T dO, of
+    dK += dS^T Q and of dQ = dS K."""
+
+    s: cute.TiledMma
+    dp: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class PairLayouts(NamedTuple):
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    do: cute.ComposedLayout
+    other_k: cute.ComposedLayout
+    p: cute.ComposedLayout
+    ds: cute.ComposedLayout
+    other_ds: cute.ComposedLayout
+
+
+class Problem(NamedTuple):
+    """What all roles know of a launch and of their place in it."""
+
+    softmax_scale: Float32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_per_kv_head: Int32
+    n_block: Int32
+    head_kv: Int32
+    batch: Int32
+    rank: Int32
+    queries: QueryRange
+
+    @property
+    def pair(self) -> Any:
+        """The number of the cluster's key tile."""
+        return self.n_block // CLUSTER_CTAS
+
+
+class PairedBackwardKernel:
+    """dQ, dK and dV of softmax(softmax_scale Q K^T) V for wide heads, on sm_90a (FlashAttention-2, algorithm 2).
+
+    dK and dV of 128 keys would fill all registers of an SM. So a cluster of two CTAs owns 128 keys, 64 each, and the
+    two consumer warpgroups of a CTA half of the columns each. Loaded by multicast, Q and dO cross the L2 cache once for
+    both; with dS exchanged, each CTA adds half of the columns of dQ, of all 128 keys. Names in backticks are fields of
+    ``PairedBackwardConfig``.
+
+    | role | warps | registers a thread | does |
+    |---|---|---|---|
+    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA: K, V; half of each Q, dO for both CTAs; LSE, delta |
+    | scores | 4 .. 7 | `registers.consumer` | S, P; half of dV and dK, a quarter of dQ |
+    | gradients | 8 .. 11 | `registers.consumer` | dP, dS; the other halves, another quarter |
+
+    | pipeline | stages | what a full stage holds | empty when |
+    |---|---|---|---|
+    | kv | 1 | K and V of the CTA's keys, and this CTA's columns of the other's K | |
+    | q | `stages` | Q of a query tile and its LSE | dK of both CTAs has read it |
+    | do | 1 | dO of a query tile and its delta | dV of both CTAs has read it |
+    | p | 1 | P^T of the CTA's keys | dV and the gradients' warpgroup have read it |
+    | ds | `stages` | dS^T of the CTA's keys, and of the other's (``Exchange``) | dK and dQ of both CTAs have |
+
+    | named barrier | id | threads | orders |
+    |---|---|---|---|
+    | CONSUMERS | 1 | all consumers | K and V, read for the last time before dK and dV are staged in their place |
+    """
+
+    def __init__(self, config: PairedBackwardConfig):
+        validate_backward_config(config)
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        softmax_scale: Float32,
+        stream,
+    ):
+        """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster."""
+        c = self.config
+        seqlen_first = [1, 3, 2, 0]
+        mQ, mK, mV, mdO, mdK, mdV = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first))
+            for t in (mQ, mK, mV, mdO, mdK, mdV)
+        )
+        mLSE, mDelta = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
+        )
+        batches, heads, tiles, parts, words = mdQ.shape
+        strides = mdQ.stride
+        tiles_of_heads = cute.make_layout(
+            (words, parts, tiles * heads, batches), stride=(1, strides[3], strides[2], strides[0])
+        )
+        mdQ = cute.make_tensor(mdQ.iterator, tiles_of_heads)
+        layouts = self._smem_layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        vectors = [cute.make_layout((c.tile_m, c.stages_of(pipe))) for pipe in ("q", "do")]
+        rows_k, rows_v = (c.keys, c.head_dim), (c.keys, c.head_dim_v)
+        columns = (c.keys, c.head_dim // CLUSTER_CTAS)
+        copies = (
+            cpasync.make_tiled_tma_atom(multicast, mQ, layouts.q, (c.tile_m, c.head_dim), CLUSTER_CTAS),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, rows_k),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, rows_v),
+            cpasync.make_tiled_tma_atom(multicast, mdO, layouts.do, (c.tile_m, c.head_dim_v), CLUSTER_CTAS),
+            cpasync.make_tiled_tma_atom(load, mLSE, vectors[0], (c.tile_m,)),
+            cpasync.make_tiled_tma_atom(load, mDelta, vectors[1], (c.tile_m,)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.other_k, columns),
+            cpasync.make_tiled_tma_atom(store, mdK, layouts.k, rows_k),
+            cpasync.make_tiled_tma_atom(store, mdV, layouts.v, rows_v),
+        )
+        self.kernel(
+            tuple(copy.atom for copy in copies),
+            tuple(copy.tma_tensor for copy in copies),
+            mdQ,
+            softmax_scale,
+            mQ.shape[0],
+            mK.shape[0],
+            mQ.shape[2] // mK.shape[2],
+        ).launch(
+            grid=(CLUSTER_CTAS * cute.ceil_div(mK.shape[0], c.tile_n), mK.shape[2], mK.shape[3]),
+            block=(c.threads, 1, 1),
+            cluster=(CLUSTER_CTAS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        tensors: tuple,
+        mdQ: cute.Tensor,
+        softmax_scale: Float32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_per_kv_head: Int32,
+    ):
+        c = self.config
+        layouts = self._smem_layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
+        smem = PairLayouts(
+            *(
+                getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+                for name, layout in layouts._asdict().items()
+            )
+        )
+        sLSE, sDelta = (
+            memory.get_tensor(cute.make_layout((c.tile_m, c.stages_of(pipe))))
+            for memory, pipe in ((storage.lse, "q"), (storage.delta, "do"))
+        )
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        n_block, head_kv, batch = cute.arch.block_idx()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        problem = Problem(
+            softmax_scale,
+            seqlen_q,
+            seqlen_k,
+            heads_per_kv_head,
+            n_block,
+            head_kv,
+            batch,
+            rank,
+            QueryRange(c.tile_m, c.tile_n, c.causal),
+        )
+        pipes = self._make_pipelines(storage)
+        barriers = (
+            storage.barriers_ds.data_ptr(),
+            storage.barriers_ds.data_ptr() + c.stages,
+            storage.barriers_ds.data_ptr() + 2 * c.stages,
+        )
+        exchange = Exchange(c, barriers, (smem.ds, smem.other_ds), rank)
+        if cute.arch.thread_idx()[0] == 0:
+            exchange.initialize()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+        if warp_idx < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(c.registers.producer)
+            if warp_idx == 0:
+                targets = (smem.q, smem.k, smem.v, smem.do, sLSE, sDelta)
+                operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], targets))
+                other_k = TmaOperand(atoms[6], tensors[6], smem.other_k)
+                self._produce(PairProducer(c, operands, other_k, pipes, rank), problem)
+        else:
+            cute.arch.setmaxregister_increase(c.registers.consumer)
+            wg = warp_idx // WARPS_PER_WARPGROUP - 1
+            thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+            mmas = self._tiled_mmas()
+            part = rank * c.consumers + wg
+            shared = (
+                c,
+                mmas,
+                self._fragments(mmas, smem, rank, wg),
+                pipes,
+                exchange,
+                mdQ[None, part, None, batch],
+                thread,
+            )
+            stores = (atoms[7:], tensors[7:])
+            if wg == 0:
+                scale_log2 = softmax_scale * Float32(math.log2(math.e))
+                self._consume(ScoresConsumer(sLSE, smem.p, scale_log2, *shared), problem, smem, stores, 0)
+            else:
+                self._consume(GradientConsumer(sDelta, smem.p, *shared), problem, smem, stores, 1)
+        # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _produce(self, producer: PairProducer, problem: Problem):
+        p = problem
+        m_begin = p.queries.begin(p.pair, p.seqlen_q, p.seqlen_k)
+        m_end = p.queries.end(p.seqlen_q)
+        producer.load_keys(p.n_block, p.head_kv, p.batch)
+        for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+            head, block = p.head_kv * p.heads_per_kv_head + i, i * (m_end - m_begin)
+            producer.load_queries(head, p.batch, m_begin, m_end, block)
+
+    @cute.jit
+    def _consume(
+        self,
+        consumer: PairConsumer,
+        problem: Problem,
+        smem: PairLayouts,
+        stores: tuple,
+        wg: cutlass.Constexpr[int],
+    ):
+        """Walk over the query tiles of each head. The first block stands by itself: there is none before it."""
+        p, c = problem, self.config
+        lane, warp_in_group = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS_PER_WARPGROUP
+        key = p.n_block * c.keys + first_row_of_thread(warp_in_group, lane)
+        mask = KeyMask(c.causal, c.tile_m, p.seqlen_q, p.seqlen_k, key, first_column_of_thread(lane))
+        m_begin = p.queries.begin(p.pair, p.seqlen_q, p.seqlen_k)
+        m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlen_q, p.seqlen_k)
+        m_end = p.queries.end(p.seqlen_q)
+        first_tile = p.head_kv * p.heads_per_kv_head * m_end
+        blocks = m_end - m_begin
+        consumer.clear()
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        consumer.pipes.kv.consumer_wait(kv_state)
+        consumer.block(mask, m_begin, Int32(0), Int32(0), True, True)
+        tile_before = first_tile + m_begin
+        for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+            tile, block = first_tile + i * m_end, i * blocks - m_begin
+            begin = m_begin + 1 if i == 0 else m_begin
+            middle = cutlass.max(begin, m_unmasked)
+            for m_block in cutlass.range(begin, middle, unroll=1):
+                consumer.block(mask, m_block, block + m_block, tile_before, True, False)
+                tile_before = tile + m_block
+            for m_block in cutlass.range(middle, m_end, unroll=1):
+                consumer.block(mask, m_block, block + m_block, tile_before, False, False)
+                tile_before = tile + m_block
+        consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before)
+        self._store(consumer, smem, stores, problem, wg)
+
+    @cute.jit
+    def _store(
+        self,
+        consumer: PairConsumer,
+        smem: PairLayouts,
+        stores: tuple,
+        problem: Problem,
+        wg: cutlass.Constexpr[int],
+    ):
+        """dK and dV from registers through the memory of K and V, which both warpgroups have finished with."""
+        c, p = self.config, problem
+        scaled = consumer.acc_dK.load() * p.softmax_scale
+        consumer.acc_dK.store(scaled)
+        sync_consumers(c)
+        accumulators, targets = (consumer.acc_dK, consumer.acc_dV), (smem.k, smem.v)
+        mmas, columns = (consumer.mmas.dk, consumer.mmas.dv), (c.head_dim, c.head_dim_v)
+        for i in cutlass.range_constexpr(2):
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_C(atom, mmas[i]).get_slice(consumer.thread)
+            rounded = cute.make_rmem_tensor_like(accumulators[i], self.dtype)
+            rounded.store(accumulators[i].load().to(self.dtype))
+            half = cute.local_tile(targets[i][None, None, 0], (c.keys, columns[i] // c.consumers), (0, wg))
+            cute.copy(atom, copy.retile(rounded), copy.partition_D(half))
+        cute.arch.fence_view_async_shared()
+        sync_consumers(c)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS_PER_WARPGROUP:
+            for i in cutlass.range_constexpr(2):
+                operand = TmaOperand(stores[0][i], stores[1][i], targets[i])
+                source, target = operand.partition((c.keys, columns[i]), (p.n_block, 0), p.head_kv, p.batch)
+                cute.copy(operand.atom, source[None, 0], target)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _smem_layouts(self) -> PairLayouts:
+        c = self.config
+
+        def layout(rows, columns, stages):
+            return swizzled_layout(rows, columns, stages, self.dtype)
+
+        return PairLayouts(
+            q=layout(c.tile_m, c.head_dim, c.stages_of("q")),
+            k=layout(c.keys, c.head_dim, 1),
+            v=layout(c.keys, c.head_dim_v, 1),
+            do=layout(c.tile_m, c.head_dim_v, c.stages_of("do")),
+            other_k=layout(c.keys, c.head_dim // CLUSTER_CTAS, 1),
+            p=layout(c.keys, c.tile_m, c.stages_of("p")),
+            ds=layout(c.keys, c.tile_m, c.stages),
+            other_ds=layout(c.keys, c.tile_m, c.stages),
+        )
+
+    def _shared_storage(self, layouts: PairLayouts) -> type:
+        c = self.config
+
+        def tile(layout):
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout.outer)], 1024]
+
+        def vector(pipe):
+            return cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.stages_of(pipe)], 128]
+
+        @cute.struct
+        class SharedStorage:
+            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.stages_of("q")]
+            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages_of("do")]
+            barriers_p: cute.struct.MemRange[cutlass.Int64, 2 * c.stages_of("p")]
+            barriers_ds: cute.struct.MemRange[cutlass.Int64, 3 * c.stages]
+            lse: vector("q")
+            delta: vector("do")
+            q: tile(layouts.q)
+            k: tile(layouts.k)
+            v: tile(layouts.v)
+            do: tile(layouts.do)
+            other_k: tile(layouts.other_k)
+            p: tile(layouts.p)
+            ds: tile(layouts.ds)
+            other_ds: tile(layouts.other_ds)
+
+        return SharedStorage
+
+    def _make_pipelines(self, storage) -> PairPipelines:
+        c = self.config
+        threads = pipeline.Agent.Thread
+        pair = cute.make_layout((1, 1, CLUSTER_CTAS, 1))
+        warps = WARPS_PER_WARPGROUP * c.consumers
+
+        def create(barriers, stages, num_bytes, ctas):
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(threads),
+                consumer_group=pipeline.CooperativeGroup(threads, warps * cute.size(ctas)),
+                tx_count=num_bytes,
+                barrier_storage=barriers.data_ptr(),
+                cta_layout_vmnk=ctas,
+                defer_sync=True,
+            )
+
+        one = pipeline.CooperativeGroup(threads, WARPS_PER_WARPGROUP)
+        keys = c.keys * (c.head_dim + c.head_dim_v + c.head_dim // CLUSTER_CTAS)
+        return PairPipelines(
+            create(storage.barriers_kv, 1, 2 * keys, cute.make_layout((1, 1, 1, 1))),
+            create(storage.barriers_q, c.stages_of("q"), c.tile_m * (2 * c.head_dim + 4), pair),
+            create(storage.barriers_do, c.stages_of("do"), c.tile_m * (2 * c.head_dim_v + 4), pair),
+            pipeline.PipelineAsync.create(
+                num_stages=c.stages_of("p"),
+                producer_group=one,
+                consumer_group=one,
+                barrier_storage=storage.barriers_p.data_ptr(),
+                defer_sync=True,
+            ),
+        )
+
+    def _tiled_mmas(self) -> PairMmas:
+        c, dtype = self.config, self.dtype
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+
+        def make(a_major, b_major, columns):
+            return hopper_helpers.make_trivial_tiled_mma(
+                dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (WARPGROUP_ROWS, columns)
+            )
+
+        return PairMmas(
+            s=make(k_major, k_major, c.tile_m),
+            dp=make(k_major, k_major, c.tile_m),
+            dv=make(k_major, mn_major, c.head_dim_v // c.consumers),
+            dk=make(k_major, mn_major, c.head_dim // c.consumers),
+            dq=make(mn_major, mn_major, c.dq_columns),
+        )
+
+    def _fragments(self, mmas: PairMmas, smem: PairLayouts, rank: Int32, wg: Int32) -> PairFragments:
+        c = self.config
+        half, half_v = c.head_dim // c.consumers, c.head_dim_v // c.consumers
+
+        def a(mma, tensor):
+            return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
+
+        def b(mma, tensor):
+            return mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
+
+        def columns(tensor, width, rows, number):
+            """Some columns of a tile, as rows of its transpose; of every stage."""
+            return cute.local_tile(transposed(tensor), (width, rows), (number, 0, None))
+
+        k_t = columns(smem.k, c.dq_columns, c.keys, rank * c.consumers + wg)
+        other_k_t = columns(smem.other_k, c.dq_columns, c.keys, wg)
+        return PairFragments(
+            k=a(mmas.s, smem.k[None, None, 0]),
+            q=b(mmas.s, smem.q),
+            v=a(mmas.dp, smem.v[None, None, 0]),
+            do=b(mmas.dp, smem.do),
+            p=a(mmas.dv, smem.p),
+            do_t=b(mmas.dv, columns(smem.do, half_v, c.tile_m, wg)),
+            ds=a(mmas.dk, smem.ds),
+            q_t=b(mmas.dk, columns(smem.q, half, c.tile_m, wg)),
+            ds_t=a(mmas.dq, transposed(smem.ds)),
+            k_t=b(mmas.dq, k_t[None, None, 0]),
+            other_ds_t=a(mmas.dq, transposed(smem.other_ds)),
+            other_k_t=b(mmas.dq, other_k_t[None, None, 0]),
+        )
