@@ -10,11 +10,16 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 
-def cp_async_16(target: Int32, target_offset: int, source: Int64, source_offset: int, size: Int32) -> None:
-    """Start a copy of 16 bytes from global to shared memory; only ``size`` are read, the others become zero."""
+def cp_async_16(target: Int32, target_offset: int, source: Int64, source_offset: int, exists: Int32) -> None:
+    """Start a copy of 16 bytes from global to shared memory, of zeros instead where ``exists`` is not positive.
+
+    Its form with a number of bytes to read would let ptxas add to every address what that number might demand.
+    """
+    places = f"[{{$r0}}+{target_offset}], [{{$r1}}+{source_offset}]"
     cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global.L2::128B [{{$r0}}+{target_offset}], [{{$r1}}+{source_offset}], 16, {{$r2}};",
-        read_only_args=[target, source, size],
+        "{ .reg .pred is_missing; setp.le.s32 is_missing, {$r2}, 0; "
+        f"cp.async.cg.shared.global.L2::128B {places}, 16, is_missing; }}",
+        read_only_args=[target, source, exists],
     )
 
 

@@ -101,7 +101,7 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
 def _ampere_rows(c: AmpereForwardConfig) -> list[tuple[str, str]]:
     overlaps = [
         "P made between its own products with V" if c.fused_exponentials else "",
-        "O rescaled where a maximum is new" if c.lazy_rescale else "",
+        "O rescaled where a maximum is new",
         "longest causal tiles first" if c.causal else "",
     ]
     where = "registers" if c.q_in_registers else "shared memory"

@@ -49,19 +49,19 @@ def _ldmatrix(name: str, ops: list[str]) -> Step:
 
 
 def _copy(name: str, ops: list[str]) -> Step:
-    """cp.async of 16 bytes a lane. Until the wait for it, its target holds garbage."""
+    """cp.async of 16 bytes a lane, zeros where it ignores its source. Until the wait its target holds garbage."""
     (to, to_offset), (source, source_offset) = address_of(ops[0]), address_of(ops[1])
     assert ".cg." in name and ops[2] == "16"
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         targets, sources = warp.get(to, np.uint32) + to_offset, warp.get(source, np.uint64)
-        sizes = warp.get(ops[3], np.uint32)
+        is_ignored = warp.get(ops[3], np.bool_)
         cta = warp.cta
         cells = targets[mask].astype(np.int64)[:, None] + np.arange(BYTES_PER_COPY)
         data = np.zeros(cells.shape, np.uint8)
         for i, lane in enumerate(np.flatnonzero(mask)):
-            assert sizes[lane] in (0, BYTES_PER_COPY) and targets[lane] % BYTES_PER_COPY == 0
-            if sizes[lane]:
+            assert targets[lane] % BYTES_PER_COPY == 0
+            if not is_ignored[lane]:
                 memory, at = cta.buffer(int(sources[lane]) + source_offset)
                 assert at % BYTES_PER_COPY == 0 and at + BYTES_PER_COPY <= len(memory), "bad address"
                 data[i] = memory[at : at + BYTES_PER_COPY]

@@ -141,11 +141,11 @@ class AmpereForwardKernel:
             for band in range(c.bands)
         ]
         mainloop = Mainloop(c, self.dtype, ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
-        of_warp = BlockRange(c.rows_per_warp, c.tile_n, c.causal)
-        band_number = m_block * c.warps + warp
+        of_warp, of_band = (BlockRange(rows, c.tile_n, c.causal) for rows in (c.rows_per_warp, MMA_ROWS))
+        number = m_block * c.warps + warp
         blocks = WarpBlocks(
-            of_warp.end(band_number, seqlen_q, seqlen_k),
-            of_warp.unmasked_end(band_number, seqlen_q, seqlen_k),
+            of_warp.end(number, seqlen_q, seqlen_k),
+            tuple(of_band.unmasked_end(c.bands * number + i, seqlen_q, seqlen_k) for i in range(c.bands)),
         )
         mainloop.attend(masks, n_end, blocks)
         epilogue = Epilogue(c, sQ, warp, lane)

@@ -27,27 +27,23 @@ class TileLoader(LoopInvariant):
         self.smem = smem + tile.offset(self.row, chunk)
         self.seqlen = head.shape[0]
         self.stride = Int64(head.stride[0]) * ELEMENT_BYTES
-        self.source = Int64(head.iterator.toint()) + Int64(chunk * CHUNK_BYTES)
-        # Bytes of this thread's chunk in each span: 16, or 0 past head_dim.
-        left = head.shape[1] * ELEMENT_BYTES - chunk * CHUNK_BYTES
-        self.sizes = [_clamp(left - i * tile.span_bytes, CHUNK_BYTES) for i in range(tile.spans)]
+        self.source = (
+            Int64(head.iterator.toint()) + Int64(chunk * CHUNK_BYTES) + Int64(self.row) * self.stride
+        )
+        self.bytes_left = head.shape[1] * ELEMENT_BYTES - chunk * CHUNK_BYTES
 
     def load(self, first_row: Int32, slot: Int32, is_guarded: bool) -> None:
         """Start the copy of the tile from ``first_row`` on, ``slot`` bytes further in shared memory.
 
         Without ``is_guarded`` all of its rows must exist.
         """
-        row, target = first_row + self.row, self.smem + slot
-        source = self.source + Int64(row) * self.stride
+        target, source = self.smem + slot, self.source + Int64(first_row) * self.stride
         for number in range(self.passes):
             passed = number * self.rows_per_pass
-            exists = _clamp(self.seqlen - row - passed, 1) if is_guarded else 1
-            for i, size in enumerate(self.sizes):
+            for i in range(self.tile.spans):
                 along = i * self.tile.span_bytes
-                cp_async_16(target, passed * self.tile.pitch + along, source, along, size * exists)
+                exists = self.bytes_left - along
+                if is_guarded:
+                    exists = cutlass.min(exists, self.seqlen - first_row - self.row - passed)
+                cp_async_16(target, passed * self.tile.pitch + along, source, along, exists)
             source = source + self.stride * self.rows_per_pass
-
-
-def _clamp(x: Int32, most: int) -> Int32:
-    """``x`` between 0 and ``most``."""
-    return cutlass.max(cutlass.min(Int32(x), most), 0)

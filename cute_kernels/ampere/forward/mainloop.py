@@ -8,22 +8,22 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.ampere.config import MMA_KEYS, MMA_ROWS, AmpereForwardConfig
 from cute_kernels.ampere.forward.ring import KeyValueRing
+from cute_kernels.ampere.forward.shift import ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.instructions import as_fragment, mma
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import OnlineSoftmax, scale_rows
 
 WORDS_PER_GROUP = 4
 """Elements that a thread holds of 16 rows by 8 columns."""
 
 
 class WarpBlocks(NamedTuple):
-    """Key blocks that the rows of one warp see: those below ``end``, below ``unmasked_end`` without a mask."""
+    """Key blocks that the rows of one warp see: those below ``end``. Below ``unmasked_ends`` a band needs no mask."""
 
     end: Int32
-    unmasked_end: Int32
+    unmasked_ends: tuple[Int32, ...]
 
 
 def make_accumulator(columns: int) -> cute.Tensor:
@@ -51,7 +51,7 @@ class Mainloop(LoopInvariant):
         scale_log2: Float32,
     ):
         self.config, self.dtype, self.ring, self.tiles = config, dtype, ring, tiles
-        self.softmax = [OnlineSoftmax(scale_log2) for _ in range(config.bands)]
+        self.softmax = [ShiftSoftmax(scale_log2) for _ in range(config.bands)]
         self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
 
     @cute.jit
@@ -73,11 +73,11 @@ class Mainloop(LoopInvariant):
             for _ in cutlass.range(n_end - blocks.end, unroll=1):
                 slot = self._pass_by(n_block, slot)
                 n_block -= 1
-        for _ in cutlass.range(blocks.end - blocks.unmasked_end, unroll=1):
-            slot = self._block(masks, n_block, slot, True)
+        for _ in cutlass.range(blocks.end - blocks.unmasked_ends[0], unroll=1):
+            slot = self._block(masks, blocks, n_block, slot, True)
             n_block -= 1
         for _ in cutlass.range(n_block + 1, unroll=1):
-            slot = self._block(masks, n_block, slot, False)
+            slot = self._block(masks, blocks, n_block, slot, False)
             n_block -= 1
 
     @cute.jit
@@ -92,7 +92,12 @@ class Mainloop(LoopInvariant):
 
     @cute.jit
     def _block(
-        self, masks: list[TileMask], n_block: Int32, k_slot: Int32, is_masked: cutlass.Constexpr[bool]
+        self,
+        masks: list[TileMask],
+        blocks: WarpBlocks,
+        n_block: Int32,
+        k_slot: Int32,
+        is_masked: cutlass.Constexpr[bool],
     ) -> Int32:
         """One key block; returns the slot of the next one's K."""
         acc_S = [make_accumulator(self.config.tile_n) for _ in range(self.config.bands)]
@@ -101,13 +106,17 @@ class Mainloop(LoopInvariant):
         self._scores(acc_S, k_slot)
         for band in cutlass.range_constexpr(self.config.bands):
             if const_expr(is_masked):
-                masks[band].apply(acc_S[band], n_block)
+                # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
+                # which it would cost registers that are not there.
+                if n_block >= blocks.unmasked_ends[band]:
+                    masks[band].apply(acc_S[band], n_block)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()
         self.ring.refill(1, n_block, v_slot, is_masked)
         for band in cutlass.range_constexpr(self.config.bands):
-            self._shrink(band)
+            # Only if a row of the warp has a new maximum, which is exact: the factors are 1 otherwise.
+            self.softmax[band].rescale_if_needed(self.acc_O[band])
         self._add_values(acc_S, v_slot)
         return self.ring.next_slot(v_slot)
 
@@ -128,14 +137,6 @@ class Mainloop(LoopInvariant):
                 k_next = self.tiles.k.block(next_keys, next_step, slot)
             for band in range(c.bands):
                 self._mma_pair(acc_S[band], keys, q_blocks[band], k_block)
-
-    @cute.jit
-    def _shrink(self, band: cutlass.Constexpr[int]):
-        """Let what O holds so far shrink for the maxima of this block."""
-        if const_expr(self.config.lazy_rescale):
-            self.softmax[band].rescale_if_needed(self.acc_O[band])
-        else:
-            scale_rows(self.acc_O[band], self.softmax[band].row_scale)
 
     def _add_values(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
         """O += P V, with P = exp2(S - shift) made 16 keys at a time under the products of the 16 before, or all of it

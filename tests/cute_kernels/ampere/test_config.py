@@ -36,7 +36,7 @@ def test_shipped_configs_are_distinct_and_serve_every_capability() -> None:
 
 
 def test_small_shared_memory_gets_smaller_tiles() -> None:
-    assert BASE.smem_bytes == (128 * 128 + 3 * 64 * 128) * 2
+    assert BASE.smem_bytes == (128 * 128 + 2 * 64 * 128) * 2
     small = select_ampere_forward_config("bfloat16", 128, 128, True, "sm_86")
     assert 2 * (small.smem_bytes + 1024) <= 100 * 1024 < 2 * BASE.smem_bytes
 
@@ -56,7 +56,7 @@ def test_small_shared_memory_gets_smaller_tiles() -> None:
             {"stages": 4},
             "2 CTAs of 98304 bytes of shared memory, allowed on sm_80: 166912 each and 167936 in all",
         ),
-        ({"arch": "sm_86"}, "2 CTAs of 81920 bytes of shared memory, allowed on sm_86: 101376 each"),
+        ({"arch": "sm_86"}, "2 CTAs of 65536 bytes of shared memory, allowed on sm_86: 101376 each"),
     ],
 )
 def test_invalid_configs_name_the_field(change: dict, message: str) -> None:
