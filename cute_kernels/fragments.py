@@ -43,6 +43,15 @@ def as_rows(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def store_rows(values: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
+    """A value for each of the thread's rows, ``row`` and 8 below it, to a vector that may end before them."""
+    if lane % LANES_PER_ROW == 0:
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if row + r * ROW_STRIDE < target.shape[0]:
+                target[row + r * ROW_STRIDE] = values[r]
+
+
+@cute.jit
 def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Constexpr[int]):
     """Round row ``r`` of an accumulator into the register A operand of the next 16-bit WGMMA (k = 16).
 

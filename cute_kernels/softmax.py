@@ -37,6 +37,12 @@ class OnlineSoftmax(LoopInvariant):
     def enter_block(self, slot: Int32):
         """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
 
+    def start(self):
+        """Before the first block, where no block is treated as the first: no scores so far."""
+        for r in range(ROWS_PER_THREAD):
+            self.row_max[r], self.shift[r] = -Float32.inf, Float32(LEAST)
+            self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
+
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         """Take a block's scores into the running maximum; sets ``row_scale`` and shrinks ``row_sum``."""

@@ -13,11 +13,21 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineState
 
-from cute_kernels.integers import minimum
+from cute_kernels.integers import maximum, minimum
 from cute_kernels.invariant import LoopInvariant
+
+L2_BYTES_FOR_KV = 32 * 2**20
+"""K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
+of an H100 is 50 MB)."""
 
 MAILBOX_STAGES = 2
 CLAIMED_TILES, FINISHED_CTAS = 0, 1
+
+
+def heads_in_l2(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
+    """Key/value heads, at least one, whose K and V stay in L2 together; ``kv_heads`` are those of all batches."""
+    # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
+    return minimum(maximum(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, 1), kv_heads)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.quantize.config import QuantizeConfig
 
+HOPPER_ARCH = "sm_90a"
+
+
+def arch_of(config: Any) -> str:
+    """The architecture that the kernel of ``config`` is for; it never depends on the GPUs of this machine."""
+    return config.arch if isinstance(config, AmpereForwardConfig) else HOPPER_ARCH
+
 
 def compile_kernel(config: Any, options: str = "") -> Any:
-    """Compile the kernel of ``config`` for sm_90a: forward, FP8 forward, backward and its two steps, or quantizer.
+    """Compile the kernel of ``config``: forward, FP8 forward, backward and its two steps, quantizer, or the forward
+    of GPUs without WGMMA.
 
     What comes back is described where it is made: ``compile_forward``, ``compile_forward_fp8``, ``compile_backward``,
-    ``compile_step``, ``compile_quantize``. ``options`` go to ``cute.compile``.
+    ``compile_step``, ``compile_quantize``, ``compile_ampere_forward``. ``options`` go to ``cute.compile``.
     """
+    options = f"--gpu-arch {arch_of(config)} {options}".strip()
+    if isinstance(config, AmpereForwardConfig):
+        from cute_kernels.ampere.forward import compile_ampere_forward
+
+        return compile_ampere_forward(config, options)
     if isinstance(config, BackwardConfig):
         from hopper.backward.compile import compile_backward
 

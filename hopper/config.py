@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cute_kernels import problem
+from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
 
@@ -23,7 +26,6 @@ WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
-DTYPES = ("float16", "bfloat16")
 FP8_DTYPE = "float8_e4m3fn"
 FP8_KEYS_PER_STEP = 32
 FP8_KEY_ORDER = tuple(
@@ -36,19 +38,12 @@ P in the order of the accumulator."""
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
-SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
 one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
 
-MAX_HEAD_DIM = 256
-
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
-
-MAX_SEQLEN = 2**31 - 512
-MAX_TILES = 2**31 - 2**16
-"""Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""
 
 
 @dataclass(frozen=True)
@@ -250,15 +245,7 @@ def _validate_registers(config: ForwardConfig) -> None:
 
 def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
     """Raise NotImplementedError for sizes that the kernel's 32-bit tile and key numbers cannot count."""
-    for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if seqlen > MAX_SEQLEN:
-            raise NotImplementedError(f"{name} is {seqlen}, the Hopper kernel takes at most {MAX_SEQLEN}")
-    tiles = batch * heads * -(-seqlen_q // config.tile_m)
-    if tiles > MAX_TILES:
-        raise NotImplementedError(
-            f"batch {batch} x heads {heads} x seqlen_q {seqlen_q} are {tiles} tiles of {config.tile_m} queries, the "
-            f"Hopper kernel counts at most {MAX_TILES}: split the batch"
-        )
+    problem.check_problem_size("Hopper kernel", config.tile_m, (batch, heads), (seqlen_q, seqlen_k))
 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
@@ -308,12 +295,7 @@ where O has so many columns that rescaling them does not fit under the exponenti
 
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
-    fits = [pair for pair in NATIVE_HEAD_DIMS if pair[0] >= head_dim and pair[1] >= head_dim_v]
-    if not fits:
-        raise ValueError(
-            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
-        )
-    return min(fits, key=sum)
+    return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
 
 
 @lru_cache(maxsize=4096)

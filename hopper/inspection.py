@@ -40,7 +40,7 @@ def resource_usage(config: Any) -> ResourceUsage:
     # The report reaches Python's stderr among the DSL's remarks, and nowhere else.
     report = io.StringIO()
     with contextlib.redirect_stderr(report):
-        compile_kernel(config, options="--gpu-arch sm_90a remarks{ptx}")
+        compile_kernel(config, options="remarks{ptx}")
     return parse_ptxas(report.getvalue(), config.smem_bytes)
 
 

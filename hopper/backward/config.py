@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.problem import DTYPES, MAX_SEQLEN, SHORT_NAMES
 from hopper.config import (
     BARRIER_BYTES,
-    DTYPES,
-    MAX_SEQLEN,
     REGISTERS_PER_SM,
-    SHORT_NAMES,
     SMEM_BYTES,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,

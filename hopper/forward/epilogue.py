@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
-from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD
+from cute_kernels.fragments import ROWS_PER_THREAD, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_ROWS
@@ -39,7 +38,7 @@ class Epilogue(LoopInvariant):
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.acc_O, inverse_sum)
-        self._store_lse(lse, self.mLSE[None, head, batch], row)
+        store_rows(lse, self.mLSE[None, head, batch], row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
         if is_store_warp:
@@ -76,10 +75,3 @@ class Epilogue(LoopInvariant):
         rO = cute.make_rmem_tensor_like(consumer.acc_O, dtype)
         rO.store(consumer.acc_O.load().to(dtype))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
-
-    @cute.jit
-    def _store_lse(self, lse: cute.Tensor, mLSE: cute.Tensor, row: Int32):
-        if self.lane % LANES_PER_ROW == 0:
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                if row + r * ROW_STRIDE < mLSE.shape[0]:
-                    mLSE[row + r * ROW_STRIDE] = lse[r]

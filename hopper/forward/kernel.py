@@ -16,7 +16,7 @@ from cute_kernels.block_range import BlockRange
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax
-from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
@@ -31,9 +31,6 @@ DSL_DTYPES = {
     "float8_e4m3fn": cutlass.Float8E4M3FN,
 }
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
-L2_BYTES_FOR_KV = 32 * 2**20
-"""K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
-of an H100 is 50 MB)."""
 
 
 class SmemLayouts(NamedTuple):
@@ -432,9 +429,8 @@ class ForwardKernel:
     def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
         c = self.config
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
-        tokens_in_l2 = L2_BYTES_FOR_KV // ((c.head_dim + c.head_dim_v) * (self.dtype.width // 8))
-        # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
-        kv_heads = cutlass.min(cutlass.max(Int32(tokens_in_l2) // mK.shape[0], 1), num_heads_kv * mQ.shape[3])
+        bytes_per_key = (c.head_dim + c.head_dim_v) * (self.dtype.width // 8)
+        kv_heads = heads_in_l2(bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
         return TileOrder(
             cute.ceil_div(mQ.shape[0], c.tile_m),
             num_heads,

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 from hopper.config import (
-    DTYPES,
     FP8_KEYS_PER_STEP,
     FP8_TILINGS,
-    MAX_HEAD_DIM,
     NATIVE_HEAD_DIMS,
     REGISTERS_PER_SM,
-    SHORT_NAMES,
     SMEM_BYTES,
     select_fp8_forward_config,
 )

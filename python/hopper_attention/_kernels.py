@@ -38,12 +38,11 @@ class KernelConfig(Protocol):
 
 
 def build(config: Any) -> bytes:
-    """The object file of the kernel of ``config``, for sm_90a. Takes seconds; needs no GPU."""
+    """The object file of the kernel of ``config``. Takes seconds; needs no GPU."""
     from hopper.compile import compile_kernel
     from hopper.object_code import export_object
 
-    # The architecture is named here so that it never depends on the GPUs of this machine.
-    return export_object(compile_kernel(config, options=f"--gpu-arch {ARCH}"), config.name)
+    return export_object(compile_kernel(config), config.name)
 
 
 def load(data: bytes, name: str) -> Kernel:

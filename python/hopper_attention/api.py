@@ -48,7 +48,7 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn. head_dim is a multiple
             of 8, at most 256. Strides are free except the last, which is 1. A tensor that TMA cannot
             address (strides that are not multiples of 8 elements, address not a multiple of 16 bytes,
-            expanded dimensions) is copied first on the Hopper backend; ``explain`` says so.
+            expanded dimensions) is copied first for a kernel; ``explain`` says so.
         k: (batch, seqlen_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; head_dim**-0.5 by default.
@@ -61,7 +61,8 @@ def flash_attn_func(
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
-        backend: "hopper", "reference", or None to have one chosen; see ``explain``.
+        backend: "hopper", "ampere" (runs on Hopper GPUs too), "reference", or None to have one chosen; see
+            ``explain``.
         qv, window_size, attention_chunk, softcap, num_splits, pack_gqa: FlashAttention-3's features that
             are not implemented yet; anything but the default raises NotImplementedError.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper_attention import _kernels
 
 HOPPER_CAPABILITY = (9, 0)
@@ -57,13 +58,19 @@ def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = N
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
-    blocked = why_not_hopper(target)
-    if not blocked:
-        dtype_name = str(dtype).removeprefix("torch.")
-        return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype {dtype_name}")
-    if requested == "hopper":
-        raise ValueError(f"backend is 'hopper', but {blocked}; allowed here: 'reference' or None")
-    return Choice("reference", blocked, how_to_go_faster(target))
+    blocked = {"hopper": why_not_hopper(target), "ampere": why_not_ampere(target)}
+    if requested is not None and blocked[requested]:
+        allowed = "".join(f"{name!r}, " for name, reason in blocked.items() if not reason)
+        raise ValueError(
+            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'reference' or None"
+        )
+    chosen = requested or next((name for name, reason in blocked.items() if not reason), "")
+    if not chosen:
+        return Choice("reference", blocked["ampere"], how_to_go_faster(target))
+    major, minor = target.capability
+    dtype_name = str(dtype).removeprefix("torch.")
+    reason = f"{target.name} has compute capability {major}.{minor} and q has dtype {dtype_name}"
+    return Choice(chosen, f"asked for with backend='ampere'; {reason}" if requested == "ampere" else reason)
 
 
 def why_not_hopper(target: Target) -> str:
@@ -78,10 +85,23 @@ def why_not_hopper(target: Target) -> str:
     return ""
 
 
+def why_not_ampere(target: Target) -> str:
+    """What keeps the kernels without WGMMA from running on ``target``; empty if nothing does."""
+    if not target.is_gpu:
+        return f"{target.name} is not an NVIDIA GPU"
+    if target.capability not in ARCH_OF_CAPABILITY:
+        major, minor = target.capability
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        return f"{target.name} has compute capability {major}.{minor} and the kernels are for {known}"
+    if _kernels.missing_packages() and not target.assume_installed:
+        return f"the kernels need {' and '.join(_kernels.missing_packages())}, not installed here"
+    return ""
+
+
 def how_to_go_faster(target: Target) -> str:
     """Advice for a GPU that runs the reference; empty for devices that have nothing faster."""
     if not target.is_gpu:
         return ""
-    if target.capability != HOPPER_CAPABILITY:
+    if target.capability not in ARCH_OF_CAPABILITY:
         return USE_SDPA
     return f"install them with: {_kernels.INSTALL_DSL}"

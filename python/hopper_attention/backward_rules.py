@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
-from hopper_attention.backends import Choice, Target, how_to_go_faster, why_not_hopper
+from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, how_to_go_faster, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
+AMPERE_HAS_NONE = "backend='ampere' was asked for, which has no backward kernel yet"
 
 
 class BackwardProblem(NamedTuple):
@@ -36,9 +37,11 @@ def choose_backward(problem: BackwardProblem, target: Target, requested: str | N
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
-    blocked = why_not_hopper(target)
+    blocked = why_not_hopper(target) or ("" if requested != "ampere" else AMPERE_HAS_NONE)
     if blocked:
-        return Choice("reference", blocked, how_to_go_faster(target))
+        is_installable = target.capability == HOPPER_CAPABILITY and requested != "ampere"
+        faster = how_to_go_faster(target) if is_installable else SDPA_HAS_ONE
+        return Choice("reference", blocked, faster if target.is_gpu else "")
     blocked = why_not_kernel(problem)
     if blocked:
         return Choice("reference", blocked, SDPA_HAS_ONE)

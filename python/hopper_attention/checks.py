@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hopper.config import MAX_HEAD_DIM
+from cute_kernels.problem import MAX_HEAD_DIM
 
 HEAD_DIM_STEP = 8
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -22,7 +22,7 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_OUT_DTYPE = torch.bfloat16
 """What FP8 tensors with descales give, as in FlashAttention-3."""
 
-BACKENDS = ("hopper", "reference")
+BACKENDS = ("hopper", "ampere", "reference")
 FULL_WINDOW = (-1, -1)
 """FlashAttention-3's ``window_size`` for no window."""
 
@@ -132,7 +132,8 @@ def check_scale(softmax_scale: Any) -> float:
 
 def check_backend(backend: Any) -> None:
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, allowed: 'hopper', 'reference' or None to have one chosen")
+        allowed = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"backend is {backend!r}, allowed: {allowed} or None to have one chosen")
 
 
 def check_sm_margin(sm_margin: Any) -> None:
@@ -210,6 +211,6 @@ def check_features(
 
 def _missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} is {value}: {feature} is not implemented yet, neither by the 'hopper' backend nor by "
+        f"{name} is {value}: {feature} is not implemented yet, neither by the kernels nor by "
         f"'reference'; use {instead}"
     )

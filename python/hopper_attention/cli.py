@@ -241,6 +241,10 @@ def compile_kernels(
         int, typer.Option(help="Processes; each takes about 1.5 GB. 0: one a core, at most 8.")
     ] = 0,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Configs whose name contains this.")] = "",
+    arch: Annotated[
+        str,
+        typer.Option(metavar="ARCH", help="Kernels without WGMMA for sm_80, sm_86, sm_89, sm_90a or sm_120."),
+    ] = "",
     objects: Annotated[
         str, typer.Option(metavar="FOLDER", help="Also put the plain object files there, to link with.")
     ] = NO_FILE,
@@ -248,18 +252,20 @@ def compile_kernels(
 ) -> None:
     """Fill the kernel cache ahead of time, in parallel; no GPU is needed."""
     with one_line_errors():
+        from cute_kernels.ampere.config import shipped_ampere_forward_configs
         from hopper.backward.config import shipped_backward_kernels
         from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
         from hopper.quantize.config import shipped_quantize_configs
         from hopper_attention.cli_views import compile_summary
         from hopper_attention.compile_cache import KernelConfig, cache_dir, compile_all, read_entry
 
-        shipped: tuple[KernelConfig, ...] = (
+        hopper: tuple[KernelConfig, ...] = (
             *shipped_forward_configs(),
             *shipped_fp8_forward_configs(),
             *shipped_quantize_configs(),
             *shipped_backward_kernels(),
         )
+        shipped = shipped_ampere_forward_configs((arch,)) if arch else hopper
         configs = [config for config in shipped if only in config.name]
         if not configs:
             raise ValueError(f"only is {only!r}, allowed: part of a shipped config's name, as fp16_d64")

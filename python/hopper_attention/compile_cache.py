@@ -27,6 +27,7 @@ import platformdirs
 
 import cute_kernels
 import hopper
+from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.backward.config import BackwardConfig, BackwardStep
 from hopper.config import ForwardConfig
 from hopper.quantize.config import QuantizeConfig
@@ -198,8 +199,8 @@ def _cache_under(folder: Path) -> CompileCache:
     return CompileCache(folder / fingerprint())
 
 
-def get_forward(config: ForwardConfig) -> Kernel:
-    """The forward kernel of ``config``, ready to be called; see ``hopper.forward.compile_forward``."""
+def get_forward(config: ForwardConfig | AmpereForwardConfig) -> Kernel:
+    """The forward kernel of ``config``, ready to be called; see ``hopper.compile``."""
     return _cache_under(cache_dir()).get(config)
 
 

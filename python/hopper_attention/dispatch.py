@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels import problem as problems
+from cute_kernels.ampere.config import (
+    ARCH_OF_CAPABILITY,
+    AmpereForwardConfig,
+    select_ampere_forward_config,
+)
 from hopper.config import ForwardConfig, Fp8ForwardConfig, check_problem_size, select_forward_config
 from hopper_attention import backward_rules, checks, fp8_rules
 from hopper_attention.backends import Choice, Target, choose_backend, target_of
@@ -47,7 +53,7 @@ class Plan:
     """What a call runs. Printing it gives one line a fact.
 
     Attributes:
-        backend: "hopper" or "reference".
+        backend: "hopper", "ampere" or "reference".
         config: what the kernel was compiled from, or how the reference walks.
         reason: why this backend.
         copies: one sentence for each input that is copied first.
@@ -55,7 +61,7 @@ class Plan:
     """
 
     backend: str
-    config: ForwardConfig | ReferenceConfig
+    config: ForwardConfig | AmpereForwardConfig | ReferenceConfig
     reason: str
     copies: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -65,6 +71,8 @@ class Plan:
         rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
+        if isinstance(self.config, AmpereForwardConfig):
+            rows += _ampere_rows(self.config)
         rows += [("copies", text) for text in self.copies or ("none",)]
         rows += [("note", text) for text in self.notes]
         return "\n".join(f"{label:<11}{text}" for label, text in rows)
@@ -90,12 +98,34 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
     ]
 
 
+def _ampere_rows(c: AmpereForwardConfig) -> list[tuple[str, str]]:
+    overlaps = [
+        "P made between its own products with V" if c.fused_exponentials else "",
+        "O rescaled where a maximum is new",
+        "longest causal tiles first" if c.causal else "",
+    ]
+    where = "registers" if c.q_in_registers else "shared memory"
+    return [
+        ("head dims", f"{c.head_dim} and {c.head_dim_v} in the kernel; shorter rows are filled with zeros"),
+        ("compiled", f"for {c.arch}, with cp.async and mma.sync"),
+        ("stages", f"{c.stages} that K and V take in turns, {c.smem_bytes} bytes of shared memory"),
+        ("warps", f"{c.warps} of {c.rows_per_warp} queries each, Q in {where}; {c.ctas_per_sm} CTAs an SM"),
+        ("schedule", ", ".join(text for text in overlaps if text)),
+    ]
+
+
 def select_config(
-    backend: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
-) -> ForwardConfig | ReferenceConfig:
-    """The frozen config with which ``backend`` serves a checked problem."""
+    backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
+) -> ForwardConfig | AmpereForwardConfig | ReferenceConfig:
+    """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability."""
     if backend == "reference":
         return ReferenceConfig()
+    if backend == "ampere":
+        arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
+        chosen = select_ampere_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, arch)
+        sizes, seqlens = (q.shape[0], q.shape[2]), (q.shape[1], k.shape[1])
+        problems.check_problem_size("kernel", chosen.tile_m, sizes, seqlens)
+        return chosen
     config = select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, k.shape[1])
     check_problem_size(config, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return config
@@ -156,9 +186,9 @@ def explain(
         choice, config = _plan_fp8(specs, bool(causal), target, backend)
     else:
         choice = choose_backend(target, q.dtype, backend)
-        config = select_config(choice.backend, **specs, causal=bool(causal))
+        config = select_config(choice.backend, target.capability, **specs, causal=bool(causal))
     copies: tuple[str, ...] = ()
-    if choice.backend == "hopper":
+    if choice.backend != "reference":
         addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
         reasons = ((name, copy_reason(specs[name], addresses[name])) for name in specs)
         copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
@@ -166,7 +196,7 @@ def explain(
         copies += ("v is transposed by PyTorch, which is faster with so many queries at this head_dim",)
     notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    if choice.backend == "hopper" and wants_grad and q.numel() and k.numel() and v.numel():
+    if choice.backend != "reference" and wants_grad and q.numel() and k.numel() and v.numel():
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
         problem = BackwardProblem(*shapes, q.dtype, bool(causal), in_order)
@@ -176,7 +206,7 @@ def explain(
 
 def _plan_fp8(
     specs: dict[str, TensorSpec], causal: bool, target: Target, backend: str | None
-) -> tuple[Choice, ForwardConfig | ReferenceConfig]:
+) -> tuple[Choice, ForwardConfig | AmpereForwardConfig | ReferenceConfig]:
     """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK

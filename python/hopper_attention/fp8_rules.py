@@ -52,9 +52,14 @@ def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | Non
 
     Raises:
         ValueError: the kernel is asked for and cannot run.
+        NotImplementedError: a backend is asked for that does not take FP8.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
+    if requested == "ampere":
+        raise NotImplementedError(
+            "backend is 'ampere', which does not take FP8 yet; use backend=None or 'reference', or 16-bit tensors"
+        )
     blocked = why_not_hopper(target) or why_not_kernel(problem)
     if not blocked:
         return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype float8_e4m3fn")

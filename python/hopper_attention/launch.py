@@ -8,6 +8,7 @@ config.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper_attention import checks, compile_cache
 from hopper_attention._kernels import Kernel
@@ -81,17 +83,16 @@ class ReferenceLaunch:
 
 
 @dataclass(frozen=True)
-class HopperLaunch:
+class KernelLaunch(ABC):
     """A compiled kernel on torch's current stream of ``device_index``.
 
-    ``repairs`` is empty, or what q, k and v each need before TMA can address them. ``no_lse`` (batch, heads, 0)
+    ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``no_lse`` (batch, heads, 0)
     tells the kernel to write no LSE.
     """
 
     kernel: Kernel
     result: ResultSpec
     device_index: int
-    num_ctas: int
     repairs: tuple[Repair, ...]
     no_lse: Tensor
 
@@ -113,9 +114,30 @@ class HopperLaunch:
         # An address is not part of what a launcher is remembered by. One test serves all three.
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
-        counter = tile_counter(self.device_index)
-        self.kernel(q, k, v, out, lse, counter, softmax_scale, self.num_ctas)
+        self._start(q, k, v, out, lse, softmax_scale)
         return out, lse
+
+    @abstractmethod
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        """Queue the kernel."""
+
+
+@dataclass(frozen=True)
+class HopperLaunch(KernelLaunch):
+    """The Hopper kernel, on a persistent grid of ``num_ctas``."""
+
+    num_ctas: int
+
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        self.kernel(q, k, v, out, lse, tile_counter(self.device_index), softmax_scale, self.num_ctas)
+
+
+@dataclass(frozen=True)
+class AmpereLaunch(KernelLaunch):
+    """The kernel without WGMMA, on a CTA for each tile."""
+
+    def _start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        self.kernel(q, k, v, out, lse, softmax_scale)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -178,7 +200,8 @@ def find_launch(
     checks.check_qkv(q, k, v)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    choice = choose_backend(target_of(q.device), q.dtype, backend)
+    target = target_of(q.device)
+    choice = choose_backend(target, q.dtype, backend)
     if choice.advice:
         warn_once(f"attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}")
     batch, seqlen_q, heads, _ = q.shape
@@ -188,28 +211,29 @@ def find_launch(
     result = ResultSpec(out_shape, (batch, heads, seqlen_q), q.dtype, q.device, is_like_q)
     if 0 in (batch, seqlen_q, heads, k.shape[1]):
         return NoKeysLaunch(result)
-    config = select_config(choice.backend, q, k, v, causal)
+    config = select_config(choice.backend, target.capability, q, k, v, causal)
     if isinstance(config, ReferenceConfig):
         return ReferenceLaunch(config, causal)
-    return _hopper_launch(config, result, (q, k, v), sm_margin)
+    return _kernel_launch(config, result, (q, k, v), sm_margin)
 
 
-def _hopper_launch(
-    config: ForwardConfig, result: ResultSpec, specs: tuple[TensorSpec, ...], sm_margin: int
-) -> HopperLaunch:
+def _kernel_launch(
+    config: ForwardConfig | AmpereForwardConfig,
+    result: ResultSpec,
+    specs: tuple[TensorSpec, ...],
+    sm_margin: int,
+) -> KernelLaunch:
     index = torch.cuda.current_device() if result.device.index is None else result.device.index
     multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
     if sm_margin >= multiprocessors:
         raise ValueError(f"sm_margin is {sm_margin}, allowed on this GPU: 0 to {multiprocessors - 1}")
     repairs = tuple(repair_for(spec) for spec in specs)
-    return HopperLaunch(
-        kernel=compile_cache.get_forward(config),
-        result=result,
-        device_index=index,
-        num_ctas=multiprocessors - sm_margin,
-        repairs=repairs if any(repair.is_needed for repair in repairs) else (),
-        no_lse=torch.empty((*result.lse_shape[:2], 0), dtype=torch.float32, device=result.device),
-    )
+    repairs = repairs if any(repair.is_needed for repair in repairs) else ()
+    no_lse = torch.empty((*result.lse_shape[:2], 0), dtype=torch.float32, device=result.device)
+    kernel = compile_cache.get_forward(config)
+    if isinstance(config, AmpereForwardConfig):
+        return AmpereLaunch(kernel, result, index, repairs, no_lse)
+    return HopperLaunch(kernel, result, index, repairs, no_lse, multiprocessors - sm_margin)
 
 
 def run_forward(

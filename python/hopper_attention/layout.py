@@ -1,6 +1,6 @@
-"""Which tensors TMA can address as they are, and what is done with the others.
+"""Which tensors the kernels can address as they are, and what is done with the others.
 
-A TMA descriptor wants a base address in multiples of 16 bytes and strides in multiples of 16 bytes, which
+TMA and cp.async want a base address in multiples of 16 bytes and strides in multiples of 16 bytes, which
 is 8 elements of 16 bits or 16 of e4m3. The stride of a dimension of size 1 is never used, so it is
 replaced. Anything else is copied.
 """
@@ -62,7 +62,7 @@ def copy_reason(spec: TensorSpec, address: int) -> str:
     if bad:
         dim, stride = bad[0]
         wanted = f"a multiple of {_step(spec)} elements other than 0"
-        return f"its stride in dimension {dim} is {stride}, and TMA needs {wanted}"
+        return f"its stride in dimension {dim} is {stride}, and the kernel needs {wanted}"
     if address % TMA_BYTES:
         return f"its address is {address % TMA_BYTES} bytes past a multiple of {TMA_BYTES}"
     return ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper_attention import _kernels, compile_cache
-from hopper_attention.backends import HOPPER_CAPABILITY, Target, choose_backend, why_not_hopper
+from hopper_attention.backends import Target, choose_backend, why_not_ampere, why_not_hopper
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,24 @@ def _describe_gpu(index: int) -> Gpu:
 
 
 def _describe_backends(gpus: tuple[Gpu, ...]) -> tuple[BackendStatus, ...]:
-    served = [str(gpu.index) for gpu in gpus if gpu.backend == "hopper"]
-    if served:
-        hopper = BackendStatus("hopper", True, f"16-bit attention on GPU {', '.join(served)}")
-    elif gpus:
-        reasons = [why_not_hopper(Target(gpu.name, gpu.capability)) for gpu in gpus]
-        hopper = BackendStatus("hopper", False, "; ".join(dict.fromkeys(reasons)))
-    else:
-        hopper = BackendStatus("hopper", False, "torch finds no GPU")
-    return hopper, BackendStatus("reference", True, "any torch device, the CPU by default; emulates FP8")
+    return (
+        _kernel_status("hopper", gpus, why_not_hopper),
+        _kernel_status("ampere", gpus, why_not_ampere),
+        BackendStatus("reference", True, "any torch device, the CPU by default; emulates FP8"),
+    )
+
+
+def _kernel_status(name: str, gpus: tuple[Gpu, ...], why_not: Callable[[Target], str]) -> BackendStatus:
+    """Where a backend of kernels can run: by default, if asked for, or why nowhere."""
+    reasons = {gpu.index: why_not(Target(gpu.name, gpu.capability)) for gpu in gpus}
+    able = [index for index, reason in reasons.items() if not reason]
+    by_default = [str(gpu.index) for gpu in gpus if gpu.backend == name]
+    if by_default:
+        return BackendStatus(name, True, f"16-bit attention on GPU {', '.join(by_default)}")
+    if able:
+        places = ", ".join(map(str, able))
+        return BackendStatus(name, True, f"16-bit attention on GPU {places} with backend={name!r}")
+    return BackendStatus(name, False, "; ".join(dict.fromkeys(reasons.values())) or "torch finds no GPU")
 
 
 def _missing(gpus: tuple[Gpu, ...], has_driver: bool) -> tuple[Missing, ...]:
@@ -143,8 +154,8 @@ def _missing(gpus: tuple[Gpu, ...], has_driver: bool) -> tuple[Missing, ...]:
         missing.append(Missing("CUDA in torch", "install a CUDA build of torch in place of this CPU build"))
     elif not gpus:
         missing.append(Missing("a GPU that torch can use", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
-    elif all(gpu.capability != HOPPER_CAPABILITY for gpu in gpus):
-        missing.append(Missing("a GPU of compute capability 9.0", "H100, H200 and GH200 have it"))
+    elif all(gpu.capability not in ARCH_OF_CAPABILITY for gpu in gpus):
+        missing.append(Missing("a GPU of compute capability 8.0 or newer", "9.0 (H100, H200, GH200) is best"))
     if _kernels.missing_packages():
         missing.append(Missing(" and ".join(_kernels.missing_packages()), _kernels.INSTALL_DSL))
     return tuple(missing)

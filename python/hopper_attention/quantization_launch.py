@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopper.config import MAX_SEQLEN
+from cute_kernels.problem import MAX_SEQLEN
 from hopper.quantize.config import CHUNK, HEAD_DIM_STEP, QuantizeConfig, validate_quantize_config
 from hopper_attention import compile_cache
 from hopper_attention.backends import Target, target_of, why_not_hopper

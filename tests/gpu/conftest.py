@@ -11,11 +11,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.config import shipped_forward_configs
 from hopper_attention import backward_launch, compile_cache, flash_attn_func, launch
@@ -46,7 +49,10 @@ def device() -> str:
 def compiled_kernels(device: str) -> None:
     """All shipped kernels, compiled in parallel before the first test needs one."""
     jobs = min(os.cpu_count() or 1, 16)
-    results = compile_cache.compile_all((*shipped_forward_configs(), *shipped_backward_kernels()), jobs)
+    ampere = shipped_ampere_forward_configs(("sm_90a",))
+    results = compile_cache.compile_all(
+        (*shipped_forward_configs(), *ampere, *shipped_backward_kernels()), jobs
+    )
     assert {result.config.name: result.error for result in results if result.error} == {}
 
 
@@ -149,14 +155,27 @@ def judge() -> Check:
     return find_errors
 
 
-@pytest.fixture(scope="session")
-def check() -> Check:
-    """Runs ``flash_attn_func`` on inputs and returns what is wrong with its result; empty if nothing is."""
+@pytest.fixture
+def backend() -> str:
+    """What ``attend`` and ``check`` run; a module overrides this to run its tests on several."""
+    return "hopper"
+
+
+Attend = Callable[..., Any]
+
+
+@pytest.fixture
+def attend(backend: str) -> Attend:
+    """``flash_attn_func`` on the backend under test."""
+    return partial(flash_attn_func, backend=backend)
+
+
+@pytest.fixture
+def check(attend: Attend) -> Check:
+    """Runs ``attend`` on inputs and returns what is wrong with its result; empty if nothing is."""
 
     def check(inputs: Inputs, causal: bool, softmax_scale: float | None = None) -> list[str]:
-        out, lse = flash_attn_func(
-            inputs.q, inputs.k, inputs.v, softmax_scale, causal, return_attn_probs=True
-        )
+        out, lse = attend(inputs.q, inputs.k, inputs.v, softmax_scale, causal, return_attn_probs=True)
         return find_errors(inputs, out, lse, causal, softmax_scale)
 
     return check

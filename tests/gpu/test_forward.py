@@ -1,4 +1,4 @@
-"""The Hopper forward against float64: sizes, masks, head dims, scales and extremes."""
+"""The forward kernels against float64: sizes, masks, head dims, scales and extremes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hopper_attention import explain, flash_attn_func
+from hopper_attention import explain
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
 
 pytestmark = pytest.mark.gpu
@@ -20,9 +20,19 @@ HEADS = ((4, 4), (4, 2), (4, 1))
 HEAD_DIM_PAIRS = ((8, 256), (40, 72), (64, 128), (96, 64), (128, 64), (192, 128), (256, 8), (248, 136))
 
 
-def test_the_hopper_kernel_is_what_runs(draw) -> None:
+@pytest.fixture(params=("hopper", "ampere"))
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_the_hopper_kernel_is_what_runs_by_default(draw) -> None:
     x = draw(torch.bfloat16, 1, (128, 128), (2, 2), 128)
     assert explain(x.q, x.k, x.v).backend == "hopper"
+
+
+def test_the_backend_that_is_asked_for_runs(draw, backend: str) -> None:
+    x = draw(torch.bfloat16, 1, (128, 128), (2, 2), 128)
+    assert explain(x.q, x.k, x.v, backend=backend).backend == backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,9 +78,11 @@ def test_every_length_around_a_tile(draw, check, head_dim: int) -> None:
 
 @pytest.mark.parametrize("seqlens", [(203, 113), (1024, 1023), (1000, 1), (4224, 799)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_queries_before_the_first_key_give_zero(draw, check, head_dim: int, seqlens: tuple[int, int]) -> None:
+def test_queries_before_the_first_key_give_zero(
+    draw, check, attend, head_dim: int, seqlens: tuple[int, int]
+) -> None:
     x = draw(torch.float16, 2, seqlens, (4, 2), head_dim)
-    out, lse = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)
+    out, lse = attend(x.q, x.k, x.v, causal=True, return_attn_probs=True)
     hidden = seqlens[0] - seqlens[1]
     assert torch.equal(out[:, :hidden], torch.zeros_like(out[:, :hidden]))
     assert bool((lse[:, :, :hidden] == -math.inf).all())
@@ -80,9 +92,9 @@ def test_queries_before_the_first_key_give_zero(draw, check, head_dim: int, seql
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("batch", "seqlens"), [(2, (0, 5)), (2, (5, 0)), (2, (0, 0)), (0, (5, 5))], ids=str)
-def test_zero_lengths(draw, batch: int, seqlens: tuple[int, int], causal: bool) -> None:
+def test_zero_lengths(draw, attend, batch: int, seqlens: tuple[int, int], causal: bool) -> None:
     x = draw(torch.bfloat16, batch, seqlens, (4, 2), 64, 96)
-    out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
+    out, lse = attend(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
     assert out.shape == (batch, seqlens[0], 4, 96) and lse.shape == (batch, 4, seqlens[0])
     assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
@@ -96,11 +108,11 @@ def test_softmax_scale(draw, check, causal: bool, softmax_scale: float) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_in_the_hundreds(draw, causal: bool, head_dim: int) -> None:
+def test_scores_in_the_hundreds(draw, attend, causal: bool, head_dim: int) -> None:
     # One key takes nearly all of a row, and the running maximum moves by more than exp can hold.
     x = draw(torch.bfloat16, 1, (700, 1500), (2, 2), head_dim)
     q = x.q * 40
-    out, lse = flash_attn_func(q, x.k, x.v, causal=causal, return_attn_probs=True)
+    out, lse = attend(q, x.k, x.v, causal=causal, return_attn_probs=True)
     scores = q.double().transpose(1, 2) @ x.k.double().permute(0, 2, 3, 1) * head_dim**-0.5
     if causal:
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1 + 1500 - 700), -math.inf)
@@ -123,39 +135,39 @@ def test_scores_in_order(draw, check, order: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_nan_in_hidden_keys_reaches_no_query_before_them(draw, head_dim: int) -> None:
+def test_nan_in_hidden_keys_reaches_no_query_before_them(draw, attend, head_dim: int) -> None:
     x = draw(torch.bfloat16, 1, (1000, 1000), (2, 2), head_dim)
-    clean = flash_attn_func(x.q, x.k, x.v, causal=True)
+    clean = attend(x.q, x.k, x.v, causal=True)
     first_bad = 700
     bad_k, bad_v = x.k.clone(), x.v.clone()
     bad_k[:, first_bad:], bad_v[:, first_bad:] = math.nan, math.nan
-    with_bad_k = flash_attn_func(x.q, bad_k, x.v, causal=True)
+    with_bad_k = attend(x.q, bad_k, x.v, causal=True)
     assert torch.equal(with_bad_k[:, :first_bad], clean[:, :first_bad])
     assert bool(with_bad_k[:, first_bad:].isnan().all())
     # A weight of 0 times NaN is NaN, so in V it reaches the tile of queries (at most 192) that loads its block.
     before_tile = first_bad - 192 - 176
-    with_bad_v = flash_attn_func(x.q, x.k, bad_v, causal=True)
+    with_bad_v = attend(x.q, x.k, bad_v, causal=True)
     assert torch.equal(with_bad_v[:, :before_tile], clean[:, :before_tile])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rows_without_keys_are_zero_whatever_v_holds(draw, head_dim: int) -> None:
+def test_rows_without_keys_are_zero_whatever_v_holds(draw, attend, head_dim: int) -> None:
     x = draw(torch.bfloat16, 1, (1000, 10), (2, 2), head_dim)
     x.v[:, 5] = math.nan
-    out, lse = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)
+    out, lse = attend(x.q, x.k, x.v, causal=True, return_attn_probs=True)
     assert bool((out[:, :990] == 0).all()) and bool((lse[:, :, :990] == -math.inf).all())
     assert bool(out[:, 995:].isnan().all())
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_block_of_scores_of_minus_infinity(draw, head_dim: int, causal: bool) -> None:
+def test_a_block_of_scores_of_minus_infinity(draw, attend, head_dim: int, causal: bool) -> None:
     # The products of one query with the last keys overflow float32; with the others they do not.
     x = draw(torch.bfloat16, 1, (900, 900), (1, 1), head_dim)
     q, k = x.q.clone(), x.k.clone()
     q[:, 899] = 1e20
     k[:, :600], k[:, 600:] = k[:, :600] * 1e-20, -1e20
-    out, lse = flash_attn_func(q, k, x.v, causal=causal, return_attn_probs=True)
+    out, lse = attend(q, k, x.v, causal=causal, return_attn_probs=True)
     scores = q[0, 899, 0].double() @ k[0, :600, 0].double().T * head_dim**-0.5
     expected = scores.softmax(-1) @ x.v[0, :600, 0].double()
     assert torch.allclose(out[0, 899, 0].double(), expected, atol=2e-2)
@@ -163,19 +175,19 @@ def test_a_block_of_scores_of_minus_infinity(draw, head_dim: int, causal: bool) 
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_output_is_the_same_with_and_without_lse(draw, head_dim: int) -> None:
+def test_output_is_the_same_with_and_without_lse(draw, attend, head_dim: int) -> None:
     x = draw(torch.bfloat16, 2, (300, 517), (4, 2), head_dim)
-    out, _ = flash_attn_func(x.q, x.k, x.v, causal=True, return_attn_probs=True)
-    assert torch.equal(flash_attn_func(x.q, x.k, x.v, causal=True), out)
+    out, _ = attend(x.q, x.k, x.v, causal=True, return_attn_probs=True)
+    assert torch.equal(attend(x.q, x.k, x.v, causal=True), out)
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 4.9e-5), (128, 4.55e-5), (256, 5.0e-5)])
-def test_rmse_on_the_papers_outlier_inputs(device: str, head_dim: int, most: float) -> None:
+def test_rmse_on_the_papers_outlier_inputs(device: str, attend, head_dim: int, most: float) -> None:
     # The emulator gives 4.63e-5, 4.30e-5 and 4.75e-5 on this draw; float32 softmax in another order, a little
     # more or less. FlashAttention-3 is compared on one draw by benchmarks/rmse.py.
     experiment = RmseExperiment(seqlen=8448, heads=4, head_dim=head_dim, dtype="float16", device=device)
     problem = draw_problem(experiment, seed=0)
-    out = flash_attn_func(problem.q, problem.k, problem.v)
+    out = attend(problem.q, problem.k, problem.v)
     assert (out.double() - compute_oracle(problem)).square().mean().sqrt().item() < most
 
 

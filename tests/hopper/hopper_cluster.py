@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.hopper.hopper_machine import CLUSTER_WINDOW, LANES, Step, Warp, address_of
+from tests.hopper.hopper_machine import CLUSTER_WINDOW, LANES, Step, Warp
+from tests.hopper.ptx_text import address_of
 
 CLUSTER_BARRIER = -1
 """In the place of the number of a named barrier."""

@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 
-from tests.hopper.hopper_machine import Barrier, Cta, Step, TensorMap, Warp, address_of, operands_of, swizzled
+from tests.hopper.hopper_machine import Barrier, Cta, Step, TensorMap, Warp, swizzled
+from tests.hopper.ptx_text import address_of, operands_of
 
 
 def bulk(name: str, ops: list[str]) -> Step:

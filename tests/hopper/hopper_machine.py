@@ -170,7 +170,7 @@ class Warp:
         self.counter = np.zeros(LANES, np.int64)
         self.done = np.zeros(LANES, bool)
         self.awaited: tuple[int, int] | None = None
-        self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk")}
+        self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk", "copy")}
         lane = np.arange(LANES, dtype=np.uint32)
         same = {
             f"%{name}.{axis}": value
@@ -346,23 +346,6 @@ def _split(text: str) -> list[str]:
     return items
 
 
-def operands_of(rest: str) -> list[str]:
-    """Split at the commas that no bracket encloses."""
-    parts, depth = [""], 0
-    for character in rest:
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
-def address_of(text: str) -> tuple[str, int]:
-    base, _, offset = text.strip("[] ").partition("+")
-    return base, int(offset or "0", 0)
-
-
 def run(program: Program, *ctas: Cta) -> None:
     """The CTAs of a cluster, by rank, to their end."""
     order = np.random.default_rng(ctas[0].timing.seed)
@@ -390,3 +373,4 @@ def _end(cta: Cta, warps: list[Warp]) -> None:
         assert not products.open and not any(products.committed), "a warp ends with products under way"
         copies.commit()
         copies.wait(0)
+        assert not warp.groups["copy"].open

@@ -10,27 +10,14 @@ import numpy as np
 from tests.hopper.floats import from_bf16, to_bf16, to_e4m3, to_f16, widen
 from tests.hopper.hopper_cluster import CLUSTER_STEPS
 from tests.hopper.hopper_copies import bulk
-from tests.hopper.hopper_machine import (
-    LANES,
-    SWIZZLE_BITS,
-    Barrier,
-    Step,
-    Waiting,
-    Warp,
-    address_of,
-    operands_of,
-    swizzled,
-)
+from tests.hopper.hopper_machine import LANES, SWIZZLE_BITS, Barrier, Step, Waiting, Warp, swizzled
+from tests.hopper.ptx_text import address_of, dtype_of, operands_of
+from tests.hopper.warp_steps import WARP_STEPS
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
     "nanosleep",
 )  # fmt: skip
-
-
-def dtype_of(suffix: str) -> type:
-    kind = {"f": "f", "s": "i", "u": "u", "b": "u"}[suffix[0]]
-    return np.bool_ if suffix == "pred" else np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
 
 
 def decode(name: str, rest: str) -> Step:
@@ -40,7 +27,7 @@ def decode(name: str, rest: str) -> Step:
         return lambda warp, mask: None
     if name.startswith("fence.proxy.async"):
         return _fence
-    for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk.")):
+    for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk."), ("copy", "cp.async.")):
         if name.startswith(prefix + "commit_group"):
             return lambda warp, mask: warp.groups[kind].commit()
         if name.startswith(prefix + "wait_group"):
@@ -369,40 +356,6 @@ def _red(name: str, ops: list[str]) -> Step:
     return step
 
 
-def _stmatrix(name: str, ops: list[str]) -> Step:
-    base, offset = address_of(ops[0])
-    registers = operands_of(ops[1].strip("{}"))
-    assert ".trans" not in name
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            rows = warp.get(register, np.uint32).reshape(8, 4)
-            for row in range(8):
-                at = int(addresses[8 * i + row]) + offset
-                warp.cta.shared[at : at + 16].view(np.uint32)[:] = rows[row]
-                warp.cta.unfenced[at : at + 16] = warp.number + 1
-
-    return step
-
-
-def _ldmatrix(name: str, ops: list[str]) -> Step:
-    registers = operands_of(ops[0].strip("{}"))
-    base, offset = address_of(ops[1])
-    assert ".x4." in name
-    transposes = ".trans." in name
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            cells = addresses[8 * i : 8 * i + 8, None].astype(np.int64) + offset + np.arange(16)
-            rows = np.ascontiguousarray(warp.cta.shared[cells]).view(np.uint16)
-            words = (rows.T if transposes else rows).reshape(LANES, 2)
-            warp.set(register, np.ascontiguousarray(words).view(np.uint32)[:, 0], mask)
-
-    return step
-
-
 # barriers
 
 
@@ -539,7 +492,6 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
-    "atom": _atom, "stmatrix": _stmatrix, "ldmatrix": _ldmatrix, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
-    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red,
-    "wgmma.mma_async": _wgmma,
+    "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
+    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": _wgmma, **WARP_STEPS,
 }  # fmt: skip

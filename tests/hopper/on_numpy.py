@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, BackwardStep, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
@@ -33,7 +34,7 @@ LOG2_E = math.log2(math.e)
 @cache
 def ptx_of(config: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return compile_kernel(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {folder}").__ptx__
+        return compile_kernel(config, f"--keep-ptx --dump-dir {folder}").__ptx__
 
 
 @cache
@@ -116,6 +117,28 @@ def forward_on_numpy(
     arguments.values[:4] = maps
     _finish_forward(arguments, q, k, softmax_scale)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return out, lse
+
+
+def ampere_forward_on_numpy(
+    config: AmpereForwardConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    timing: Timing = AT_ONCE,
+) -> tuple[Tensor, Tensor]:
+    """out and lse as the kernel of ``config`` without WGMMA leaves them."""
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
+    lse = torch.full((batch, heads, seqlen_q), math.nan)
+    arguments = Arguments()
+    for tensor in (q, k, v, out):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
+    arguments.tensor(lse, tuple(lse.shape), lse.stride()[:2])
+    arguments.add(softmax_scale * LOG2_E, heads // k.shape[2], heads)
+    tiles = -(-seqlen_q // config.tile_m) * heads * batch
+    arguments.launch(program_of(config), (tiles, 1, 1), timing)
     return out, lse
 
 

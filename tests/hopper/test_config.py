@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.config import (
-    MAX_HEAD_DIM,
     NATIVE_HEAD_DIMS,
     SMEM_BYTES,
     ForwardConfig,

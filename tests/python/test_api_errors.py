@@ -120,12 +120,21 @@ BAD_OPTIONS = [
     ),
     (call(softmax_scale=-0.1), ValueError, "softmax_scale is -0.1, allowed: a finite number greater than 0"),
     (call(softmax_scale=0), ValueError, "softmax_scale is 0, allowed: a finite number greater than 0"),
-    (call(backend="cuda"), ValueError, "backend is 'cuda', allowed: 'hopper', 'reference' or None"),
-    (call(backend=["hopper"]), ValueError, "backend is ['hopper'], allowed: 'hopper', 'reference' or None"),
+    (call(backend="cuda"), ValueError, "backend is 'cuda', allowed: 'hopper', 'ampere', 'reference' or None"),
+    (
+        call(backend=["hopper"]),
+        ValueError,
+        "backend is ['hopper'], allowed: 'hopper', 'ampere', 'reference' or None",
+    ),
     (
         call(backend="hopper"),
         ValueError,
         "backend is 'hopper', but cpu is not an NVIDIA GPU; allowed here: 'refe",
+    ),
+    (
+        call(backend="ampere"),
+        ValueError,
+        "backend is 'ampere', but cpu is not an NVIDIA GPU; allowed here: 'refe",
     ),
     (call(window_size=None), TypeError, "window_size is None, allowed: a pair (left, right)"),
     (call(sm_margin=-1), ValueError, "sm_margin is -1, allowed: 0 or more"),
@@ -179,7 +188,7 @@ def test_bad_arguments(function: Callable, bad: Callable, error: type[Exception]
 def test_missing_features(function: Callable, options: dict, message: str, instead: str) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(message)) as caught:
         function(Q, KV, KV, **options)
-    assert "neither by the 'hopper' backend nor by 'reference'" in str(caught.value)
+    assert "neither by the kernels nor by 'reference'" in str(caught.value)
     assert instead in str(caught.value).partition("; use ")[2]
 
 

@@ -60,7 +60,7 @@ def test_info_shows_machine_backends_and_cache(monkeypatch: pytest.MonkeyPatch, 
 def test_info_says_what_is_missing() -> None:
     data = json.loads(succeed("info", "--json", "-").stdout)
     backends = {backend["name"]: backend["available"] for backend in data["backends"]}
-    assert backends == {"hopper": False, "reference": True}
+    assert backends == {"hopper": False, "ampere": False, "reference": True}
     assert data["gpus"] == []
     assert data["missing"] and all(item["what"] and item["how"] for item in data["missing"])
 
@@ -77,7 +77,9 @@ def test_explain_names_the_config_of_a_gpu_that_is_not_here() -> None:
 
 def test_explain_of_another_gpu_gives_the_reason() -> None:
     output = succeed("explain", "--capability", "8.0", "--head-dim-v", 64, "--kv-heads", 4).output
-    assert "reference" in output and "8.0" in output
+    assert "ampere_fwd_sm_80_bf16_" in output and "8.0" in output
+    output = succeed("explain", "--capability", "7.5", "--head-dim-v", 64, "--kv-heads", 4).output
+    assert "reference" in output and "7.5" in output
 
 
 def test_explain_needs_no_memory_for_the_problem() -> None:

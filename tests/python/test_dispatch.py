@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig, Fp8ForwardConfig, select_fp8_forward_config
 from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, launch, machine
 from hopper_attention.backends import Choice, Target, choose_backend
@@ -19,6 +20,7 @@ from hopper_attention.layout import Repair, repair_for
 HOPPER = (9, 0)
 H200 = Target("NVIDIA H200", HOPPER, assume_installed=True)
 A100 = Target("NVIDIA A100", (8, 0), assume_installed=True)
+T4 = Target("Tesla T4", (7, 5), assume_installed=True)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -34,22 +36,42 @@ def plan_for(q: Tensor, k: Tensor, v: Tensor, **options) -> Plan:
 
 def test_hopper_is_chosen_on_capability_nine_exactly() -> None:
     assert choose_backend(H200, torch.float16).backend == "hopper"
-    for capability in ((7, 5), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)):
+    for capability in ((7, 5), (9, 1), (10, 0)):
         choice = choose_backend(Target("some GPU", capability, assume_installed=True), torch.float16)
         assert choice.backend == "reference"
         major, minor = capability
         assert (
-            f"some GPU has compute capability {major}.{minor} and the Hopper kernels need 9.0"
-            in choice.reason
+            f"some GPU has compute capability {major}.{minor} and the kernels are for 8.0," in choice.reason
         )
         assert "scaled_dot_product_attention" in choice.advice
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_80"), ((8, 9), "sm_89"), ((12, 0), "sm_120")],
+)
+def test_gpus_without_wgmma_get_the_ampere_kernels(capability: tuple[int, int], arch: str) -> None:
+    q = meta(1, 128, 2, 64)
+    plan = explain(q, q, q, device_capability=capability)
+    assert plan.backend == "ampere" and isinstance(plan.config, AmpereForwardConfig)
+    assert plan.config.arch == arch and f"compiled   for {arch}, with cp.async and mma.sync" in str(plan)
+    assert explain(q, q, q, device_capability=capability, backend="ampere").config == plan.config
+
+
+def test_the_ampere_kernels_can_be_asked_for_on_hopper() -> None:
+    q = meta(1, 128, 2, 72).requires_grad_()
+    plan = plan_for(q, q, q, backend="ampere")
+    assert plan.backend == "ampere" and plan.reason.startswith("asked for with backend='ampere'; ")
+    assert isinstance(plan.config, AmpereForwardConfig)
+    assert (plan.config.arch, plan.config.head_dim) == ("sm_90a", 96)
+    assert "the tiled reference, which is slow: backend='ampere' was asked for" in plan.notes[-1]
 
 
 def test_missing_packages_are_named_with_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
     choice = choose_backend(Target("NVIDIA H200", HOPPER), torch.float16)
     assert choice.backend == "reference"
-    assert choice.reason == "the Hopper kernels need nvidia-cutlass-dsl, not installed here"
+    assert choice.reason == "the kernels need nvidia-cutlass-dsl, not installed here"
     assert choice.advice == "install them with: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
 
 
@@ -63,12 +85,13 @@ def test_the_reference_can_be_asked_for_anywhere() -> None:
 
 
 def test_asking_for_hopper_where_it_cannot_run() -> None:
-    with pytest.raises(ValueError, match=r"backend is 'hopper', but NVIDIA A100 has compute capability 8.0"):
+    allowed = "allowed here: 'ampere', 'reference' or None"
+    with pytest.raises(ValueError, match=rf"backend is 'hopper', but NVIDIA A100 has .* 8.0 .*; {allowed}"):
         choose_backend(A100, torch.float16, "hopper")
 
 
 def test_a_gpu_that_runs_the_reference_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "target_of", lambda device: A100)
+    monkeypatch.setattr(launch, "target_of", lambda device: T4)
     launch.find_launch.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -77,12 +100,12 @@ def test_a_gpu_that_runs_the_reference_warns_once(monkeypatch: pytest.MonkeyPatc
             flash_attn_func(x, x, x)
     launch.find_launch.cache_clear()
     (message,) = [str(w.message) for w in caught]
-    assert "tiled reference, which is slow: NVIDIA A100 has compute capability 8.0" in message
+    assert "tiled reference, which is slow: Tesla T4 has compute capability 7.5" in message
     assert "scaled_dot_product_attention is faster" in message
 
 
 def test_asking_for_the_reference_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "target_of", lambda device: A100)
+    monkeypatch.setattr(launch, "target_of", lambda device: T4)
     launch.find_launch.cache_clear()
     x = torch.zeros(1, 3, 1, 64, dtype=torch.float16)
     with warnings.catch_warnings():
@@ -127,9 +150,9 @@ def test_schedule_line_says_what_the_config_does() -> None:
 
 def test_plan_for_an_older_gpu() -> None:
     q = meta(1, 128, 2, 64)
-    plan = explain(q, q, q, device_capability=(8, 0))
+    plan = explain(q, q, q, device_capability=(7, 5))
     assert plan.backend == "reference" and plan.config == ReferenceConfig()
-    assert "compute capability 8.0 and the Hopper kernels need 9.0 exactly" in plan.reason
+    assert "compute capability 7.5 and the kernels are for 8.0, 8.6," in plan.reason
     assert plan.notes == ("torch.nn.functional.scaled_dot_product_attention is faster there",)
 
 
@@ -201,10 +224,18 @@ NOT_ADDRESSABLE = [
     (
         (2, 9, 4, 64),
         (9 * 4 * 65, 4 * 65, 65, 1),
-        "its stride in dimension 0 is 2340, and TMA needs a multiple of 8",
+        "its stride in dimension 0 is 2340, and the kernel needs a multiple of 8",
     ),
-    ((2, 9, 4, 64), (9 * 264, 260, 64, 1), "its stride in dimension 1 is 260, and TMA needs a multiple of 8"),
-    ((2, 9, 4, 64), (9 * 64, 64, 0, 1), "its stride in dimension 2 is 0, and TMA needs a multiple of 8"),
+    (
+        (2, 9, 4, 64),
+        (9 * 264, 260, 64, 1),
+        "its stride in dimension 1 is 260, and the kernel needs a multiple of 8",
+    ),
+    (
+        (2, 9, 4, 64),
+        (9 * 64, 64, 0, 1),
+        "its stride in dimension 2 is 0, and the kernel needs a multiple of 8",
+    ),
 ]
 
 
@@ -258,7 +289,11 @@ def test_describe_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_kernels, "driver_cuda_version", lambda: ())
     here = describe_machine()
     assert here.torch == torch.__version__ and here.gpus == () and here.driver == "not installed"
-    assert [(b.name, b.available) for b in here.backends] == [("hopper", False), ("reference", True)]
+    assert [(b.name, b.available) for b in here.backends] == [
+        ("hopper", False),
+        ("ampere", False),
+        ("reference", True),
+    ]
     assert here.missing[0].what == "an NVIDIA driver and GPU"
     assert "backend reference" in str(here) and here.cache_dir in str(here)
 
@@ -280,11 +315,12 @@ def test_describe_machine_with_two_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch)
     fake_gpus(monkeypatch, FakeProperties("NVIDIA A100", 8, 0), FakeProperties("NVIDIA H200", 9, 0))
     here = describe_machine()
     assert [(gpu.name, gpu.capability, gpu.backend) for gpu in here.gpus] == [
-        ("NVIDIA A100", (8, 0), "reference"),
+        ("NVIDIA A100", (8, 0), "ampere"),
         ("NVIDIA H200", (9, 0), "hopper"),
     ]
     assert here.driver == "CUDA 13.0" and here.gpus[1].multiprocessors == 132
     assert here.backends[0] == machine.BackendStatus("hopper", True, "16-bit attention on GPU 1")
+    assert here.backends[1] == machine.BackendStatus("ampere", True, "16-bit attention on GPU 0")
     assert here.missing == ()
     assert "NVIDIA H200, compute capability 9.0, 132 SMs, 141 GiB, runs the hopper backend" in str(here)
 
@@ -297,8 +333,12 @@ def test_describe_machine_names_what_is_missing(monkeypatch: pytest.MonkeyPatch)
         here.backends[0].reason
         == "NVIDIA A100 has compute capability 8.0 and the Hopper kernels need 9.0 exactly"
     )
-    assert [item.what for item in here.missing] == ["a GPU of compute capability 9.0"]
+    assert here.missing == ()
+    fake_gpus(monkeypatch, FakeProperties("Tesla T4", 7, 5))
+    assert [item.what for item in describe_machine().missing] == ["a GPU of compute capability 8.0 or newer"]
     fake_gpus(monkeypatch, FakeProperties("NVIDIA H200", 9, 0))
+    status = describe_machine().backends[1]
+    assert status.available and status.reason == "16-bit attention on GPU 0 with backend='ampere'"
     monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
     (item,) = describe_machine().missing
     assert item.what == "nvidia-cutlass-dsl and apache-tvm-ffi" and item.how == _kernels.INSTALL_DSL

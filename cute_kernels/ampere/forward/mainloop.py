@@ -1,0 +1,177 @@
+"""The key blocks of a query tile, as one warp sees them: S = Q K^T, softmax, O += P V."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.ampere.config import MMA_KEYS, MMA_ROWS, AmpereForwardConfig
+from cute_kernels.ampere.forward.ring import KeyValueRing
+from cute_kernels.ampere.forward.shift import ShiftSoftmax
+from cute_kernels.ampere.forward.warp_tiles import WarpTiles
+from cute_kernels.ampere.instructions import as_fragment, mma
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.mask import TileMask
+
+WORDS_PER_GROUP = 4
+"""Elements that a thread holds of 16 rows by 8 columns."""
+
+
+class WarpBlocks(NamedTuple):
+    """Key blocks that the rows of one warp see: those below ``end``. Below ``unmasked_ends`` a band needs no mask."""
+
+    end: Int32
+    unmasked_ends: tuple[Int32, ...]
+
+
+def make_accumulator(columns: int) -> cute.Tensor:
+    """Of 16 rows, in the shape that ``cute_kernels.fragments`` describes."""
+    return cute.make_rmem_tensor(((2, 2, columns // COLUMNS_PER_GROUP), 1, 1), Float32)
+
+
+def columns_of(acc: cute.Tensor, step: int) -> cute.Tensor:
+    """The 16 columns number ``step`` of an accumulator."""
+    return cute.make_tensor(acc.iterator + 2 * WORDS_PER_GROUP * step, cute.make_layout(((2, 2, 2), 1, 1)))
+
+
+class Mainloop(LoopInvariant):
+    """A warp's one or two bands of 16 rows against all their key blocks.
+
+    The bands share every fragment of K and V that is read. ``acc_O`` and ``softmax`` have one entry a band.
+    """
+
+    def __init__(
+        self,
+        config: AmpereForwardConfig,
+        dtype: type[cutlass.Numeric],
+        ring: KeyValueRing,
+        tiles: WarpTiles,
+        scale_log2: Float32,
+    ):
+        self.config, self.dtype, self.ring, self.tiles = config, dtype, ring, tiles
+        self.softmax = [ShiftSoftmax(scale_log2) for _ in range(config.bands)]
+        self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
+
+    @cute.jit
+    def attend(self, masks: list[TileMask], n_end: Int32, blocks: WarpBlocks):
+        """Leave O, not yet normalised, in ``acc_O`` and the row statistics in ``softmax``.
+
+        The ring must have been filled from block ``n_end - 1`` on; all warps go from there down to block 0
+        together, and each computes what its own rows see.
+        """
+        for band in cutlass.range_constexpr(self.config.bands):
+            self.softmax[band].start()
+            self.acc_O[band].fill(0.0)
+        if const_expr(self.config.q_in_registers):
+            self.ring.await_item()
+            self.tiles.keep_q()
+        slot = Int32(0)
+        n_block = n_end - 1
+        if const_expr(self.config.causal):
+            for _ in cutlass.range(n_end - blocks.end, unroll=1):
+                slot = self._pass_by(n_block, slot)
+                n_block -= 1
+        for _ in cutlass.range(blocks.end - blocks.unmasked_ends[0], unroll=1):
+            slot = self._block(masks, blocks, n_block, slot, True)
+            n_block -= 1
+        for _ in cutlass.range(n_block + 1, unroll=1):
+            slot = self._block(masks, blocks, n_block, slot, False)
+            n_block -= 1
+
+    @cute.jit
+    def _pass_by(self, n_block: Int32, k_slot: Int32) -> Int32:
+        """A block that a causal mask keeps from this warp, which still loads its share of what others need."""
+        self.ring.await_item()
+        self.ring.refill(0, n_block, k_slot, True)
+        v_slot = self.ring.next_slot(k_slot)
+        self.ring.await_item()
+        self.ring.refill(1, n_block, v_slot, True)
+        return self.ring.next_slot(v_slot)
+
+    @cute.jit
+    def _block(
+        self,
+        masks: list[TileMask],
+        blocks: WarpBlocks,
+        n_block: Int32,
+        k_slot: Int32,
+        is_masked: cutlass.Constexpr[bool],
+    ) -> Int32:
+        """One key block; returns the slot of the next one's K."""
+        acc_S = [make_accumulator(self.config.tile_n) for _ in range(self.config.bands)]
+        self.ring.await_item()
+        self.ring.refill(0, n_block, k_slot, is_masked)
+        self._scores(acc_S, k_slot)
+        for band in cutlass.range_constexpr(self.config.bands):
+            if const_expr(is_masked):
+                # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
+                # which it would cost registers that are not there.
+                if n_block >= blocks.unmasked_ends[band]:
+                    masks[band].apply(acc_S[band], n_block)
+            self.softmax[band].take_scores(acc_S[band], is_first=False)
+        v_slot = self.ring.next_slot(k_slot)
+        self.ring.await_item()
+        self.ring.refill(1, n_block, v_slot, is_masked)
+        for band in cutlass.range_constexpr(self.config.bands):
+            # Only if a row of the warp has a new maximum, which is exact: the factors are 1 otherwise.
+            self.softmax[band].rescale_if_needed(self.acc_O[band])
+        self._add_values(acc_S, v_slot)
+        return self.ring.next_slot(v_slot)
+
+    def _scores(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
+        """S = Q K^T. Each fragment of K is read one step before it is used."""
+        c = self.config
+        key_bands = c.tile_n // MMA_KEYS
+        places = [(step, keys) for step in range(c.head_dim // MMA_ROWS) for keys in range(key_bands)]
+        for acc in acc_S:
+            acc.fill(0.0)
+        k_next = self.tiles.k.block(0, 0, slot)
+        for number, (step, keys) in enumerate(places):
+            if keys == 0:
+                q_blocks = [self._fragment(self.tiles.q_block(band, step)) for band in range(c.bands)]
+            k_block = k_next
+            if number + 1 < len(places):
+                next_step, next_keys = places[number + 1]
+                k_next = self.tiles.k.block(next_keys, next_step, slot)
+            for band in range(c.bands):
+                self._mma_pair(acc_S[band], keys, q_blocks[band], k_block)
+
+    def _add_values(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
+        """O += P V, with P = exp2(S - shift) made 16 keys at a time under the products of the 16 before, or all of it
+        first."""
+        c = self.config
+        steps, pairs = c.tile_n // MMA_KEYS, c.head_dim_v // (2 * COLUMNS_PER_GROUP)
+        probabilities = [self._exponentiate(acc_S, step) for step in range(steps) if not c.fused_exponentials]
+        v_next = self.tiles.v.block(0, 0, slot)
+        for number in range(steps * pairs):
+            step, pair = number // pairs, number % pairs
+            if pair == 0:
+                p_blocks = self._exponentiate(acc_S, step) if c.fused_exponentials else probabilities[step]
+            v_block = v_next
+            if number + 1 < steps * pairs:
+                v_next = self.tiles.v.block((number + 1) // pairs, (number + 1) % pairs, slot)
+            for band in range(c.bands):
+                self._mma_pair(self.acc_O[band], pair, p_blocks[band], v_block)
+
+    def _exponentiate(self, acc_S: list[cute.Tensor], step: int) -> list[cute.Tensor]:
+        """P of the 16 keys number ``step``, as an A operand for each band."""
+        blocks = []
+        for band in range(self.config.bands):
+            scores = columns_of(acc_S[band], step)
+            operand = cute.make_rmem_tensor(2 * WORDS_PER_GROUP, self.dtype)
+            for r in range(ROWS_PER_THREAD):
+                self.softmax[band].exponentiate(scores, r, is_first=False)
+                self.softmax[band].store_P(operand, scores, r)
+            words = cute.recast_tensor(operand, Int32)
+            blocks.append(self._fragment(tuple(words[i] for i in range(WORDS_PER_GROUP))))
+        return blocks
+
+    def _mma_pair(self, acc: cute.Tensor, pair: int, a: cute.Tensor, b: tuple) -> None:
+        """Two products side by side, 16 rows by 16 columns."""
+        for i in range(2):
+            mma(acc, (2 * pair + i) * WORDS_PER_GROUP, a, self._fragment(b[2 * i : 2 * i + 2]))
+
+    def _fragment(self, words: tuple) -> cute.Tensor:
+        return as_fragment(words, self.dtype)

@@ -1,0 +1,38 @@
+"""What the kernels of every GPU have in common: the problems that they take, and how those are named."""
+
+from __future__ import annotations
+
+DTYPES = ("float16", "bfloat16")
+SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+MAX_HEAD_DIM = 256
+
+MAX_SEQLEN = 2**31 - 512
+MAX_TILES = 2**31 - 2**16
+"""Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""
+
+
+def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Of ``native`` pairs, the one of least work that is not smaller in either."""
+    fits = [pair for pair in native if pair[0] >= head_dim and pair[1] >= head_dim_v]
+    if not fits:
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
+        )
+    return min(fits, key=sum)
+
+
+def check_problem_size(kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:
+    """Raise NotImplementedError for sizes that a kernel's 32-bit tile and key numbers cannot count.
+
+    ``sizes`` are batch and heads, ``seqlens`` those of Q and K; ``kernel`` is its name in the message.
+    """
+    for name, seqlen in zip(("seqlen_q", "seqlen_k"), seqlens, strict=True):
+        if seqlen > MAX_SEQLEN:
+            raise NotImplementedError(f"{name} is {seqlen}, the {kernel} takes at most {MAX_SEQLEN}")
+    batch, heads = sizes
+    tiles = batch * heads * -(-seqlens[0] // tile_m)
+    if tiles > MAX_TILES:
+        raise NotImplementedError(
+            f"batch {batch} x heads {heads} x seqlen_q {seqlens[0]} are {tiles} tiles of {tile_m} queries, the "
+            f"{kernel} counts at most {MAX_TILES}: split the batch"
+        )
