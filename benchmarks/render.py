@@ -57,6 +57,12 @@ def read_reports(results: Path) -> list[ForwardReport]:
     ]
 
 
+def read_ampere(results: Path) -> list[ForwardReport]:
+    """The report of the kernel without WGMMA, if one has been committed."""
+    path = results / f"ampere_forward_{GPU}.json"
+    return [load_forward(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
 def read_figures(path: Path, kind: str) -> dict[str, Any] | None:
     """A latency or accuracy report; None where none has been committed."""
     return load_figures(path.read_text(encoding="utf-8"), kind) if path.is_file() else None
@@ -104,6 +110,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         text = splice(text, render_readme(report, others[0]), report.kind)
         pages[folder / f"{report.kind}.md"] = render_page(report, *others, f"{report.kind}.png")
     pages[folder / "roofline.md"] = render_roofline(reports)
+    for ampere in read_ampere(results):
+        pages[folder / "ampere.md"] = render_page(ampere, None, None, "ampere.png")
     ablations = read_ablations(results)
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
@@ -124,6 +132,8 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
     folder = root / "docs" / "results"
     for report in read_reports(results):
         yield plot_forward(report, folder / f"{report.kind}.png")
+    for ampere in read_ampere(results):
+        yield plot_forward(ampere, folder / "ampere.png")
     for ablation in read_ablations(results):
         yield plot_ablation(ablation, folder / f"{ablation.slug}.png")
     for scaling in read_scaling(results):

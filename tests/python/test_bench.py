@@ -341,7 +341,7 @@ def test_peers_that_cannot_run_are_reported_with_the_reason() -> None:
     infos = bench_peers.inspect_peers(tuple(bench_peers.PEERS.values()), SETTING)
     absent = {name: info.unavailable for name, info in infos.items() if info.unavailable}
     needs_gpu = "needs a CUDA device, this run is on cpu"
-    assert absent == dict.fromkeys(("fa3", "fa4", "cudnn", "fa2", "flex"), needs_gpu)
+    assert absent == dict.fromkeys(("fa3", "fa4", "cudnn", "fa2", "flex", "ampere"), needs_gpu)
     assert infos["torch"].version == f"torch {torch.__version__}"
 
 

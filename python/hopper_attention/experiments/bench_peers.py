@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hopper_attention.experiments.bench_machine import package_version
-from hopper_attention.experiments.bench_results import OURS, PeerInfo, Problem
+from hopper_attention.experiments.bench_results import AMPERE, OURS, PeerInfo, Problem
 from hopper_attention.experiments.bench_timing import Launch
 
 
@@ -120,16 +120,16 @@ def our_version(setting: Setting) -> str:
     return f"hopper-attention {package_version('hopper-attention') or 'from the source tree'}"
 
 
-def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
-    """The public function. On a GPU it must run the Hopper kernel: a fallback would be measured as ours."""
+def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> Prepared:
+    """The public function. On a GPU it must run a kernel: a fallback would be measured as ours."""
     from hopper_attention import explain, flash_attn_func
 
     q, k, v, causal = inputs.q, inputs.k, inputs.v, problem.causal
-    plan = explain(q, k, v, causal=causal)
-    if setting.is_cuda and plan.backend != "hopper":
+    plan = explain(q, k, v, causal=causal, backend=backend)
+    if setting.is_cuda and plan.backend == "reference":
         raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
     note = getattr(plan.config, "name", plan.backend)
-    return Prepared(lambda: flash_attn_func(q, k, v, causal=causal), note)
+    return Prepared(lambda: flash_attn_func(q, k, v, causal=causal, backend=backend), note)
 
 
 # FlashAttention-3, the CUDA C++ library
@@ -359,6 +359,10 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("flex", "FlexAttention (torch, compiled)", why_no_flex, torch_version, prepare_flex),
         Peer("torch", "plain PyTorch", always_available, torch_version, prepare_torch),
+        Peer(
+            AMPERE, "hopper-attention without WGMMA", needs_gpu, our_version,
+            partial(prepare_ours, backend="ampere"),
+        ),
     )
 }  # fmt: skip
 

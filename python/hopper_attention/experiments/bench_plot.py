@@ -9,14 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from hopper_attention.experiments.bench_render import WORDINGS, measured_peers, short_length
+from hopper_attention.experiments.bench_render import measured_peers, short_length, wording_of
 from hopper_attention.experiments.bench_results import (
+    AMPERE,
     OURS,
     OURS_16_BIT,
     OURS_END_TO_END,
     Cell,
     ForwardReport,
     grid_cells,
+    main_row,
 )
 from hopper_attention.experiments.plots import INK, MUTED, PALETTE, house_style, save_figure
 
@@ -24,6 +26,7 @@ COLOURS = {
     OURS: PALETTE["ours"],
     OURS_END_TO_END: PALETTE["ours-light"],
     OURS_16_BIT: PALETTE["grey"],
+    AMPERE: PALETTE["ours-light"],
     "fa3": PALETTE["blue"],
     "fa4": PALETTE["blue-light"],
     "cudnn": PALETTE["sand"],
@@ -31,7 +34,7 @@ COLOURS = {
     "flex": "#e3d3ae",
     "torch": PALETTE["red"],
 }
-DRAWN = ("torch", "flex", "fa2", OURS_16_BIT, "cudnn", "fa4", "fa3", OURS_END_TO_END, OURS)
+DRAWN = ("torch", "flex", "fa2", OURS_16_BIT, "cudnn", "fa4", "fa3", OURS_END_TO_END, AMPERE, OURS)
 """Peers from left to right within a group: slow to fast, ours last."""
 
 GROUP_WIDTH = 0.86
@@ -83,7 +86,7 @@ def plot_forward(report: ForwardReport, path: Path) -> Path:
     grid = grid_of(report)
     with house_style():
         width, height = 2.0 + 4.0 * len(grid.head_dims), 1.4 + 3.1 * len(grid.masks)
-        title = f"Attention, {WORDINGS[report.kind].subject}"
+        title = f"Attention, {wording_of(report).subject}"
         layout = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 1 - 0.95 / height), hspace=0.07)
         figure = Figure(figsize=(width, height), layout=layout)
         figure.text(0.018, 1 - 0.2 / height, title, size=14, weight="bold", va="top")
@@ -118,10 +121,11 @@ def draw_panel(axes: Axes, cells: list[Cell | None], peers: list[str]) -> None:
         axes.bar(at, heights, width=bar * 0.94, color=COLOURS[peer], label=peer, zorder=2)
         for x, value in zip(at, heights, strict=True):
             if value:
-                weight = "bold" if peer == OURS else "normal"
+                is_main = peer == main_row(peers)
+                weight = "bold" if is_main else "normal"
                 axes.annotate(
                     f"{value:.0f}", (x, value), (0, 2), textcoords="offset points", ha="center", va="bottom",
-                    size=6.2, rotation=90, color=INK if peer == OURS else MUTED, weight=weight,
+                    size=6.2, rotation=90, color=INK if is_main else MUTED, weight=weight,
                 )  # fmt: skip
     axes.margins(y=0.12)
     axes.grid(axis="y", zorder=0)

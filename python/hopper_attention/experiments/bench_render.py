@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hopper_attention.experiments.bench_results import (
     ABLATION,
+    AMPERE,
     OURS,
     OURS_END_TO_END,
     PAPER_HEAD_DIMS,
@@ -66,6 +67,17 @@ WORDINGS = {
         "{peers} in the same interleaved run.",
     ),
 }
+
+AMPERE_WORDING = Wording(
+    "Forward, 16 bit, without WGMMA",
+    "bf16 forward without WGMMA",
+    "In brackets: over the fastest of {peers} in the same interleaved run.",
+)
+
+
+def wording_of(report: ForwardReport) -> Wording:
+    """What a report is called, by what it is of and whose kernels it is about."""
+    return AMPERE_WORDING if report.main_row == AMPERE else WORDINGS[report.kind]
 
 
 NOTHING = "–"
@@ -144,7 +156,7 @@ def problems_of(report: ForwardReport) -> list[str]:
 
 def forward_table(report: ForwardReport) -> Table:
     """TFLOP/s of every peer, ours over the best of the others, spread of ours, clock and power."""
-    title = f"{WORDINGS[report.kind].title}, TFLOP/s · {report.machine['gpu']} · {report.commit[:12]}"
+    title = f"{wording_of(report).title}, TFLOP/s · {report.machine['gpu']} · {report.commit[:12]}"
     table = Table(title=title, title_justify="left")
     for heading in ("dtype", "d", "mask", "sizes"):
         table.add_column(heading)
@@ -152,7 +164,7 @@ def forward_table(report: ForwardReport) -> Table:
     for heading in (*peers, *ratio_headings(report), "spread", "MHz", "W"):
         table.add_column(heading, justify="right")
     for cell in report.cells:
-        ours = cell.peers.get(OURS)
+        ours = cell.peers.get(cell.main_row)
         spread = number(100 * ours.spread, 1) + " %" if isinstance(ours, Measured) else "–"
         figures = [mark(peer_figure(cell, peer)) for peer in peers]
         figures += [ratio_mark(ratio) for ratio in measured_ratios(report, cell)]
@@ -209,7 +221,7 @@ def grid_table(report: ForwardReport) -> str:
     def figure(cell: Cell) -> str:
         if lacks_kernel(cell):
             return NO_KERNEL
-        kernel = f"{peer_figure(cell, OURS)} ({number(cell.ratio, 2)})"
+        kernel = f"{peer_figure(cell, cell.main_row)} ({number(cell.ratio, 2)})"
         return f"{kernel} / {peer_figure(cell, OURS_END_TO_END)}" if shows_gain(report) else kernel
 
     found = {(c.problem.head_dim, c.problem.causal, c.problem.seqlen_q): c for c in grid_cells(report)}
@@ -238,17 +250,17 @@ def summary(report: ForwardReport) -> str:
         if longest is not None and longest.tflops(OURS_END_TO_END):
             whole += f", **{number(longest.gain, 2)}** at `{longest.problem.name}`"
         sentences.append(f"{whole}.")
-    if ablation is not None and ablation.tflops(OURS):
-        fa3 = ablation.tflops("fa3")
-        against = f", {ablation.tflops(OURS) / fa3:.3f} of FlashAttention-3" if fa3 else ""
-        sentences.append(f"`{ABLATION.name}`: **{ablation.tflops(OURS):.0f} TFLOP/s**{against}.")
+    if ablation is not None and ablation.tflops(ablation.main_row):
+        ours, fa3 = ablation.tflops(ablation.main_row), ablation.tflops("fa3")
+        against = f", {ours / fa3:.3f} of FlashAttention-3" if fa3 else ""
+        sentences.append(f"`{ABLATION.name}`: **{ours:.0f} TFLOP/s**{against}.")
     return " ".join(sentences)
 
 
 def render_readme(report: ForwardReport, latency: Mapping[str, Any] | None) -> str:
     """The README's part: the grid, and what to read from it."""
     others = [f"{report.peers[name].title}" for name in measured_peers(report) if not is_ours(name)]
-    wording = WORDINGS[report.kind]
+    wording = wording_of(report)
     parts = [
         f"TFLOP/s of our {wording.subject} on one {report.machine['gpu']}, by sequence length; 16384 tokens, "
         f"heads × head_dim = 2048, as in the paper. {wording.legend.format(peers=', '.join(others))}",
@@ -272,7 +284,7 @@ def render_peers_table(report: ForwardReport, cells: Sequence[Cell]) -> str:
     rows = []
     for cell in cells:
         dtype, dims, mask, sizes = describe(cell.problem)
-        ours = cell.peers.get(OURS)
+        ours = cell.peers.get(cell.main_row)
         spread = number(100 * ours.spread, 1) if isinstance(ours, Measured) else "–"
         figures = [peer_figure(cell, peer) for peer in peers]
         figures += [number(ratio, 2) for ratio in measured_ratios(report, cell)]
@@ -386,7 +398,7 @@ def render_page(
             "quantization too, and `e2e/bf16` is their ratio to our 16-bit kernel's."
         )
     parts = [
-        f"# {WORDINGS[report.kind].title}: results",
+        f"# {wording_of(report).title}: results",
         "Rendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand.",
         f"Measured {report.date[:10]} at commit `{report.commit[:12]}` on {machine}.",
         f"![TFLOP/s by sequence length, a panel a head_dim and mask]({figure})",

@@ -25,6 +25,9 @@ OURS_END_TO_END = "ours_e2e"
 OURS_16_BIT = "ours_bf16"
 """Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; and our 16-bit kernel."""
 
+AMPERE = "ampere"
+"""Our kernel without WGMMA, on any GPU that it runs on; a report without a row ``ours`` is about it."""
+
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_DTYPES = {long: short for short, long in SHORT_DTYPES.items()}
 
@@ -135,7 +138,13 @@ def parse_shapes(text: str) -> tuple[Problem, ...]:
 
 def is_ours(peer: str) -> bool:
     """Whether a row runs this library."""
-    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT)
+    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, AMPERE)
+
+
+def main_row(peers: Iterable[str]) -> str:
+    """The row of ours whose speed a report with these rows is about."""
+    names = set(peers)
+    return AMPERE if AMPERE in names and OURS not in names else OURS
 
 
 @dataclass(frozen=True)
@@ -200,9 +209,13 @@ class Cell:
         return max(others, key=self.tflops, default="")
 
     @property
+    def main_row(self) -> str:
+        return main_row(self.peers)
+
+    @property
     def ratio(self) -> float:
         """Ours over the best peer; NaN where either has no figure."""
-        return self.quotient(OURS, self.best_peer)
+        return self.quotient(self.main_row, self.best_peer)
 
     @property
     def gain(self) -> float:
@@ -230,6 +243,10 @@ class ForwardReport:
     peers: dict[str, PeerInfo]
     cells: tuple[Cell, ...]
     kind: str = KINDS[0]
+
+    @property
+    def main_row(self) -> str:
+        return main_row(self.peers)
 
     def cell(self, problem: Problem) -> Cell | None:
         return next((cell for cell in self.cells if cell.problem == problem), None)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hopper_attention.experiments.bench_results import (
     ABLATION,
+    AMPERE,
     OURS,
     Cell,
     Failed,
@@ -37,6 +38,9 @@ FP8_TFLOPS = {64: 800.0, 128: 1050.0, 256: 1250.0}
 FP8_GAIN = 1.30
 """End to end, pre-pass included, over our 16-bit kernel, at head_dim 128 on the same problem."""
 FP8_GAIN_HEAD_DIM = 128
+
+AMPERE_RATIOS = Ratios(1.00, 1.10)
+"""Of the forward without WGMMA, over FlashAttention-2 on the same GPU."""
 
 BACKWARD_RATIOS = Ratios(0.95, 1.05)
 BACKWARD_TFLOPS = {64: 570.0, 128: 650.0, 256: 480.0}
@@ -84,7 +88,7 @@ def grid_targets(report: ForwardReport, what: str, required: Ratios) -> list[Tar
 def failure_targets(cells: Iterable[Cell]) -> list[Target]:
     """A missed promise where a row of ours failed; none where none did."""
     failed = [
-        cell.problem.name if name == OURS else f"{cell.problem.name} ({name})"
+        cell.problem.name if name == cell.main_row else f"{cell.problem.name} ({name})"
         for cell in cells
         for name, result in cell.peers.items()
         if is_ours(name) and isinstance(result, Failed)
@@ -135,7 +139,7 @@ def fp8_targets(report: ForwardReport) -> list[Target]:
 
 def lacks_kernel(cell: Cell) -> bool:
     """Whether we say that we have no kernel for a cell."""
-    ours = cell.peers.get(OURS)
+    ours = cell.peers.get(cell.main_row)
     return isinstance(ours, Failed) and ours.lacks_kernel
 
 
@@ -163,8 +167,15 @@ def backward_targets(report: ForwardReport) -> list[Target]:
     return targets + failure_targets(cell for cell in report.cells if not lacks_kernel(cell))
 
 
+def ampere_targets(report: ForwardReport) -> list[Target]:
+    """Ratios over the best peer on the paper's grid, of the kernel without WGMMA."""
+    return grid_targets(report, "forward without WGMMA", AMPERE_RATIOS) + failure_targets(report.cells)
+
+
 def throughput_targets(report: ForwardReport) -> list[Target]:
-    """The promises that a throughput report can answer, by its kind."""
+    """The promises that a throughput report can answer, by its kind and the row that it is about."""
+    if report.main_row == AMPERE:
+        return ampere_targets(report)
     by_kind = {"forward": forward_targets, "fp8": fp8_targets, "backward": backward_targets}
     return by_kind[report.kind](report)
 

@@ -1,0 +1,92 @@
+"""The kernel without WGMMA as a row of the forward benchmark: its report, page and targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import render as render_script
+from hopper_attention.experiments import bench, bench_peers, bench_render
+from hopper_attention.experiments.bench_plot import plot_forward
+from hopper_attention.experiments.bench_results import (
+    Cell,
+    Failed,
+    ForwardReport,
+    Measured,
+    PeerInfo,
+    dump_forward,
+    load_forward,
+    main_row,
+    paper_grid,
+    parse_problem,
+)
+from hopper_attention.experiments.bench_targets import throughput_targets
+
+
+def measured(tflops: float) -> Measured:
+    return Measured(tflops, 1.0, 0.01, 9, 4, 1.5e-3, 1470.0, 694.0, "config")
+
+
+def fake_report(ratio: float) -> ForwardReport:
+    """The grid; the kernel without WGMMA is ``ratio`` of FA2."""
+    cells = [
+        Cell(problem, 1, 1470.0, 694.0, {"ampere": measured(300 * ratio), "fa2": measured(300)})
+        for problem in paper_grid()
+    ]
+    info = {name: PeerInfo(f"Peer {name}", "1.0", "") for name in ("ampere", "fa2")}
+    machine = {"gpu": "NVIDIA H200"}
+    return ForwardReport(machine, "c0ffee" * 6, "2026-11-20T10:00:00Z", {"l2": "rotated"}, info, tuple(cells))
+
+
+def test_a_report_without_ours_is_about_the_kernel_without_wgmma() -> None:
+    assert (main_row(["ampere", "fa2"]), main_row(["ampere", "ours", "fa2"])) == ("ampere", "ours")
+    assert main_row(["fa2"]) == "ours"
+    beside = replace(fake_report(1.2).cells[0], peers={"ours": measured(600), "ampere": measured(360)})
+    assert beside.best_peer == ""
+    cell = load_forward(dump_forward(fake_report(1.25))).cells[0]
+    assert (cell.best_peer, cell.ratio) == ("fa2", 1.25)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "met"), [(1.11, [True, True]), (1.05, [True, False]), (0.99, [False, False])]
+)
+def test_targets(ratio: float, met: list[bool]) -> None:
+    targets = throughput_targets(fake_report(ratio))
+    assert [target.met for target in targets] == met
+    assert [target.required for target in targets] == [">= 1.00", ">= 1.10"]
+
+
+def test_a_failure_is_a_missed_target() -> None:
+    report = fake_report(1.2)
+    broken = replace(report.cells[0], peers={**report.cells[0].peers, "ampere": Failed("wrong result")})
+    targets = throughput_targets(replace(report, cells=(broken, *report.cells[1:])))
+    assert [target.met for target in targets] == [False, False, False]
+    assert targets[-1].measured == "failed: bf16-b32-s512-h32-d64-full"
+
+
+def test_page_and_plot(tmp_path: Path) -> None:
+    report = fake_report(1.2)
+    page = bench_render.render_page(report, None, None, "ampere.png")
+    assert page.startswith("# Forward, 16 bit, without WGMMA: results")
+    assert "Geometric mean over the best peer: **1.200**. Worst cell: 1.20" in page
+    assert "| bf16 d64 full, b32 s512 h32 | 360 | 300 | 1.20 | 1.0 | 1470 | 694 |" in page
+    assert plot_forward(report, tmp_path / "ampere.png").stat().st_size > 10_000
+
+
+def test_its_report_is_read_once_there_is_one(tmp_path: Path) -> None:
+    assert render_script.read_ampere(tmp_path) == []
+    (tmp_path / "ampere_forward_nvidia_h200.json").write_text(dump_forward(fake_report(1.2)))
+    assert [report.main_row for report in render_script.read_ampere(tmp_path)] == ["ampere"]
+
+
+def test_the_row_asks_for_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("hopper_attention.flash_attn_func", lambda *tensors, **options: asked.append(options))
+    problem = parse_problem("bf16-b1-s64-h2-d64-causal")
+    inputs, setting = bench.draw_inputs(problem, 0, "cpu"), bench_peers.Setting("cpu")
+    bench_peers.PEERS["ours"].prepare(problem, inputs, setting).launch()
+    with pytest.raises(ValueError, match="ampere"):
+        bench_peers.PEERS["ampere"].prepare(problem, inputs, setting)
+    assert asked == [{"causal": True, "backend": None}]
