@@ -15,30 +15,37 @@ from hopper.backward.config import (
 )
 from hopper.backward.dq import row_and_column
 from hopper.config import SMEM_BYTES, Registers
-from hopper.inspection import resource_usage
+from hopper.inspection import ResourceUsage
+from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
 
 SHIPPED = shipped_backward_configs()
 ONE_FOR_EACH_SIZE = [c for c in SHIPPED if (c.dtype, c.causal, c.ordered) == ("bfloat16", False, False)]
 
 
+STEPS = {step: [BackwardStep(step, config) for config in ONE_FOR_EACH_SIZE] for step in ("prepare", "finish")}
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[BackwardConfig | BackwardStep, ResourceUsage]:
+    return usage_of_each([*SHIPPED, *STEPS["prepare"], *STEPS["finish"]])
+
+
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
-def test_shipped_config_compiles_without_spills(config):
-    usage = resource_usage(config)
+def test_shipped_config_compiles_without_spills(config, usages):
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert config.smem_bytes <= SMEM_BYTES
     shared_out = 128 * (config.consumers * config.registers.consumer + config.registers.producer)
     assert shared_out <= usage.registers * config.threads <= 65536
 
 
-@pytest.mark.parametrize("step", ["prepare", "finish"])
-def test_steps_compile_without_spills(step):
-    names = set()
-    for config in ONE_FOR_EACH_SIZE:
-        usage = resource_usage(BackwardStep(step, config))
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_compile_without_spills(step, usages):
+    for kernel in STEPS[step]:
+        usage = usages[kernel]
         assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
-        names.add(BackwardStep(step, config).name)
-    assert len(names) == 5
+    assert len({kernel.name for kernel in STEPS[step]}) == 5
     with pytest.raises(ValueError, match="step is 'after', allowed: 'prepare' or 'finish'"):
         BackwardStep("after", SHIPPED[0])
 

@@ -1,9 +1,6 @@
 """Every shipped forward kernel compiles for sm_90a without a GPU, without spills, as its docstring says."""
 
-import multiprocessing
-import os
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import cutlass.cute as cute
@@ -23,6 +20,7 @@ from hopper.forward import compile_forward
 from hopper.forward.barriers import NamedBarrier
 from hopper.forward.kernel import ForwardKernel
 from hopper.inspection import ResourceUsage, resource_usage
+from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
 
 SHIPPED = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
@@ -30,11 +28,7 @@ SHIPPED = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
 
 @pytest.fixture(scope="module")
 def usages() -> dict[ForwardConfig, ResourceUsage]:
-    """ptxas's report on each shipped config; processes, because ``cute.compile`` is not thread-safe."""
-    configs = SHIPPED
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=context) as pool:
-        return dict(zip(configs, pool.map(resource_usage, configs), strict=True))
+    return usage_of_each(SHIPPED)
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from cute_kernels.ampere.config import select_ampere_forward_config
+from cute_kernels.ampere.config import AmpereForwardConfig, select_ampere_forward_config
 from hopper.compile import compile_kernel
-from hopper.inspection import ResourceUsage, resource_usage
+from hopper.inspection import ResourceUsage
+from tests.compile_pool import usage_of_each
 
 TABLES = {("sm_80",): (64, 96, 128, 192, 256), ("sm_86", "sm_89", "sm_120"): (64, 96, 128, 192, 256)}
 """Architectures that share a table of tilings, and the head_dims compiled of it.
@@ -31,16 +29,13 @@ SHIPPED = [
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[str, ResourceUsage]:
-    """ptxas's report by config; processes, because ``cute.compile`` is not thread-safe."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context) as pool:
-        return {c.name: usage for c, usage in zip(SHIPPED, pool.map(resource_usage, SHIPPED), strict=True)}
+def usages() -> dict[AmpereForwardConfig, ResourceUsage]:
+    return usage_of_each(SHIPPED)
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_shipped_config_compiles_without_spills(config, usages) -> None:
-    usage = usages[config.name]
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads * config.ctas_per_sm <= 65_536
 
