@@ -262,7 +262,8 @@ def test_rendering_takes_the_backward_report_once_there_is_one(tmp_path: Path) -
     folder = tmp_path / "docs" / "results"
     assert (folder / "backward.md").read_text().startswith("# Backward, 16 bit: results")
     assert (folder / "backward.png").stat().st_size > 20_000
-    assert "Backward" not in (folder / "roofline.md").read_text()
+    # Nothing in this report says which kernel ran.
+    assert "Backward, 16 bit: where we stand" not in (folder / "roofline.md").read_text()
 
 
 def test_the_script_is_the_forward_script_with_another_suite(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Bounds of the forward kernel from counting: what each unit of the chip must do for a problem, and how long it takes.
+"""Bounds from counting: what each unit of the chip must do for a problem, and how long it takes.
 
-Pure arithmetic on a problem and a kernel's tile, at the SM clock that was measured. Time is bounded by the busiest
+Pure arithmetic on a problem and a kernel's tile, at the SM clock that was measured. Here are the units and the forward
+kernel; ``roofline_backward`` counts the backward's. Time is bounded by the busiest
 unit if everything else hides under it. Two things no single unit shows are counted too: scores in whole tiles that
 nobody asked for (behind the mask or the end of the sequence), and tiles that 132 SMs cannot share evenly.
 """
@@ -176,7 +177,8 @@ class Work:
 
     ``flops`` are those of whole tiles; the problem's own are fewer. ``hbm_bytes`` are what cannot be avoided: q, k, v
     read once and the output written once. ``balance`` is the share of SM time in use if tiles are dealt out
-    longest first.
+    longest first. ``small_steps_bytes`` are those of ``hbm_bytes`` that cross while the kernel itself does not run:
+    other launches before and behind it.
     """
 
     flops: float
@@ -185,16 +187,18 @@ class Work:
     l2_bytes: float
     hbm_bytes: float
     balance: float
+    small_steps_bytes: float = 0.0
 
 
 @lru_cache(maxsize=1024)
-def dealt_balance(blocks: tuple[int, ...], heads: int) -> float:
-    """Mean load of an SM over the largest, for the tiles of so many heads dealt out longest first."""
+def dealt_balance(blocks: tuple[int, ...], heads: int, workers: int = SMS) -> float:
+    """Mean load of an SM, or of a cluster of them, over the largest, for the tiles of so many heads dealt out longest
+    first."""
     tiles = sorted(blocks * heads, reverse=True)
-    loads = [0] * SMS
+    loads = [0] * workers
     for tile in tiles:
         heapq.heapreplace(loads, loads[0] + tile)
-    return sum(tiles) / SMS / max(loads)
+    return sum(tiles) / workers / max(loads)
 
 
 def count_work(problem: Problem, kernel: Kernel) -> Work:
@@ -232,11 +236,12 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that each unit is busy, if all SMs were so all the time. ``dealt`` is the largest of those of an SM's own
-    units over the balance of the tiles: no schedule of whole tiles is faster."""
+    """Seconds that each unit is busy, if all SMs were so all the time. ``small_steps_s`` is the part of HBM's time in
+    which the kernel itself does not run."""
 
     seconds: dict[str, float]
     balance: float
+    small_steps_s: float = 0.0
 
     @property
     def unit(self) -> str:
@@ -246,8 +251,19 @@ class Bounds:
     @property
     def bound_s(self) -> float:
         """No launch is faster: the busiest unit, and where that is an SM's own, with the tiles as they can be dealt."""
+        return max(self._of_the_kernel, self.seconds["hbm"])
+
+    @property
+    def in_turn_s(self) -> float:
+        """The same where the kernel waits for the small steps before it, and those behind wait for the kernel."""
+        return self.small_steps_s + max(self._of_the_kernel, self.seconds["hbm"] - self.small_steps_s)
+
+    @property
+    def _of_the_kernel(self) -> float:
+        """The largest of an SM's own units over the balance of the tiles, or the L2: no schedule of whole tiles is
+        faster."""
         own = max(self.seconds[unit] for unit in ("tensor", "mufu", "shared"))
-        return max(own / self.balance, self.seconds["l2"], self.seconds["hbm"])
+        return max(own / self.balance, self.seconds["l2"])
 
 
 def bounds(work: Work, element_bytes: int, clock_mhz: float, hbm_bytes_per_s: float) -> Bounds:
@@ -260,7 +276,7 @@ def bounds(work: Work, element_bytes: int, clock_mhz: float, hbm_bytes_per_s: fl
         "l2": work.l2_bytes / (L2_BYTES * hz),
         "hbm": work.hbm_bytes / hbm_bytes_per_s,
     }
-    return Bounds(seconds, work.balance)
+    return Bounds(seconds, work.balance, work.small_steps_bytes / hbm_bytes_per_s)
 
 
 def hbm_rate(gpu: str) -> float:

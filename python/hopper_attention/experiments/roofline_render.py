@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hopper.backward.config import shipped_backward_configs
 from hopper.config import (
     FP8_DTYPE,
     ForwardConfig,
@@ -15,9 +16,9 @@ from hopper_attention.experiments.bench_render import WORDINGS, describe, markdo
 from hopper_attention.experiments.bench_results import OURS, Cell, ForwardReport, Measured, Problem
 from hopper_attention.experiments.roofline import (
     CONSTANTS,
-    NAME,
     TITLES,
     UNITS,
+    BlockWork,
     Bounds,
     Kernel,
     Work,
@@ -28,9 +29,24 @@ from hopper_attention.experiments.roofline import (
     kernel_of,
     parse_kernel,
 )
+from hopper_attention.experiments.roofline_backward import (
+    ELEMENT_BYTES,
+    GEMMS,
+    BackwardKernel,
+    backward_block_work,
+    backward_kernel_of,
+    count_backward,
+    parse_backward_kernel,
+    shared_bytes,
+)
 
-OF_THE_FORWARD = ("forward", "fp8")
-"""Kinds of reports whose kernels are on the page."""
+BACKWARD = "backward"
+"""The kind of report whose kernel has small steps on either side."""
+
+FORWARD_GEMMS = 2
+
+SHARED_TITLES = ("Q and dO arrive", "S, dP", "dV, dK", "dQ", "P and dS handed on", "dQ staged")
+"""Headings of the fields of ``SharedBytes``."""
 
 
 @dataclass(frozen=True)
@@ -38,40 +54,60 @@ class Standing:
     """A problem that was measured, the kernel that ran, its work, and its bounds at the clock of the run."""
 
     problem: Problem
-    kernel: Kernel
+    kernel: Kernel | BackwardKernel
     work: Work
     bounds: Bounds
     clock_mhz: float
     measured: Measured
 
     @property
+    def flops(self) -> float:
+        """Operations of the problem, as the paper counts them."""
+        is_backward = isinstance(self.kernel, BackwardKernel)
+        return self.problem.flops * (GEMMS / FORWARD_GEMMS if is_backward else 1)
+
+    @property
     def bound_tflops(self) -> float:
-        return self.problem.flops / self.bounds.bound_s * 1e-12
+        return self.flops / self.bounds.bound_s * 1e-12
 
     @property
     def share(self) -> float:
         """What was measured over the bound."""
         return self.measured.tflops / self.bound_tflops
 
+    @property
+    def share_in_turn(self) -> float:
+        """What was measured over the bound of the steps one after the other."""
+        return self.measured.tflops * self.bounds.in_turn_s * 1e12 / self.flops
 
-def stand(cell: Cell, hbm_bytes_per_s: float) -> Standing | None:
+
+def work_of(problem: Problem, kernel: Kernel | BackwardKernel) -> tuple[Work, int]:
+    """What a kernel does for a problem, and the bytes of an operand's element."""
+    if isinstance(kernel, BackwardKernel):
+        return count_backward(problem, kernel), ELEMENT_BYTES
+    return count_work(problem, kernel), kernel.element_bytes
+
+
+def stand(cell: Cell, kind: str, hbm_bytes_per_s: float) -> Standing | None:
     """How our kernel stands on a problem; None where it has no figure, no clock or no name."""
     ours = cell.peers.get(OURS)
-    if not isinstance(ours, Measured) or not NAME.fullmatch(ours.note):
+    clock = ours.clock_mhz or cell.clock_mhz if isinstance(ours, Measured) else None
+    if not isinstance(ours, Measured) or clock is None:
         return None
-    clock = ours.clock_mhz or cell.clock_mhz
-    if clock is None:
+    try:
+        kernel = parse_backward_kernel(ours.note) if kind == BACKWARD else parse_kernel(ours.note)
+    except ValueError:
         return None
-    kernel = parse_kernel(ours.note)
-    work = count_work(cell.problem, kernel)
-    found = bounds(work, kernel.element_bytes, clock, hbm_bytes_per_s)
+    work, element_bytes = work_of(cell.problem, kernel)
+    found = bounds(work, element_bytes, clock, hbm_bytes_per_s)
     return Standing(cell.problem, kernel, work, found, clock, ours)
 
 
 def standings(report: ForwardReport) -> list[Standing]:
     """Every problem of a report on which our kernel stands somewhere."""
     rate = hbm_rate(report.machine["gpu"])
-    return [standing for cell in report.cells if (standing := stand(cell, rate)) is not None]
+    found = (stand(cell, report.kind, rate) for cell in report.cells)
+    return [standing for standing in found if standing is not None]
 
 
 def problem_text(problem: Problem) -> str:
@@ -79,7 +115,7 @@ def problem_text(problem: Problem) -> str:
     return f"{dtype} d{dims} {mask}, {sizes}"
 
 
-def tile_text(kernel: Kernel) -> str:
+def tile_text(kernel: Kernel | BackwardKernel) -> str:
     return f"{kernel.tile_m} × {kernel.tile_n}"
 
 
@@ -90,6 +126,8 @@ def bounds_row(standing: Standing) -> list[str]:
         f"**{time}**" if unit == s.bounds.unit else time for unit, time in zip(UNITS, times, strict=True)
     ]
     figures = [f"{s.bound_tflops:.0f}", f"{s.measured.tflops:.0f}", f"{100 * s.share:.0f} %"]
+    if isinstance(s.kernel, BackwardKernel):
+        figures += [f"{s.bounds.small_steps_s * 1e6:.0f}", f"{100 * s.share_in_turn:.0f} %"]
     return [problem_text(s.problem), number(s.clock_mhz), *times, f"{s.bounds.balance:.3f}", *figures]
 
 
@@ -98,8 +136,8 @@ def counts_row(standing: Standing) -> list[str]:
     return [
         problem_text(p),
         tile_text(standing.kernel),
-        f"{p.flops * 1e-9:.0f}",
-        f"{w.flops / p.flops:.3f}",
+        f"{standing.flops * 1e-9:.0f}",
+        f"{w.flops / standing.flops:.3f}",
         f"{w.mufu * 1e-9:.2f}",
         f"{w.shared_bytes * 1e-9:.2f}",
         f"{w.l2_bytes * 1e-9:.2f}",
@@ -117,19 +155,82 @@ def shipped_kernels() -> list[tuple[str, Kernel]]:
     return list(kernels)
 
 
+def cycle_cells(work: BlockWork, element_bytes: int) -> list[str]:
+    """Clocks of each unit, the busiest in bold."""
+    cycles = work.cycles(element_bytes)
+    busiest = max(cycles, key=lambda unit: cycles[unit])
+    return [f"**{value:.0f}**" if unit == busiest else f"{value:.0f}" for unit, value in cycles.items()]
+
+
 def block_row(precision: str, kernel: Kernel) -> list[str]:
     """Clocks of each unit for one key block of a tile."""
-    cycles = block_work(kernel).cycles(kernel.element_bytes)
     dims = (
         f"{kernel.head_dim}"
         if kernel.head_dim == kernel.head_dim_v
         else f"{kernel.head_dim}/{kernel.head_dim_v}"
     )
     share = f", {kernel.polynomial_pairs}/8 of the exponentials on FMA" if kernel.polynomial_pairs else ""
-    busiest = max(cycles, key=lambda unit: cycles[unit])
-    times = [f"**{value:.0f}**" if unit == busiest else f"{value:.0f}" for unit, value in cycles.items()]
+    work = block_work(kernel)
+    cycles = work.cycles(kernel.element_bytes)
     overlap = (cycles["tensor"] + cycles["mufu"]) / max(cycles.values())
+    times = cycle_cells(work, kernel.element_bytes)
     return [f"{precision} d{dims}, {tile_text(kernel)}{share}", *times, f"{overlap:.2f}"]
+
+
+def shipped_backward_kernels() -> list[BackwardKernel]:
+    """Backward kernels that ship; those that only differ in what no block depends on, once."""
+    kernels = (backward_kernel_of(config)._replace(causal=False) for config in shipped_backward_configs())
+    return list(dict.fromkeys(kernels))
+
+
+def backward_text(kernel: BackwardKernel) -> str:
+    return f"d{kernel.head_dim}, {tile_text(kernel)}{' of a pair' if kernel.is_paired else ''}"
+
+
+def render_backward_blocks(unit_titles: Sequence[str]) -> list[str]:
+    """The part of the page about one block of the backward kernels."""
+    kernels = shipped_backward_kernels()
+    clocks = [[backward_text(k), *cycle_cells(backward_block_work(k), ELEMENT_BYTES)] for k in kernels]
+    parts = [(shared_bytes(k), backward_text(k)) for k in kernels]
+    shares = [[text, *(f"{b / 1024:.0f}" for b in part), f"{sum(part) / 1024:.0f}"] for part, text in parts]
+    return [
+        "## One block of the backward",
+        "Clocks of one SM that each unit is busy with one query tile against the keys of a CTA: 128, or 64 where a "
+        "cluster of two shares them. Counted: five GEMMs; an exponential a score; Q and dO from the L2, and float32 "
+        "additions to dQ in it, a CTA of a pair half of each.",
+        markdown_table(["kernel", *unit_titles], clocks),
+        "KiB that go through shared memory in the same block. `S, dP` to `dQ` is what WGMMA reads: B of every GEMM, "
+        "and A unless it lies in registers, as P and dS do for dV and dK where there is no pair. `P and dS handed on`: "
+        "dS written for dQ; in a pair also P written and read back to make dS, and dS read to be sent to the other "
+        "CTA and received from it. `dQ staged`: written in float32 and read by the bulk reduction; in a pair dQ leaves "
+        "from registers. LSE and delta, a number a row each, are counted nowhere.",
+        markdown_table(["kernel", *SHARED_TITLES, "together"], shares),
+    ]
+
+
+def shares_text(found: Sequence[Standing]) -> str:
+    """Where we stand at best and at worst."""
+    nearest, furthest = max(found, key=lambda s: s.share), min(found, key=lambda s: s.share)
+    return (
+        f"Nearest to its bound: {100 * nearest.share:.0f} % (`{nearest.problem.name}`); furthest: "
+        f"{100 * furthest.share:.0f} % (`{furthest.problem.name}`). The busiest unit is in bold."
+    )
+
+
+STEPS_TEXT = (
+    "What was measured holds all steps. Bytes of HBM: prepare reads O and dO; zeros of the float32 sums of dQ are "
+    "written; the kernel reads Q, K, V and dO and writes dK and dV; finish reads the sums and writes dQ. Each array "
+    "crosses once a step; what the L2 keeps from one step to the next may be saved, and the additions to dQ are taken "
+    "to find their sums there. The other units are those of the kernel alone; clusters are dealt over 66 pairs of SMs. "
+    "`bound` lets the small steps, which are all but the kernel, hide under it. They do not: they run before and "
+    "behind. `small steps` is their time on HBM, and `in turn` has it added to the bound of the kernel."
+)
+"""What the tables of the backward hold beyond those of the forward."""
+
+
+def in_turn_text(found: Sequence[Standing]) -> str:
+    shares = [100 * s.share_in_turn for s in found]
+    return f"{STEPS_TEXT} We are at {min(shares):.0f} to {max(shares):.0f} % of that."
 
 
 def render_report(report: ForwardReport) -> list[str]:
@@ -137,16 +238,16 @@ def render_report(report: ForwardReport) -> list[str]:
     found = standings(report)
     if not found:
         return []
-    nearest = max(found, key=lambda s: s.share)
-    furthest = min(found, key=lambda s: s.share)
+    is_backward = report.kind == BACKWARD
     bound_head = ["problem", "MHz", *(f"{TITLES[unit]}, us" for unit in UNITS), "balance"]
     bound_head += ["bound, TFLOP/s", "ours, TFLOP/s", "of the bound"]
+    bound_head += ["small steps, us", "of the bound, in turn"] if is_backward else []
     count_head = ["problem", "tile", "GFLOP", "in whole tiles", "10⁹ MUFU", "GB shared", "GB L2", "GB HBM"]
     return [
         f"## {WORDINGS[report.kind].title}: where we stand",
         f"Measured {report.date[:10]} at commit `{report.commit[:12]}` on {report.machine['gpu']}: `{report.kind}.md`. "
-        f"Nearest to its bound: {100 * nearest.share:.0f} % (`{nearest.problem.name}`); furthest: "
-        f"{100 * furthest.share:.0f} % (`{furthest.problem.name}`). The busiest unit is in bold.",
+        f"{shares_text(found)}",
+        in_turn_text(found) if is_backward else "",
         markdown_table(bound_head, [bounds_row(s) for s in found]),
         f"### {WORDINGS[report.kind].title}: what was counted",
         "GFLOP of the problem, as the paper counts them; the factor by which whole tiles exceed that; and what all SMs "
@@ -158,25 +259,24 @@ def render_report(report: ForwardReport) -> list[str]:
 def render_roofline(reports: Sequence[ForwardReport]) -> str:
     """docs/results/roofline.md: pure arithmetic on the shipped configs and the committed reports."""
     blocks = [block_row(precision, kernel) for precision, kernel in shipped_kernels()]
-    units = ("tensor", "mufu", "shared", "l2")
+    unit_titles = [TITLES[unit] for unit in ("tensor", "mufu", "shared", "l2")]
     parts = [
-        "# Roofline of the forward kernels",
-        "Rendered by `python benchmarks/render.py` from `benchmarks/results/` and `hopper/config.py`; do not edit by "
-        "hand. Nothing here is a model of the kernel: work is counted, and divided by what the chip can do of it at "
-        "the SM clock that was measured. No schedule is faster than the busiest unit, and none of whole tiles faster "
-        "than their best deal over the SMs.",
-        "Not counted: instructions issued (the softmax in 16 bits takes 4.5 a score: maximum, scaling, exponential, "
-        "sum, and half a conversion), the latency at the start and the end of a launch, and the clock itself, which "
-        "power lowers on long problems.",
+        "# Roofline",
+        "Rendered by `python benchmarks/render.py` from `benchmarks/results/`, `hopper/config.py` and "
+        "`hopper/backward/config.py`; do not edit by hand. Nothing here is a model of the kernel: work is counted, and "
+        "divided by what the chip can do of it at the SM clock that was measured. No schedule is faster than the "
+        "busiest unit, and none of whole tiles faster than their best deal over the SMs.",
+        "Not counted: instructions issued (the softmax of the forward in 16 bits takes 4.5 a score: maximum, scaling, "
+        "exponential, sum, and half a conversion), the rate at which the L2 can add, which is not published, the "
+        "latency at the start and the end of a launch, and the clock itself, which power lowers on long problems.",
         "## What the chip does",
         markdown_table(["what", "figure", "source"], CONSTANTS),
-        "## One key block",
+        "## One key block of the forward",
         "Clocks of one SM that each unit is busy with one block of keys of one tile. `overlap`: tensor cores and MUFU "
         "one after the other, over the busiest unit; what hiding the softmax under the GEMMs can gain at most.",
-        markdown_table(["kernel", *(TITLES[unit] for unit in units), "overlap"], blocks),
+        markdown_table(["kernel", *unit_titles, "overlap"], blocks),
+        *render_backward_blocks(unit_titles),
     ]
     for report in reports:
-        # Only the forward's work is counted.
-        if report.kind in OF_THE_FORWARD:
-            parts += render_report(report)
+        parts += render_report(report)
     return "\n\n".join(part for part in parts if part) + "\n"
