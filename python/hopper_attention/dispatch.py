@@ -48,6 +48,9 @@ class ReferenceConfig:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
 
+Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call runs. Printing it gives one line a fact.
@@ -56,12 +59,12 @@ class Plan:
         backend: "hopper", "ampere" or "reference".
         config: what the kernel was compiled from, or how the reference walks.
         reason: why this backend.
-        copies: one sentence for each input that is copied first.
+        copies: a sentence for each input that is copied first, or for all.
         notes: what else is worth knowing.
     """
 
     backend: str
-    config: ForwardConfig | AmpereForwardConfig | ReferenceConfig
+    config: Config
     reason: str
     copies: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -116,7 +119,7 @@ def _ampere_rows(c: AmpereForwardConfig) -> list[tuple[str, str]]:
 
 def select_config(
     backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
-) -> ForwardConfig | AmpereForwardConfig | ReferenceConfig:
+) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability."""
     if backend == "reference":
         return ReferenceConfig()
@@ -187,13 +190,7 @@ def explain(
     else:
         choice = choose_backend(target, q.dtype, backend)
         config = select_config(choice.backend, target.capability, **specs, causal=bool(causal))
-    copies: tuple[str, ...] = ()
-    if choice.backend != "reference":
-        addresses = {name: _address(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
-        reasons = ((name, copy_reason(specs[name], addresses[name])) for name in specs)
-        copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
-    if isinstance(config, Fp8ForwardConfig) and not config.v_rows:
-        copies += ("v is transposed by PyTorch, which is faster with so many queries at this head_dim",)
+    copies = _copies(config, specs, {"q": q, "k": k, "v": v})
     notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     if choice.backend != "reference" and wants_grad and q.numel() and k.numel() and v.numel():
@@ -204,9 +201,22 @@ def explain(
     return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
+def _copies(config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    """What is made of the inputs before the kernel of ``config`` reads them."""
+    if isinstance(config, ReferenceConfig):
+        return ()
+    if isinstance(config, AmpereForwardConfig) and specs["q"].dtype == checks.FP8_DTYPE:
+        return (f"q, k and v are dequantized to {config.dtype} by PyTorch",)
+    reasons = ((name, copy_reason(specs[name], _address(tensors[name]))) for name in specs)
+    copies = tuple(f"{name} is copied to contiguous memory: {why}" for name, why in reasons if why)
+    if isinstance(config, Fp8ForwardConfig) and not config.v_rows:
+        copies += ("v is transposed by PyTorch, which is faster with so many queries at this head_dim",)
+    return copies
+
+
 def _plan_fp8(
     specs: dict[str, TensorSpec], causal: bool, target: Target, backend: str | None
-) -> tuple[Choice, ForwardConfig | AmpereForwardConfig | ReferenceConfig]:
+) -> tuple[Choice, Config]:
     """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
@@ -214,6 +224,9 @@ def _plan_fp8(
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":
         return choice, fp8_rules.select_config(problem)
+    if choice.backend == "ampere":
+        dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
+        return choice, select_config(choice.backend, target.capability, **dequantized, causal=causal)
     return choice, ReferenceConfig(fp8=True)
 
 

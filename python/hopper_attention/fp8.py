@@ -1,7 +1,9 @@
 """Attention in FP8: quantize 16-bit tensors and attend, or the second half alone.
 
-On a Hopper GPU one kernel quantizes and the FP8 kernel attends. Anywhere else PyTorch quantizes, with the same bits,
-and the kernel's emulation attends, tile by tile.
+On a Hopper GPU one kernel quantizes and the FP8 kernel attends. Anywhere else PyTorch quantizes, with the same bits.
+On NVIDIA GPUs of compute capability 8.x and 12.x the tensors are then dequantized to 16 bits for the kernel that those
+have: the numbers of FP8 inputs, without a speed-up, as a call warns once. Elsewhere the FP8 kernel's emulation attends,
+tile by tile.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def flash_attn_fp8_func(
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         return_attn_probs: also return the LSE, natural log, float32 (batch, heads, seqlen_q).
         quantization: rotation, what shares a scale, and the block sizes.
-        backend: "hopper", "reference", or None to have one chosen. "reference" quantizes in PyTorch.
+        backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
+            or None to have one chosen.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q; with ``return_attn_probs``, (out, lse).

@@ -18,7 +18,13 @@ from hopper_attention.fp8_rules import (
     choose_fp8_backend,
     select_config,
 )
-from hopper_attention.launch import REMEMBERED_PROBLEMS, ResultSpec, is_capturing, tile_counter
+from hopper_attention.launch import (
+    REMEMBERED_PROBLEMS,
+    ResultSpec,
+    is_capturing,
+    run_forward,
+    tile_counter,
+)
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
@@ -37,6 +43,23 @@ class EmulationLaunch:
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         return attention_tiled_fp8(parts, causal=self.causal, softmax_scale=softmax_scale)
+
+
+@dataclass(frozen=True)
+class DequantizedLaunch:
+    """The 16-bit ``backend`` on what the parts stand for, rounded to the dtype of the output.
+
+    Q and K stay rotated, both by the same signs, which leaves their scores as they are; so does V, whose rotation is
+    undone in the output.
+    """
+
+    causal: bool
+    backend: str
+
+    @torch.no_grad()
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
+        return run_forward(q, k, v, softmax_scale, self.causal, self.backend, 0, wants_lse)
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,13 @@ class Fp8HopperLaunch:
         return out, lse
 
 
-Fp8Launch = EmulationLaunch | Fp8HopperLaunch
+Fp8Launch = EmulationLaunch | DequantizedLaunch | Fp8HopperLaunch
+
+HOW = {
+    "ampere": "FP8 attention in 16 bits",
+    "reference": "FP8 attention on its emulation, which is slow",
+}
+"""What a warning says of backends other than the FP8 kernel."""
 
 
 def attend(
@@ -152,9 +181,11 @@ def find_fp8_launch(
     fit_shapes(p.q_shape, p.k_shape, p.v_shape)
     choice = choose_fp8_backend(p, target_of(device), backend)
     if choice.advice:
-        warn_once(f"FP8 attention on its emulation, which is slow: {choice.reason}; {choice.advice}")
+        warn_once(f"{HOW[choice.backend]}: {choice.reason}; {choice.advice}")
     if choice.backend == "reference":
         return EmulationLaunch(p.causal)
+    if choice.backend == "ampere":
+        return DequantizedLaunch(p.causal, choice.backend)
     config = select_config(p)
     index = torch.cuda.current_device() if device.index is None else device.index
     (batch, seqlen_q, heads, _), (_, _, kv_heads, head_dim_v) = p.q_shape, p.v_shape

@@ -1,4 +1,4 @@
-"""What the FP8 kernel can do, and which backend serves an FP8 problem: one rule, without touching a tensor."""
+"""What the kernels can do with FP8, and which backend serves an FP8 problem: one rule, without touching a tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.config import (
     WARPGROUP_ROWS,
     Fp8ForwardConfig,
@@ -13,11 +14,14 @@ from hopper.config import (
     select_fp8_forward_config,
     transposes_v,
 )
-from hopper_attention.backends import Choice, Target, why_not_hopper
+from hopper_attention import checks
+from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES
 
 HEAD_DIM_STEP = 16
 """TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
+
+NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which gives no speed-up"
 
 ONE_BLOCK = 0
 """``block`` of a tensor in which everything of a head shares a scale."""
@@ -48,26 +52,56 @@ def block_of(rows: int, seqlen: int) -> int:
 
 
 def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | None) -> Choice:
-    """The kernel where it runs and can do the problem, else the emulation.
+    """The FP8 kernel where it runs and can do the problem; on a GPU without WGMMA, 16 bits; else the emulation.
 
     Raises:
-        ValueError: the kernel is asked for and cannot run.
-        NotImplementedError: a backend is asked for that does not take FP8.
+        ValueError: a kernel is asked for and cannot run.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
-    if requested == "ampere":
-        raise NotImplementedError(
-            "backend is 'ampere', which does not take FP8 yet; use backend=None or 'reference', or 16-bit tensors"
+    blocked = {
+        "hopper": why_not_hopper(target) or why_not_kernel(problem),
+        "ampere": why_not_ampere(target) or why_not_dequantized(problem),
+    }
+    if requested is not None and blocked[requested]:
+        allowed = "".join(f"{name!r}, " for name, reason in blocked.items() if not reason)
+        raise ValueError(
+            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'reference' or None"
         )
-    blocked = why_not_hopper(target) or why_not_kernel(problem)
-    if not blocked:
+    if requested != "ampere" and not blocked["hopper"]:
         return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype float8_e4m3fn")
-    if requested == "hopper":
-        raise ValueError(f"backend is 'hopper', but {blocked}; allowed here: 'reference' or None")
     has_work = 0 not in (*problem.q_shape, *problem.k_shape)
-    advice = "flash_attn_func on bfloat16 may be faster" if target.is_gpu and has_work else ""
-    return Choice("reference", blocked, advice)
+    own = "hopper" if target.capability == HOPPER_CAPABILITY else "ampere"
+    if requested == "ampere" or not blocked[own]:
+        return _dequantized(target, requested, has_work)
+    return Choice("reference", blocked[own], _how_to_leave_the_emulation(target, blocked, has_work))
+
+
+def _dequantized(target: Target, requested: str | None, has_work: bool) -> Choice:
+    """The 16-bit kernel, with advice where nobody asked for it."""
+    major, minor = target.capability
+    reason = f"{target.name} has compute capability {major}.{minor}; {NO_SPEED_UP}"
+    if requested:
+        return Choice("ampere", f"asked for with backend={requested!r}; {reason}")
+    return Choice("ampere", reason, "16-bit inputs do not need the detour" if has_work else "")
+
+
+def _how_to_leave_the_emulation(target: Target, blocked: dict[str, str], has_work: bool) -> str:
+    if not target.is_gpu or not has_work:
+        return ""
+    other = "" if blocked["ampere"] else "backend='ampere', which dequantizes, or "
+    return f"{other}flash_attn_func on bfloat16 may be faster"
+
+
+def why_not_dequantized(problem: Fp8Problem) -> str:
+    """What about a problem keeps a 16-bit kernel from doing it once it is dequantized; empty if nothing does."""
+    p, step = problem, checks.HEAD_DIM_STEP
+    head_dim, head_dim_v = p.q_shape[3], p.v_shape[3]
+    if p.out_dtype not in DTYPE_NAMES:
+        return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
+    if head_dim % step or head_dim_v % step or max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {step} up to {MAX_HEAD_DIM}"
+    return ""
 
 
 def why_not_kernel(problem: Fp8Problem) -> str:

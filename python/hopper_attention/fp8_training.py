@@ -138,9 +138,9 @@ def _gradients(
             )
         lse = lse - ctx.softmax_scale * shift
     block_q, block_k = _rows(c.block_q, out.shape[1], c), _rows(int(c.block_k), ctx.seqlen_k, c)
-    q = QuantizedTensor(q8, q_scale, block_q).dequantize().to(out.dtype)
-    k = QuantizedTensor(k8, k_scale, block_k).dequantize().to(out.dtype)
-    v = TransposedV(v8, v_scale, block_k, ctx.seqlen_k).dequantize().to(out.dtype)
+    q = QuantizedTensor(q8, q_scale, block_q).dequantize(out.dtype)
+    k = QuantizedTensor(k8, k_scale, block_k).dequantize(out.dtype)
+    v = TransposedV(v8, v_scale, block_k, ctx.seqlen_k).dequantize(out.dtype)
     dout = torch.zeros_like(out) if dout is None else dout
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))

@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from hopper.config import FP8_KEY_ORDER, FP8_KEYS_PER_STEP, select_fp8_forward_config
+from hopper.config import FP8_KEYS_PER_STEP, select_fp8_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, E4M3_MAX, INVERSE_E4M3_MAX, MIN_SCALE, hadamard_blocks
 from hopper_attention.shapes import attention_shape
 
@@ -33,6 +33,9 @@ TILE = "tile"
 """``block_k`` of as many rows as the attention kernel has keys in a tile."""
 
 BLOCK_K_WITHOUT_KERNEL = 128
+
+EXCHANGED_DIGITS = (-3, -2)
+"""Digits of a key's number that ``hopper.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
 
 GRANULARITIES = ("tensor", "head", "block")
 QUANTIZERS = ("fused", "torch")
@@ -118,9 +121,14 @@ class QuantizedTensor:
         """Itself: its data have a row of head_dim elements for each position."""
         return self
 
-    def dequantize(self) -> torch.Tensor:
-        """data * scale, float32 (batch, seqlen, heads, head_dim). A rotated tensor stays rotated."""
-        return self.data.float() * row_scale(self.scale, self.block, self.data.shape[1])
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """data * scale, contiguous (batch, seqlen, heads, head_dim). A rotated tensor stays rotated.
+
+        The product is taken in float32 and rounded to ``dtype`` once, whose range it may leave in float16.
+        """
+        # e4m3 is exact in 16 bits, so nothing of the size of the data is ever in float32.
+        exact = self.data.to(dtype, memory_format=torch.contiguous_format)
+        return exact.mul_(row_scale(self.scale, self.block, self.data.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -157,15 +165,15 @@ class TransposedV:
 
     def row_major(self) -> QuantizedTensor:
         """The same bytes as (batch, seqlen, kv_heads, head_dim_v)."""
-        steps = self.data.view(torch.uint8).unflatten(-1, (-1, FP8_KEYS_PER_STEP))
-        slots = torch.tensor(FP8_KEY_ORDER, device=self.data.device).argsort()
-        keys = steps[..., slots].flatten(-2)[..., : self.seqlen]
+        # The inverse of what ``transpose_for_kernel`` does, and like it no index, for the sake of CUDA graphs.
+        halves = self.data.view(torch.uint8).unflatten(-1, (-1, 2, 4, 2, 2))
+        keys = halves.transpose(*EXCHANGED_DIGITS).flatten(-5)[..., : self.seqlen]
         rows = keys.permute(0, 3, 1, 2).contiguous().view(self.data.dtype)
         return QuantizedTensor(rows, self.scale, self.block)
 
-    def dequantize(self) -> torch.Tensor:
-        """data * scale, float32 (batch, seqlen, kv_heads, head_dim_v). A rotated V stays rotated."""
-        return self.row_major().dequantize()
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """data * scale (batch, seqlen, kv_heads, head_dim_v), as :meth:`QuantizedTensor.dequantize`."""
+        return self.row_major().dequantize(dtype)
 
 
 def _check_parts(data: torch.Tensor, scale: torch.Tensor, block: int, dimensions: str) -> None:
@@ -225,10 +233,9 @@ def transpose_for_kernel(v: torch.Tensor) -> torch.Tensor:
     """e4m3 V (b, s, hk, dv) -> (b, hk, dv, keys), each 32 keys in the kernel's order, the last padded with zeros."""
     keys = v.view(torch.uint8).permute(0, 2, 3, 1)
     padded = pad(keys, (0, -v.shape[1] % FP8_KEYS_PER_STEP))
-    # FP8_KEY_ORDER exchanges two digits of a key's number. An index on the GPU would be a copy from the host, which no
-    # CUDA graph can hold.
-    halves, pairs = padded.unflatten(-1, (-1, 2, 2, 4, 2)), (-3, -2)
-    return halves.transpose(*pairs).flatten(-5).contiguous().view(v.dtype)
+    # An index on the GPU would be a copy from the host, which no CUDA graph can hold.
+    halves = padded.unflatten(-1, (-1, 2, 2, 4, 2))
+    return halves.transpose(*EXCHANGED_DIGITS).flatten(-5).contiguous().view(v.dtype)
 
 
 def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:

@@ -265,19 +265,22 @@ def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
 
     assert choose(parts).backend == "hopper"
     odd_blocks = quantize_qkv(*qkv(), quantization=Fp8Quantization(block_k=48))
-    for other, reason in (
-        (quantize_qkv(*qkv(head_dim=72)), "head_dim 72 and head_dim_v 72 must be multiples of 16"),
-        (replace(parts, dtype=torch.float32), "not torch.float32"),
-        (odd_blocks, "block_k is 48, allowed at head_dim 64: multiples of"),
-        (quantize_qkv(*qkv(seqlen_k=0)), "the problem is empty"),
+    for other, reason, dequantizable in (
+        (quantize_qkv(*qkv(head_dim=72)), "head_dim 72 and head_dim_v 72 must be multiples of 16", True),
+        (replace(parts, dtype=torch.float32), "not torch.float32", False),
+        (odd_blocks, "block_k is 48, allowed at head_dim 64: multiples of", True),
+        (quantize_qkv(*qkv(seqlen_k=0)), "the problem is empty", True),
     ):
         choice = choose(other)
+        has_work = other.k.data.numel() > 0
         assert choice.backend == "reference" and reason in choice.reason
-        assert bool(choice.advice) == (other.k.data.numel() > 0)
-        with pytest.raises(ValueError, match="allowed here: 'reference' or None"):
+        assert bool(choice.advice) == has_work
+        assert ("backend='ampere'" in choice.advice) == (has_work and dequantizable)
+        allowed = "'ampere', " if dequantizable else ""
+        with pytest.raises(ValueError, match=f"allowed here: {allowed}'reference' or None"):
             choose(other, backend="hopper")
-    older = choose(parts, Target("fake A100", (8, 0), assume_installed=True))
-    assert older.backend == "reference" and "8.0" in older.reason
+    older = choose(parts, Target("fake T4", (7, 5), assume_installed=True))
+    assert older.backend == "reference" and "7.5" in older.reason
 
 
 @pytest.mark.parametrize("seqlen_k", [512, 2048, 16384])

@@ -27,6 +27,7 @@ from hopper_attention.experiments.rmse_inputs import RmseExperiment
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, rotate_head_dim
 
 HOPPER_KERNEL = "Hopper kernel"
+AMPERE_KERNEL = "16-bit kernel without WGMMA"
 
 OURS_FP8 = Fp8Quantization()
 """The library's default: what a user of ``flash_attn_fp8_func`` gets."""
@@ -118,7 +119,13 @@ def run_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attended:
 
     plan = explain(q, k, v, causal=causal)
     out = flash_attn_func(q, k, v, causal=causal)
-    return Attended(out, HOPPER_KERNEL if plan.backend == "hopper" else emulation_on(q))
+    return Attended(out, computed_by(plan.backend, q))
+
+
+def computed_by(backend: str, q: Tensor) -> str:
+    """What a row of ours says about ``backend``."""
+    kernels = {"hopper": HOPPER_KERNEL, "ampere": AMPERE_KERNEL}
+    return kernels.get(backend) or emulation_on(q)
 
 
 def emulation_on(q: Tensor) -> str:
@@ -136,7 +143,7 @@ def run_fp8_per_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attende
 
 
 def run_fp8(quantization: Fp8Quantization, backend: str | None = None) -> Run:
-    """Ours: quantize to e4m3 as told, and attend on the FP8 kernel where it runs, else on its emulation."""
+    """Ours: quantize to e4m3 as told, and attend on what ``flash_attn_fp8_func`` would."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attended:
         from hopper_attention.backends import target_of
@@ -147,16 +154,16 @@ def run_fp8(quantization: Fp8Quantization, backend: str | None = None) -> Run:
         parts = quantize_qkv(q, k, v, quantization=quantization)
         chosen = choose_fp8_backend(problem_of(parts, causal), target_of(q.device), backend).backend
         out = flash_attn_quantized_func(parts, causal=causal, backend=chosen)
-        return Attended(out, HOPPER_KERNEL if chosen == "hopper" else emulation_on(q))
+        return Attended(out, computed_by(chosen, q))
 
     return run
 
 
 def why_not_emulated(experiment: RmseExperiment, setting: Setting) -> str:
     """Where there is no kernel, the row of ours is the emulation already."""
-    from hopper_attention.backends import target_of, why_not_hopper
+    from hopper_attention.backends import target_of, why_not_ampere
 
-    reason = why_not_hopper(target_of(torch.device(experiment.device)))
+    reason = why_not_ampere(target_of(torch.device(experiment.device)))
     return f"ours is the emulation here: {reason}" if reason else ""
 
 
