@@ -8,13 +8,18 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fast_math import exp2, pack, pin, unpack
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from hopper.backward.config import BackwardConfig
 from hopper.backward.dq import GradientOfQ
 from hopper.backward.producer import BackwardPipelines
+from hopper.backward.scores import (
+    make_gradient,
+    make_gradient_of_rounded,
+    make_probabilities,
+    read_vector,
+    round_into,
+)
 from hopper.config import WARPGROUP_ROWS
 from hopper.wgmma import issue_gemm
 
@@ -109,7 +114,7 @@ class BackwardConsumer(LoopInvariant):
         stage = state.index
         before = previous_stage(self.config, stage)
         self.pipes.q.consumer_wait(state)
-        lse = self._read_vector(self.sLSE, stage)
+        lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
         self.dq.stage(before, state)
         self.pipes.do.consumer_wait(state)
@@ -117,13 +122,16 @@ class BackwardConsumer(LoopInvariant):
         warpgroup.wait_group(1)
         if const_expr(is_masked):
             mask.apply(acc_S, m_block)
-        self._probabilities(acc_S, lse)
-        self._store_operand(self.tPrP, acc_S)
+        make_probabilities(acc_S, lse, self.scale_log2)
+        round_into(self.tPrP, acc_S)
         issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        delta = self._read_vector(self.sDelta, stage)
-        self._gradient_of_scores(acc_S, acc_dP, delta)
-        self._store_operand(self.tSrdS, acc_dP)
+        delta = read_vector(self.sDelta, stage, self.thread, self.config.tile_m)
+        if const_expr(self.config.rounds_probabilities):
+            make_gradient_of_rounded(acc_dP, self.tPrP, delta)
+        else:
+            make_gradient(acc_dP, acc_S, delta)
+        round_into(self.tSrdS, acc_dP)
         self._share_gradient_of_scores(state)
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         self.pipes.ds.consumer_wait(state)
@@ -136,51 +144,8 @@ class BackwardConsumer(LoopInvariant):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def _read_vector(self, vectors: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """(pair, group): what this thread's columns of a transposed score tile need of a vector over the queries."""
-        groups = self.config.tile_m // COLUMNS_PER_GROUP
-        pairs = cute.make_rmem_tensor((2, groups), Float32)
-        first = self.thread % 4 * 2
-        for j in cutlass.range_constexpr(groups):
-            for e in cutlass.range_constexpr(2):
-                pairs[e, j] = pin(vectors[first + COLUMNS_PER_GROUP * j + e, stage])
-        return pairs
-
-    @cute.jit
     def _make_scores(self, mma: cute.TiledMma) -> cute.Tensor:
         return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.tile_m)), Float32)
-
-    @cute.jit
-    def _probabilities(self, acc_S: cute.Tensor, lse: cute.Tensor):
-        """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
-        rows = as_rows(acc_S)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            for e in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse[e, j])
-
-    @cute.jit
-    def _gradient_of_scores(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
-        """dS^T = P^T (dP^T - delta) in the place of dP^T, with P as dV takes it where registers are short."""
-        p, dp = as_rows(acc_P), as_rows(acc_dP)
-        words, dtype = cute.recast_tensor(self.tPrP, Int32), self.tPrP.element_type
-        for j in cutlass.range_constexpr(dp.shape[1][1]):
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                if const_expr(self.config.rounds_probabilities):
-                    pair = unpack(words[r + ROWS_PER_THREAD * j], dtype)
-                else:
-                    pair = p[r, (0, j)], p[r, (1, j)]
-                for e in cutlass.range_constexpr(2):
-                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])
-
-    @cute.jit
-    def _store_operand(self, operand: cute.Tensor, acc: cute.Tensor):
-        """Round an accumulator into the register A operand of the next WGMMA, which holds the same elements."""
-        words = cute.recast_tensor(operand, Int32)
-        rows = as_rows(acc)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
 
     @cute.jit
     def _share_gradient_of_scores(self, state: PipelineState):

@@ -7,14 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels.fast_math import exp2, pack, pin, unpack
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from hopper.backward.config import PairedBackwardConfig
 from hopper.backward.courier import count_up, wait_for_count
 from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
+from hopper.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
 
@@ -150,30 +149,8 @@ class PairConsumer(LoopInvariant):
         return state_of(self.config.stages_of(pipe), block)
 
     @cute.jit
-    def read_vector(self, vectors: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """(pair, group): what this thread's columns of a transposed score tile need of a vector over the queries."""
-        groups = self.config.tile_m // COLUMNS_PER_GROUP
-        pairs = cute.make_rmem_tensor((2, groups), Float32)
-        first = self.thread % 4 * 2
-        for j in cutlass.range_constexpr(groups):
-            for e in cutlass.range_constexpr(2):
-                pairs[e, j] = pin(vectors[first + COLUMNS_PER_GROUP * j + e, stage])
-        return pairs
-
-    @cute.jit
     def make_scores(self) -> cute.Tensor:
         return self._make_accumulator(self.mmas.s, self.config.tile_m)
-
-    @cute.jit
-    def round_to_words(self, acc: cute.Tensor) -> cute.Tensor:
-        """An accumulator in 16 bits, two columns a word, in the same order."""
-        dtype = self.mmas.dv.op.a_dtype
-        rounded = cute.make_rmem_tensor_like(acc, dtype)
-        words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                words[r + ROWS_PER_THREAD * j] = pack(rows[r, (0, j)], rows[r, (1, j)], dtype)
-        return rounded
 
     @cute.jit
     def store_scores(self, acc: cute.Tensor, target: cute.Tensor):
@@ -182,7 +159,9 @@ class PairConsumer(LoopInvariant):
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
         copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
-        cute.copy(atom, copy.retile(self.round_to_words(acc)), copy.partition_D(target))
+        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
+        round_into(rounded, acc)
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
 
 
 class ScoresConsumer(PairConsumer):
@@ -207,7 +186,7 @@ class ScoresConsumer(PairConsumer):
         f, acc_S = self.fragments, self.make_scores()
         state = self.state("q", block)
         self.pipes.q.consumer_wait(state)
-        lse = self.read_vector(self.sLSE, state.index)
+        lse = read_vector(self.sLSE, state.index, self.thread, self.config.tile_m)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
         if const_expr(is_first):
             warpgroup.wait_group(0)
@@ -216,7 +195,7 @@ class ScoresConsumer(PairConsumer):
             warpgroup.wait_group(2)
         if const_expr(is_masked):
             mask.apply(acc_S, m_block)
-        self._probabilities(acc_S, lse)
+        make_probabilities(acc_S, lse, self.scale_log2)
         self._publish(acc_S, block)
         self._issue_dv(block)
         if const_expr(not is_first):
@@ -224,15 +203,6 @@ class ScoresConsumer(PairConsumer):
             self._release_and_add(block - 1, tile_before, turn_before)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(self.state("do", block))
-
-    @cute.jit
-    def _probabilities(self, acc_S: cute.Tensor, lse: cute.Tensor):
-        """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
-        rows = as_rows(acc_S)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            for e in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * self.scale_log2 - lse[e, j])
 
     @cute.jit
     def _publish(self, acc_P: cute.Tensor, block: Int32):
@@ -269,14 +239,14 @@ class GradientConsumer(PairConsumer):
         if const_expr(not is_first):
             self._issue_dk_and_dq(block - 1)
         self.pipes.do.consumer_wait(state)
-        delta = self.read_vector(self.sDelta, state.index)
+        delta = read_vector(self.sDelta, state.index, self.thread, self.config.tile_m)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
             self._release_and_add(block - 1, tile_before, turn_before)
         warpgroup.wait_group(0)
         self._issue_dv(block)
-        self._gradient_of_scores(acc_dP, self._read_probabilities(block), delta)
+        make_gradient_of_rounded(acc_dP, self._read_probabilities(block), delta)
         self.exchange.acquire(block)
         self.store_scores(acc_dP, self.exchange.own[None, None, self.exchange.index(block)])
         self.exchange.publish(block, cute.arch.make_warp_uniform(self.thread // cute.arch.WARP_SIZE))
@@ -297,13 +267,3 @@ class GradientConsumer(PairConsumer):
         copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
         cute.copy(atom, copy.partition_S(source), copy.retile(rounded))
         return rounded
-
-    @cute.jit
-    def _gradient_of_scores(self, acc_dP: cute.Tensor, probabilities: cute.Tensor, delta: cute.Tensor):
-        """dS^T = P^T (dP^T - delta) in the place of dP^T."""
-        dp, words = as_rows(acc_dP), cute.recast_tensor(probabilities, Int32)
-        for j in cutlass.range_constexpr(dp.shape[1][1]):
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                pair = unpack(words[r + ROWS_PER_THREAD * j], probabilities.element_type)
-                for e in cutlass.range_constexpr(2):
-                    dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])

@@ -1,0 +1,62 @@
+"""What lies between the GEMMs of a block: P^T and dS^T of a thread, whose rows are keys and whose columns queries."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.fast_math import exp2, pack, pin, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROWS_PER_THREAD, as_rows
+
+
+@cute.jit
+def read_vector(
+    vectors: cute.Tensor, stage: Int32, thread: Int32, tile_m: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """(pair, group): what the columns of a thread need of a vector over the queries, (tile_m, stages)."""
+    groups = tile_m // COLUMNS_PER_GROUP
+    pairs = cute.make_rmem_tensor((COLUMNS_PER_PAIR, groups), Float32)
+    first = thread % 4 * 2
+    for j in cutlass.range_constexpr(groups):
+        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+            pairs[e, j] = pin(vectors[first + COLUMNS_PER_GROUP * j + e, stage])
+    return pairs
+
+
+@cute.jit
+def make_probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
+    rows = as_rows(acc_S)
+    for j in cutlass.range_constexpr(rows.shape[1][1]):
+        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale_log2 - lse[e, j])
+
+
+@cute.jit
+def make_gradient(acc_dP: cute.Tensor, acc_P: cute.Tensor, delta: cute.Tensor):
+    """dS^T = P^T (dP^T - delta) in the place of dP^T."""
+    p, dp = as_rows(acc_P), as_rows(acc_dP)
+    for j in cutlass.range_constexpr(dp.shape[1][1]):
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+                dp[r, (e, j)] = p[r, (e, j)] * (dp[r, (e, j)] - delta[e, j])
+
+
+@cute.jit
+def make_gradient_of_rounded(acc_dP: cute.Tensor, rounded: cute.Tensor, delta: cute.Tensor):
+    """The same with P^T in 16 bits, two columns a word, in the order of the accumulator."""
+    dp, words = as_rows(acc_dP), cute.recast_tensor(rounded, Int32)
+    for j in cutlass.range_constexpr(dp.shape[1][1]):
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            pair = unpack(words[r + ROWS_PER_THREAD * j], rounded.element_type)
+            for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+                dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])
+
+
+@cute.jit
+def round_into(rounded: cute.Tensor, acc: cute.Tensor):
+    """An accumulator in 16 bits, two columns a word, in the same order: that of the register A operand of a WGMMA."""
+    words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc)
+    for j in cutlass.range_constexpr(rows.shape[1][1]):
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            words[r + ROWS_PER_THREAD * j] = pack(rows[r, (0, j)], rows[r, (1, j)], rounded.element_type)
