@@ -82,6 +82,10 @@ class TileScheduler(LoopInvariant):
     def first(self) -> Int32:
         return cute.arch.block_idx()[0]
 
+    def handed_out(self) -> Int32:
+        """Tiles that nobody claims."""
+        return cute.arch.grid_dim()[0]
+
     @cute.jit
     def claim(self, state: PipelineState) -> Int32:
         """Producer warp: claim the next tile and tell the consumers.
@@ -91,7 +95,7 @@ class TileScheduler(LoopInvariant):
         """
         tile = Int32(0)
         if self.lane == 0:
-            tile = cute.arch.grid_dim()[0] + cute.arch.atomic_add(
+            tile = self.handed_out() + cute.arch.atomic_add(
                 self._word(CLAIMED_TILES), Int32(1), sem="relaxed", scope="gpu"
             )
             self.pipe.producer_acquire(state)
@@ -119,3 +123,13 @@ class TileScheduler(LoopInvariant):
 
     def _word(self, index: int) -> cute.Pointer:
         return self.counter.iterator + index
+
+
+class ResidentTileScheduler(TileScheduler):
+    """The same where each tile is claimed, a CTA's first one too: then tiles belong to CTAs that run, and to no other.
+
+    A CTA may so wait for tiles of lower numbers, whatever part of the grid has found an SM. ``first`` is not used.
+    """
+
+    def handed_out(self) -> Int32:
+        return Int32(0)

@@ -1,4 +1,4 @@
-"""The warp that adds dQ to global memory in a fixed order, for gradients of the same bits in every run."""
+"""The warps that add dQ to global memory in a fixed order, for gradients of the same bits in every run."""
 
 import cutlass
 import cutlass.cute as cute
@@ -59,11 +59,11 @@ class Courier(LoopInvariant):
     @cute.jit
     def run(self, work: BackwardWork):
         """Follow the consumers block by block. A block's part is added under the barrier of the next."""
-        # Two counters modulo 4 in one register, of blocks and of tiles: there is none to spare.
-        clock = Int32(0)
+        # Two counters in one register, of blocks modulo 4 and of mails: there is none to spare.
+        clock = Int32(4)
         if self.stage == 0:
-            self._release(clock)
-        tile = work.scheduler.first()
+            self._release(clock & 3)
+        tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, Int32(0)))
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
             visit = work.visit(n_block)
@@ -105,6 +105,7 @@ class Courier(LoopInvariant):
             for wg in cutlass.range_constexpr(self.config.consumers):
                 add_in_bulk(self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile])
             cute.arch.cp_async_bulk_commit_group()
+            # Until the sums are written, and not only read from here: what the count promises the next one.
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             count_up(place, turn)
             self.pipe.consumer_release(state)

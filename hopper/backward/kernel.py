@@ -14,7 +14,7 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileOrder, TileScheduler
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
@@ -179,7 +179,8 @@ class BackwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        scheduler = TileScheduler(
+        kind = ResidentTileScheduler if const_expr(c.ordered) else TileScheduler
+        scheduler = kind(
             mCounter,
             storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
             TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
@@ -231,6 +232,9 @@ class BackwardKernel:
         mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
         state = pipeline.make_pipeline_state(loading, self.config.stages)
         tile = work.scheduler.first()
+        if const_expr(self.config.ordered):
+            tile = work.scheduler.claim(mail_state)
+            mail_state.advance()
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
             producer.load_keys(n_block, head_kv, batch, kv_state)
@@ -256,6 +260,9 @@ class BackwardKernel:
         visited = Int32(0)
         consumer.dq.clear()
         tile = work.scheduler.first()
+        mails_before = 0
+        if const_expr(c.ordered):
+            tile, mails_before = work.scheduler.receive(state_of(MAILBOX_STAGES, Int32(0))), 1
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
             visit = work.visit(n_block)
@@ -277,7 +284,7 @@ class BackwardKernel:
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
             epilogue.store(consumer, last, (n_block, head_kv, batch))
-            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited))
+            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited + mails_before))
             visited += 1
         consumer.dq.finish(previous_stage(c, state.index), state)
 

@@ -310,7 +310,8 @@ class PairedBackwardKernel:
         self._store(consumer, smem, stores, problem, wg)
 
     def _turn(self, problem: Problem, m_block: Int32) -> Int32:
-        """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``)."""
+        """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``). They have
+        lower numbers and so have started: CTAs start in the order of their numbers."""
         p = problem
         if const_expr(not self.config.causal):
             return p.pair

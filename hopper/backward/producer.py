@@ -27,8 +27,8 @@ class BackwardOperands(NamedTuple):
 
 
 class BackwardPipelines(NamedTuple):
-    """From the producer to the consumers, and ``ds`` from them to each other, of which only the full barriers are used.
-    A stage of Q comes with its LSE, one of dO with its delta."""
+    """From the producer to the consumers, and ``ds`` from them to each other, of which the empty barriers are used
+    with couriers only. A stage of Q comes with its LSE, one of dO with its delta."""
 
     kv: PipelineTmaAsync
     q: PipelineTmaAsync

@@ -43,13 +43,13 @@ class AmpereForwardKernel:
     | acc_S | `bands * tile_n // 2` | scores of a block, then its probabilities |
     | Q | `q_in_registers * bands * head_dim // 4` | Q as the A operand, where it is kept |
 
-    One block in time; at each | the CTA's threads meet, when the item that is needed next has arrived, and the stage of
-    the one before is filled with what comes `stages - 1` items later::
+    One block in time; at each | the CTA's threads meet, when the item that is needed next has arrived, and the stage
+    of the one before is filled with what comes `stages - 1` items later::
 
         | S = Q K^T, maxima | P of 16 keys, O += P V, P of the next 16, ... | S = ...
 
-    The grid has a CTA for each tile in the order of ``TileOrder``; several share an SM, so that one's softmax runs
-    under another's GEMMs.
+    The grid has a CTA for each tile in the order of ``TileOrder``; `ctas_per_sm` share an SM, so that one's softmax
+    runs under another's GEMMs.
     """
 
     def __init__(self, config: AmpereForwardConfig):
