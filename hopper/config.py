@@ -347,12 +347,12 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=3072),
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=2560),
         Fp8Tiling(128, 192, 2, polynomial_pairs=2, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=3072),
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=2560),
         Fp8Tiling(128, 192, 2, polynomial_pairs=2, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
