@@ -8,18 +8,18 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_mask import KeyMask
-from hopper.backward.config import BackwardConfig
-from hopper.backward.dq import GradientOfQ
-from hopper.backward.producer import BackwardPipelines
-from hopper.backward.scores import (
+from cute_kernels.backward.scores import (
     make_gradient,
     make_gradient_of_rounded,
     make_probabilities,
     read_vector,
     round_into,
 )
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_mask import KeyMask
+from hopper.backward.config import BackwardConfig
+from hopper.backward.dq import GradientOfQ
+from hopper.backward.producer import BackwardPipelines
 from hopper.config import WARPGROUP_ROWS
 from hopper.wgmma import issue_gemm
 

@@ -7,13 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
+from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from hopper.backward.config import PairedBackwardConfig
-from hopper.backward.courier import count_up, wait_for_count
 from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
-from hopper.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
 

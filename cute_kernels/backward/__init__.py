@@ -1,0 +1,1 @@
+"""What the backward kernels of every GPU have in common."""

@@ -1,0 +1,24 @@
+"""Counts in global memory by which CTAs wait for each other, for sums in a fixed order."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def wait_for_count(place: cute.Pointer, count: Int32):
+    """Wait until an int32 in global memory has a value, and see what was written before it got it."""
+    seen = Int32(-1)
+    while seen != count:
+        seen = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+            write_only_types=[Int32],
+            read_only_args=[place.toint()],
+        )
+
+
+@cute.jit
+def count_up(place: cute.Pointer, count: Int32):
+    """Set the int32 to one more than ``count``, behind what this thread has written or seen written."""
+    cute.arch.inline_ptx(
+        "st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place.toint(), count + 1]
+    )
