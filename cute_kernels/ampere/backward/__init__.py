@@ -1,0 +1,1 @@
+"""The backward kernel of GPUs without WGMMA."""

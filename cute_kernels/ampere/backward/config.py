@@ -1,0 +1,274 @@
+"""Configurations of the backward kernel for GPUs without WGMMA, as data. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cute_kernels.ampere.config import (
+    ARCHS,
+    ELEMENT_BYTES,
+    HOPPER,
+    LARGE,
+    MMA_ROWS,
+    RESERVED_BYTES,
+    SMALL,
+    WARP_THREADS,
+    SharedMemory,
+)
+from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+
+FLOAT_BYTES = 4
+NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+"""Any other head_dim, and a head_dim_v that differs, runs on the next larger one, filled with zeros on load."""
+
+WORDS_PER_FRAGMENT = 128
+"""float32 of 16 rows by 8 columns, what one mma.sync sums."""
+
+
+@dataclass(frozen=True)
+class AmpereBackwardConfig:
+    """Everything that is fixed when a backward kernel is compiled.
+
+    A CTA owns ``tile_n`` keys of one key/value head and walks over the queries in tiles of ``tile_m``; Q and dO run
+    through ``stages`` buffers. Its warps share out each product in two directions: ``score_warps`` of them stand along
+    the keys of S^T and dP^T, the others along the queries; ``gradient_warps`` along the keys of dK and dV, the others
+    along their columns; ``dq_warps`` along the queries of dQ, the others along its columns. With ``ordered`` the parts
+    of dQ are added in an order that does not depend on timing.
+    """
+
+    dtype: str
+    arch: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    tile_m: int
+    tile_n: int
+    warps: int
+    score_warps: int
+    gradient_warps: int
+    dq_warps: int
+    stages: int
+    ctas_per_sm: int
+    ordered: bool = False
+
+    @property
+    def threads(self) -> int:
+        return WARP_THREADS * self.warps
+
+    @property
+    def keeps_probabilities(self) -> bool:
+        """Whether P^T and dS^T of a warp's keys are the register operands of its dV and dK as they are."""
+        return self.score_warps == self.gradient_warps == self.warps
+
+    @property
+    def score_bands(self) -> int:
+        """Bands of 16 keys of a warp's part of S^T."""
+        return self.tile_n // (MMA_ROWS * self.score_warps)
+
+    @property
+    def score_queries(self) -> int:
+        """Queries of a warp's part of S^T."""
+        return self.tile_m * self.score_warps // self.warps
+
+    @property
+    def gradient_bands(self) -> int:
+        """Bands of 16 keys of a warp's part of dK and dV."""
+        return self.tile_n // (MMA_ROWS * self.gradient_warps)
+
+    @property
+    def gradient_splits(self) -> int:
+        """Warps that share out the columns of dK and dV, 16 at a time in turns."""
+        return self.warps // self.gradient_warps
+
+    @property
+    def dq_bands(self) -> int:
+        """Bands of 16 queries of a warp's part of dQ."""
+        return self.tile_m // (MMA_ROWS * self.dq_warps)
+
+    @property
+    def dq_splits(self) -> int:
+        """Warps that share out the columns of dQ, 16 at a time in turns."""
+        return self.warps // self.dq_warps
+
+    @property
+    def dq_parts(self) -> int:
+        """Warps that share out a dQ tile."""
+        return self.warps
+
+    @property
+    def dq_words(self) -> int:
+        """float32 of a warp's part of a dQ tile."""
+        return self.tile_m * self.head_dim // self.warps
+
+    @property
+    def counts_per_tile(self) -> int:
+        """Counters of a query tile, of how many key tiles have added to it: one for each warp."""
+        return self.warps
+
+    @property
+    def is_persistent(self) -> bool:
+        return False
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of Q, or of dO, which has as many columns."""
+        return self.tile_m * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of LSE, or of delta."""
+        return self.tile_m * FLOAT_BYTES
+
+    @property
+    def score_bytes(self) -> int:
+        """Of dS^T, or of P^T."""
+        return self.tile_m * self.tile_n * ELEMENT_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        scores = self.score_bytes if self.keeps_probabilities else 2 * self.score_bytes
+        return self.kv_bytes + 2 * self.stages * (self.stage_bytes + self.vector_bytes) + scores
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        parts = ["ampere_bwd", self.arch, SHORT_NAMES[self.dtype], f"d{self.head_dim}"]
+        parts += ["causal" if self.causal else "full"]
+        warps = f"{self.score_warps}{self.gradient_warps}{self.dq_warps}"
+        parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}_{warps}_s{self.stages}c{self.ctas_per_sm}"]
+        parts += ["ordered"] if self.ordered else []
+        return "_".join(parts)
+
+
+def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
+    """Raise ValueError naming the first field that no kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    if c.arch not in ARCHS:
+        raise ValueError(f"arch is {c.arch!r}, allowed: {', '.join(ARCHS)}")
+    if c.head_dim not in NATIVE_HEAD_DIMS or c.head_dim_v != c.head_dim:
+        raise ValueError(
+            f"head_dim is {c.head_dim} and head_dim_v {c.head_dim_v}, allowed: the same, one of {NATIVE_HEAD_DIMS}"
+        )
+    if c.warps not in (4, 8):
+        raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
+    for name in ("tile_m", "tile_n"):
+        if getattr(c, name) not in (32, 64, 128):
+            raise ValueError(f"{name} is {getattr(c, name)}, allowed: 32, 64 or 128")
+    shares = {
+        "score_warps": (c.tile_n, c.tile_m, MMA_ROWS),
+        "gradient_warps": (c.tile_n, c.head_dim, MMA_ROWS),
+        "dq_warps": (c.tile_m, c.head_dim, MMA_ROWS),
+    }
+    for name, (rows, columns, unit) in shares.items():
+        along = getattr(c, name)
+        allowed = [
+            n
+            for n in (1, 2, 4, 8)
+            if c.warps % n == 0 and rows % (unit * n) == 0 and columns % (unit * (c.warps // n)) == 0
+        ]
+        if along not in allowed:
+            raise ValueError(f"{name} is {along}, allowed with these tiles and {c.warps} warps: {allowed}")
+    if c.stages not in (1, 2):
+        raise ValueError(f"stages is {c.stages}, allowed: 1 or 2")
+    smem = ARCHS[c.arch]
+    if c.smem_bytes > smem.cta or c.ctas_per_sm * (c.smem_bytes + RESERVED_BYTES) > smem.sm:
+        raise ValueError(
+            f"{c.ctas_per_sm} CTAs of {c.smem_bytes} bytes of shared memory, allowed on {c.arch}: {smem.cta} "
+            f"each and {smem.sm} in all, of which {RESERVED_BYTES} a CTA are reserved"
+        )
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tuned part of a config."""
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    score_warps: int
+    gradient_warps: int
+    dq_warps: int
+    stages: int
+    ctas_per_sm: int
+
+
+TILINGS: dict[SharedMemory, dict[int, Tiling]] = {
+    HOPPER: {
+        32: Tiling(128, 128, 8, 4, 4, 8, 2, 1),
+        64: Tiling(128, 128, 8, 4, 4, 4, 2, 1),
+        96: Tiling(64, 128, 8, 4, 4, 4, 2, 1),
+        128: Tiling(64, 128, 8, 4, 4, 2, 2, 1),
+        192: Tiling(64, 64, 8, 4, 4, 4, 2, 1),
+        256: Tiling(64, 64, 8, 4, 2, 2, 2, 1),
+    },
+    LARGE: {
+        32: Tiling(128, 128, 8, 4, 4, 8, 2, 1),
+        64: Tiling(128, 128, 8, 4, 4, 4, 2, 1),
+        96: Tiling(64, 128, 8, 4, 4, 4, 2, 1),
+        128: Tiling(64, 128, 8, 4, 4, 2, 2, 1),
+        192: Tiling(64, 64, 8, 4, 4, 4, 1, 1),
+        256: Tiling(64, 64, 8, 4, 2, 2, 1, 1),
+    },
+    SMALL: {
+        32: Tiling(64, 128, 8, 4, 4, 4, 2, 1),
+        64: Tiling(64, 128, 8, 4, 4, 4, 2, 1),
+        96: Tiling(64, 64, 8, 4, 4, 4, 2, 1),
+        128: Tiling(64, 64, 8, 4, 4, 2, 1, 1),
+        192: Tiling(32, 64, 8, 4, 4, 2, 1, 1),
+        256: Tiling(32, 32, 4, 2, 2, 2, 1, 1),
+    },
+}
+"""By shared memory, of which at least so much is there, and head_dim."""
+
+
+def tilings_of(arch: str) -> dict[int, Tiling]:
+    """The tilings for an architecture: the first table whose shared memory it has."""
+    return next(table for smem, table in TILINGS.items() if ARCHS[arch].cta >= smem.cta)
+
+
+@lru_cache(maxsize=4096)
+def select_ampere_backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, arch: str, ordered: bool = False
+) -> AmpereBackwardConfig:
+    """The config that serves a problem. Reads sizes only, never a tensor; cached.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes.
+    """
+    size = max(head_dim, head_dim_v)
+    fits = [native for native in NATIVE_HEAD_DIMS if native >= size]
+    if not fits:
+        raise ValueError(
+            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
+        )
+    return make_config(dtype, arch, fits[0], causal, tilings_of(arch)[fits[0]], ordered)
+
+
+def make_config(
+    dtype: str, arch: str, head_dim: int, causal: bool, tiling: Tiling, ordered: bool = False
+) -> AmpereBackwardConfig:
+    """The config of a tiling, validated."""
+    config = AmpereBackwardConfig(dtype, arch, head_dim, head_dim, causal, **vars(tiling), ordered=ordered)
+    validate_ampere_backward_config(config)
+    return config
+
+
+def shipped_ampere_backward_configs(
+    archs: tuple[str, ...] = tuple(ARCHS),
+) -> tuple[AmpereBackwardConfig, ...]:
+    """Every config that ``select_ampere_backward_config`` can return for these archs, each once."""
+    return tuple(
+        make_config(dtype, arch, head_dim, causal, tiling, ordered)
+        for arch in archs
+        for dtype in DTYPES
+        for head_dim, tiling in tilings_of(arch).items()
+        for causal in (False, True)
+        for ordered in (False, True)
+    )
