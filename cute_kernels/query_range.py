@@ -44,3 +44,13 @@ class QueryRange:
             return num_n_blocks
         past_last_key = maximum((m_block + 1) * self.tile_m + seqlen_k - seqlen_q, 0)
         return minimum(ceil_div(past_last_key, self.tile_n), num_n_blocks)
+
+    def turn(self, n_block: Any, m_block: Any, num_n_blocks: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
+        """How many key tiles add to query tile ``m_block`` before this one does, where that has an order.
+
+        Without a mask they come one behind the other. Under a causal mask each starts at its diagonal, and the last one
+        is the first at its queries.
+        """
+        if not self.causal:
+            return n_block
+        return self.visitors(m_block, num_n_blocks, seqlen_q, seqlen_k) - 1 - n_block

@@ -45,9 +45,13 @@ class SharedTile:
         """Bytes from the start of the tile to a chunk below ``span``."""
         return row * self.pitch + (chunk ^ self.twist(row)) * CHUNK_BYTES
 
+    def place(self, row: Any, chunk: Any) -> Any:
+        """The same for any chunk of the row."""
+        return self.offset(row, chunk % self.span) + chunk // self.span * self.span_bytes
+
     def step(self, chunk: int) -> tuple[int, int]:
-        """From the address of chunk 0 or 1 of a row to that of the chunk ``chunk`` further, which is even: the bits to
-        be xor-ed, and what is to be added then."""
+        """From the address of a chunk of a row to that of the chunk ``chunk`` further, if no bit is set in both
+        numbers: the bits to be xor-ed, and what is to be added then."""
         return chunk % self.span * CHUNK_BYTES, chunk // self.span * self.span_bytes
 
 

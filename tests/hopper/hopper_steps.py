@@ -342,16 +342,17 @@ def _atom(name: str, ops: list[str]) -> Step:
 
 def _red(name: str, ops: list[str]) -> Step:
     """Adds some float32 next to each other for each lane."""
-    assert name == "red.global.add.v4.f32", name
+    assert name in ("red.global.add.v4.f32", "red.global.add.f32"), name
     (base, offset), registers = address_of(ops[0]), operands_of(ops[1].strip("{}"))
+    size = 4 * len(registers)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         addresses = warp.get(base, np.uint64)
         values = np.stack([warp.get(x, np.float32) for x in registers], 1)
         for lane in np.flatnonzero(mask):
             data, at = warp.cta.buffer(int(addresses[lane]) + offset)
-            assert at % 16 == 0 and at + 16 <= len(data), "bad address"
-            data[at : at + 16].view(np.float32)[:] += values[lane]
+            assert at % size == 0 and at + size <= len(data), "bad address"
+            data[at : at + size].view(np.float32)[:] += values[lane]
 
     return step
 

@@ -115,6 +115,21 @@ class AmpereBackwardConfig:
         return self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
 
     @property
+    def v_offset(self) -> int:
+        """Bytes from K to V in shared memory."""
+        return self.kv_bytes // 2
+
+    @property
+    def do_offset(self) -> int:
+        """Bytes from Q to dO."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def ds_offset(self) -> int:
+        """Bytes from P^T to dS^T, or nothing if P^T is not there."""
+        return 0 if self.keeps_probabilities else self.score_bytes
+
+    @property
     def stage_bytes(self) -> int:
         """Of Q, or of dO, which has as many columns."""
         return self.tile_m * self.head_dim * ELEMENT_BYTES
@@ -131,7 +146,7 @@ class AmpereBackwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        scores = self.score_bytes if self.keeps_probabilities else 2 * self.score_bytes
+        scores = self.ds_offset + self.score_bytes
         return self.kv_bytes + 2 * self.stages * (self.stage_bytes + self.vector_bytes) + scores
 
     @property

@@ -9,11 +9,11 @@ from cutlass import Float32, Int32
 
 from cute_kernels.ampere.config import MMA_ROWS, AmpereForwardConfig, validate_ampere_forward_config
 from cute_kernels.ampere.forward.epilogue import Epilogue
-from cute_kernels.ampere.forward.loader import TileLoader
 from cute_kernels.ampere.forward.mainloop import Mainloop, WarpBlocks
 from cute_kernels.ampere.forward.ring import KeyValueRing
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.shared_tile import SharedTile
+from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.block_range import BlockRange
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.mask import TileMask

@@ -10,13 +10,11 @@ from cute_kernels.ampere.config import MMA_KEYS, MMA_ROWS, AmpereForwardConfig
 from cute_kernels.ampere.forward.ring import KeyValueRing
 from cute_kernels.ampere.forward.shift import ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
-from cute_kernels.ampere.instructions import as_fragment, mma
+from cute_kernels.ampere.instructions import as_fragment
+from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-
-WORDS_PER_GROUP = 4
-"""Elements that a thread holds of 16 rows by 8 columns."""
 
 
 class WarpBlocks(NamedTuple):
@@ -24,11 +22,6 @@ class WarpBlocks(NamedTuple):
 
     end: Int32
     unmasked_ends: tuple[Int32, ...]
-
-
-def make_accumulator(columns: int) -> cute.Tensor:
-    """Of 16 rows, in the shape that ``cute_kernels.fragments`` describes."""
-    return cute.make_rmem_tensor(((2, 2, columns // COLUMNS_PER_GROUP), 1, 1), Float32)
 
 
 def columns_of(acc: cute.Tensor, step: int) -> cute.Tensor:
@@ -136,7 +129,7 @@ class Mainloop(LoopInvariant):
                 next_step, next_keys = places[number + 1]
                 k_next = self.tiles.k.block(next_keys, next_step, slot)
             for band in range(c.bands):
-                self._mma_pair(acc_S[band], keys, q_blocks[band], k_block)
+                mma_pair(acc_S[band], keys, q_blocks[band], k_block)
 
     def _add_values(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
         """O += P V, with P = exp2(S - shift) made 16 keys at a time under the products of the 16 before, or all of it
@@ -153,7 +146,7 @@ class Mainloop(LoopInvariant):
             if number + 1 < steps * pairs:
                 v_next = self.tiles.v.block((number + 1) // pairs, (number + 1) % pairs, slot)
             for band in range(c.bands):
-                self._mma_pair(self.acc_O[band], pair, p_blocks[band], v_block)
+                mma_pair(self.acc_O[band], pair, p_blocks[band], v_block)
 
     def _exponentiate(self, acc_S: list[cute.Tensor], step: int) -> list[cute.Tensor]:
         """P of the 16 keys number ``step``, as an A operand for each band."""
@@ -167,11 +160,6 @@ class Mainloop(LoopInvariant):
             words = cute.recast_tensor(operand, Int32)
             blocks.append(self._fragment(tuple(words[i] for i in range(WORDS_PER_GROUP))))
         return blocks
-
-    def _mma_pair(self, acc: cute.Tensor, pair: int, a: cute.Tensor, b: tuple) -> None:
-        """Two products side by side, 16 rows by 16 columns."""
-        for i in range(2):
-            mma(acc, (2 * pair + i) * WORDS_PER_GROUP, a, self._fragment(b[2 * i : 2 * i + 2]))
 
     def _fragment(self, words: tuple) -> cute.Tensor:
         return as_fragment(words, self.dtype)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from cute_kernels.ampere.forward.loader import TileLoader
+from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.invariant import LoopInvariant
 
 

@@ -4,29 +4,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.ampere.config import MMA_ROWS, AmpereForwardConfig
-from cute_kernels.ampere.instructions import ldmatrix_x4
 from cute_kernels.ampere.shared_tile import SharedTile, chunks_first, rows_first
+from cute_kernels.ampere.warp_operand import WarpOperand
 from cute_kernels.invariant import LoopInvariant
-
-CHUNKS_PER_STEP = 2
-"""Chunks of 16 bytes in the 16 columns that one mma.sync, or two side by side, take."""
-
-
-class WarpOperand(LoopInvariant):
-    """16 x 16 blocks of a tile, each by one ldmatrix.
-
-    ``address`` is that of this lane's row in the block at the tile's start, or at the start of this warp's rows.
-    """
-
-    def __init__(self, tile: SharedTile, address: Int32, place: tuple, transpose: bool):
-        self.tile, self.transpose = tile, transpose
-        self.address = address + tile.offset(*place)
-
-    def block(self, band: int, step: int, slot: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The block ``band`` blocks down and ``step`` to the right."""
-        twist, along = self.tile.step(CHUNKS_PER_STEP * step)
-        address = (self.address + slot) ^ twist if twist else self.address + slot
-        return ldmatrix_x4(address, along + band * MMA_ROWS * self.tile.pitch, self.transpose)
 
 
 class WarpTiles(LoopInvariant):

@@ -1,0 +1,158 @@
+"""The query tiles of a key tile, as one warp sees them: five products a block, and what lies between them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
+from cute_kernels.ampere.backward.dq import GradientOfQ
+from cute_kernels.ampere.backward.operands import SharedMemory, WarpOperands, WarpShare
+from cute_kernels.ampere.config import MMA_ROWS
+from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
+from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, multiply
+from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
+from cute_kernels.fragments import ROWS_PER_THREAD
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_mask import KeyMask
+
+ReadBlock = Callable[[int, int], tuple]
+"""Of (band, step): the words of an A operand."""
+
+
+class Mainloop(LoopInvariant):
+    """A warp's part of the five products of each block.
+
+    ``acc_dK`` and ``acc_dV`` have an entry for each band of 16 keys. ``masks`` has one for each band of the scores.
+    """
+
+    def __init__(
+        self,
+        config: AmpereBackwardConfig,
+        dtype: type[cutlass.Numeric],
+        smem: SharedMemory,
+        share: WarpShare,
+        masks: list[KeyMask],
+        dq: GradientOfQ,
+        scale_log2: Float32,
+    ):
+        c = config
+        self.config, self.dtype, self.masks, self.dq, self.scale_log2 = c, dtype, masks, dq, scale_log2
+        self.lane = cute.arch.lane_idx()
+        self.operands = WarpOperands(c, smem, share, self.lane)
+        layout = cute.make_layout((c.score_queries, c.stages), stride=(1, c.tile_m))
+        self.lse, self.delta = (
+            cute.make_tensor(vector + share.score_query, layout) for vector in (smem.lse, smem.delta)
+        )
+        columns = c.head_dim // c.gradient_splits
+        self.acc_dK, self.acc_dV = (
+            [make_accumulator(columns) for _ in range(c.gradient_bands)] for _ in range(2)
+        )
+
+    def clear(self) -> None:
+        for acc in (*self.acc_dK, *self.acc_dV):
+            acc.fill(0.0)
+
+    @cute.jit
+    def block(self, m_block: Int32, unmasked: Int32, stage: Int32, place: tuple, turn: Int32):
+        """Query tile ``m_block``, whose Q and dO lie in buffer ``stage``; those from ``unmasked`` on need no mask.
+
+        ``place`` is (batch, head). All warps of the CTA meet once inside.
+        """
+        slot = stage * self.config.stage_bytes
+        acc_S, acc_dP = self._make_scores(), self._make_scores()
+        self._score(acc_S, self.operands.k, self.operands.q, slot)
+        lse = read_vector(self.lse, stage, self.lane, self.config.score_queries)
+        for band in cutlass.range_constexpr(self.config.score_bands):
+            # The branch keeps the mask out of the products' basic block, in which it would cost registers.
+            if m_block < unmasked:
+                self.masks[band].apply(acc_S[band], m_block)
+            make_probabilities(acc_S[band], lse, self.scale_log2)
+        p = self._round(acc_S)
+        if const_expr(not self.config.keeps_probabilities):
+            self._share(words_of(p), self.operands.p_target)
+        self._score(acc_dP, self.operands.v, self.operands.do, slot)
+        delta = read_vector(self.delta, stage, self.lane, self.config.score_queries)
+        for band in cutlass.range_constexpr(self.config.score_bands):
+            make_gradient_of_rounded(acc_dP[band], p[band], delta)
+        ds = self._round(acc_dP)
+        self._share(words_of(ds), self.operands.ds_target)
+        if const_expr(self.config.keeps_probabilities):
+            self._add_gradients(partial(operand_of, words_of(p)), partial(operand_of, words_of(ds)), slot)
+            cute.arch.sync_threads()
+        else:
+            cute.arch.sync_threads()
+            self._add_gradients(
+                partial(self.operands.p.block, slot=0), partial(self.operands.ds.block, slot=0), slot
+            )
+        self.dq.add(self._make_dq(), (*place, m_block), turn)
+
+    def _make_scores(self) -> list[cute.Tensor]:
+        return [make_accumulator(self.config.score_queries) for _ in range(self.config.score_bands)]
+
+    def _score(self, accs: list[cute.Tensor], keys: WarpOperand, queries: WarpOperand, slot: Int32) -> None:
+        """S^T = K Q^T, or dP^T = V dO^T."""
+        steps = self.config.head_dim // MMA_ROWS
+        for acc in accs:
+            acc.fill(0.0)
+        multiply(accs, steps, self.dtype, partial(keys.block, slot=0), partial(queries.block, slot=slot))
+
+    def _add_gradients(self, p: ReadBlock, ds: ReadBlock, slot: Int32) -> None:
+        """dV += P^T dO and dK += dS^T Q."""
+        c = self.config
+        products = (self.acc_dV, p, self.operands.do_t), (self.acc_dK, ds, self.operands.q_t)
+        for accs, a, columns in products:
+            multiply(
+                accs,
+                c.tile_m // MMA_ROWS,
+                self.dtype,
+                a,
+                partial(read_columns, columns, c.gradient_splits, slot),
+            )
+
+    def _make_dq(self) -> list[cute.Tensor]:
+        """dQ = dS K of this warp's part."""
+        c = self.config
+        accs = [make_accumulator(c.head_dim // c.dq_splits) for _ in range(c.dq_bands)]
+        for acc in accs:
+            acc.fill(0.0)
+        ds_t, k_t = self.operands.ds_t, self.operands.k_t
+        multiply(
+            accs,
+            c.tile_n // MMA_ROWS,
+            self.dtype,
+            # Keys are the rows of what is read.
+            lambda band, step: ds_t.block(step, band, 0),
+            partial(read_columns, k_t, c.dq_splits, 0),
+        )
+        return accs
+
+    def _round(self, accs: list[cute.Tensor]) -> list[cute.Tensor]:
+        """Each band in 16 bits, in the same order."""
+        rounded = [cute.make_rmem_tensor(cute.size(acc), self.dtype) for acc in accs]
+        for target, acc in zip(rounded, accs, strict=True):
+            round_into(target, acc)
+        return rounded
+
+    def _share(self, bands: list[cute.Tensor], target: WarpTarget) -> None:
+        """Write P^T or dS^T of this warp to shared memory."""
+        for band, words in enumerate(bands):
+            for i in range(cute.size(words)):
+                target.store(band, i // ROWS_PER_THREAD, i % ROWS_PER_THREAD, words[i])
+
+
+def words_of(rounded: list[cute.Tensor]) -> list[cute.Tensor]:
+    """Bands of 16-bit elements as words of two queries."""
+    return [cute.recast_tensor(band, Int32) for band in rounded]
+
+
+def operand_of(bands: list[cute.Tensor], band: int, step: int) -> tuple:
+    """16 queries of a band of P^T or dS^T, as the A operand that they are."""
+    return tuple(bands[band][WORDS_PER_GROUP * step + i] for i in range(WORDS_PER_GROUP))
+
+
+def read_columns(operand: WarpOperand, splits: int, slot: Int32 | int, pair: int, step: int) -> tuple:
+    """16 columns of a warp's, which takes turns with ``splits`` warps, of 16 rows that are summed over."""
+    return operand.block(step, splits * pair, slot)
