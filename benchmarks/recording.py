@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax
@@ -21,7 +22,7 @@ from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.compile import TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_ELEMENTS
 from hopper.forward.consumer import Consumer
-from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
+from hopper.forward.kernel import ForwardKernel
 from hopper.forward.operands import Pipelines
 
 UNITS = 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.backward.step import BackwardStep, steps_of
+from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DTYPES, MAX_SEQLEN, SHORT_NAMES
 from hopper.config import (
     BARRIER_BYTES,
@@ -90,6 +92,28 @@ class BackwardConfig:
         return WARPGROUP_ROWS * self.dq_columns
 
     @property
+    def dq_order(self) -> WordOrder:
+        """Where the words of a dQ tile lie: four of a thread next to each other, and the threads in order."""
+        bands = WARPGROUP_ROWS // ROWS_PER_BAND
+        groups = self.dq_columns // COLUMNS_PER_GROUP
+        return WordOrder(
+            bands=bands,
+            groups=groups,
+            row_parts=1 if self.splits_columns else self.dq_parts,
+            column_parts=self.dq_parts if self.splits_columns else 1,
+            groups_in_turn=groups,
+            band_stride=WORDS_PER_FRAGMENT,
+            group_stride=bands * WORDS_PER_FRAGMENT,
+            lane_stride=4,
+            element_stride=1,
+        )
+
+    def step_name(self, step: str) -> str:
+        """Of "prepare" or "finish": the same for two configs only where their machine code is."""
+        columns = self.head_dim_v if step == "prepare" else self.head_dim
+        return f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
+
+    @property
     def smem_bytes(self) -> int:
         rows = self.tile_n + self.stages * self.tile_m
         scores = self.stages * self.tile_m * self.tile_n
@@ -162,29 +186,6 @@ class PairedBackwardConfig(BackwardConfig):
     @property
     def name(self) -> str:
         return f"{super().name}_pair"
-
-
-@dataclass(frozen=True)
-class BackwardStep:
-    """A small kernel on either side of the one of ``config``: "prepare" or "finish"."""
-
-    step: str
-    config: BackwardConfig
-
-    def __post_init__(self) -> None:
-        if self.step not in ("prepare", "finish"):
-            raise ValueError(f"step is {self.step!r}, allowed: 'prepare' or 'finish'")
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
-
-    @property
-    def name(self) -> str:
-        """Unique among kernels; whether the kernel between is causal makes no difference."""
-        c = self.config
-        columns = c.head_dim_v if self.step == "prepare" else c.head_dim
-        return f"hopper_bwd_{self.step}_{SHORT_NAMES[c.dtype]}_d{columns}_m{c.tile_m}n{c.tile_n}"
 
 
 def validate_backward_config(config: BackwardConfig) -> None:
@@ -267,5 +268,4 @@ def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
 def shipped_backward_kernels() -> tuple[BackwardConfig | BackwardStep, ...]:
     """All that a backward pass launches: the shipped configs, and the steps on either side of each, each once."""
     configs = shipped_backward_configs()
-    steps = [BackwardStep(step, config) for step in ("prepare", "finish") for config in configs]
-    return *configs, *{step.name: step for step in steps}.values()
+    return *configs, *steps_of(configs)

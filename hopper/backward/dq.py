@@ -2,7 +2,7 @@
 
 A key tile's part of dQ goes from the registers of a warpgroup to shared memory, four words of a thread next to each
 other and threads in order, and from there by one bulk reduction to the same place of the tile in global memory. No
-address has to be computed, and there are no bank conflicts. ``row_and_column`` says which element a word is.
+address has to be computed, and there are no bank conflicts. ``BackwardConfig.dq_order`` says which element a word is.
 """
 
 import cutlass
@@ -16,18 +16,6 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 
 WORDS_PER_STORE = 4
-
-
-def row_and_column(config: BackwardConfig, wg: int, word: int) -> tuple[int, int]:
-    """Row in the query tile and column of word ``word`` of the part of warpgroup ``wg``."""
-    group, rest = divmod(word, WARPGROUP_THREADS * WORDS_PER_STORE)
-    thread, element = divmod(rest, WORDS_PER_STORE)
-    warp, lane = divmod(thread, 32)
-    row = 16 * warp + lane // 4 + 8 * (element // 2)
-    column = 8 * group + 2 * (lane % 4) + element % 2
-    if config.splits_columns:
-        return row, wg * config.dq_columns + column
-    return wg * WARPGROUP_ROWS + row, column
 
 
 NO_TILE = -1

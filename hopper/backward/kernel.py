@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileOrder, TileScheduler
@@ -24,7 +25,7 @@ from hopper.backward.exchange import state_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
-from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.forward.kernel import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.forward.operands import TmaOperand
 
 

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.query_range import QueryRange
@@ -22,7 +23,7 @@ from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFr
 from hopper.backward.pair_producer import PairProducer
 from hopper.backward.producer import BackwardOperands
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
-from hopper.forward.kernel import DSL_DTYPES, WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.forward.kernel import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.forward.operands import TmaOperand
 
 

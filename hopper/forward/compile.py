@@ -5,9 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.dtypes import DSL_DTYPES
 from hopper.config import ForwardConfig, Fp8ForwardConfig
 from hopper.forward.fp8_kernel import Fp8ForwardKernel, Fp8RowsForwardKernel
-from hopper.forward.kernel import DSL_DTYPES, ForwardKernel
+from hopper.forward.kernel import ForwardKernel
 
 TMA_ALIGNMENT_BYTES = 16
 TMA_ALIGNMENT_ELEMENTS = 8

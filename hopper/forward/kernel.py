@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.block_range import BlockRange
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax
@@ -25,11 +26,6 @@ from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand, Wor
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, NoScales
 
-DSL_DTYPES = {
-    "float16": cutlass.Float16,
-    "bfloat16": cutlass.BFloat16,
-    "float8_e4m3fn": cutlass.Float8E4M3FN,
-}
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 
 

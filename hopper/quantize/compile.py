@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.dtypes import DSL_DTYPES
 from hopper.quantize.config import CHUNK, QuantizeConfig
 from hopper.quantize.kernel import QuantizeKernel
-
-DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
 def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):

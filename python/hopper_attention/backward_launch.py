@@ -8,7 +8,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from hopper.backward.config import BackwardConfig, BackwardStep, select_backward_config
+from cute_kernels.backward.step import BackwardStep
+from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Choice, target_of

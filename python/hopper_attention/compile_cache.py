@@ -28,7 +28,8 @@ import platformdirs
 import cute_kernels
 import hopper
 from cute_kernels.ampere.config import AmpereForwardConfig
-from hopper.backward.config import BackwardConfig, BackwardStep
+from cute_kernels.backward.step import BackwardStep
+from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import _kernels

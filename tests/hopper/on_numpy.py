@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, BackwardStep, PairedBackwardConfig
+from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
 from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
@@ -199,19 +200,11 @@ def backward_on_numpy(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
-    c, (dout, q, k, v) = config, inputs
-    batch, _, heads, _ = q.shape
-    lse_log2, delta = (torch.full(lse_shape(config, q), math.nan) for _ in range(2))
+    dout, q, k, v = inputs
     sums = zero_dq(config, q)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
-    step = BackwardStep("prepare", config)
-    arguments = Arguments()
-    for tensor in (out, dout):
-        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
-    for tensor in (lse, lse_log2, delta):
-        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
-    arguments.launch(program_of(step), (delta.shape[2] // c.tile_m, heads, batch))
+    lse_log2, delta = prepare_on_numpy(config, out, dout, lse)
     if dlse is not None:
         subtract_lse_gradient(delta, lse, dlse)
 
@@ -221,13 +214,31 @@ def backward_on_numpy(
     arguments.values += [b"\0" * 16] * len(maps)
     _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
 
-    step = BackwardStep("finish", config)
+    finish_on_numpy(config, sums, dq, softmax_scale)
+    return dq, dk, dv
+
+
+def finish_on_numpy(config: SteppedConfig, sums: Tensor, dq: Tensor, softmax_scale: float) -> None:
+    """Fill dq from the sums of a backward kernel of ``config``."""
     arguments = Arguments()
     arguments.tensor(sums, tuple(sums.shape[:3]), sums.stride()[:4])
     arguments.tensor(dq, tuple(dq.shape), dq.stride()[:3])
     arguments.add(softmax_scale)
-    arguments.launch(program_of(step), (sums.shape[2], heads, batch))
-    return dq, dk, dv
+    tiles, heads, batch = sums.shape[2], sums.shape[1], sums.shape[0]
+    arguments.launch(program_of(BackwardStep("finish", config)), (tiles, heads, batch))
+
+
+def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp in base 2 and delta, as they are given to a backward kernel of ``config``."""
+    lse_log2, delta = (torch.full(lse_shape(config, out), math.nan) for _ in range(2))
+    arguments = Arguments()
+    for tensor in (out, dout):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
+    for tensor in (lse, lse_log2, delta):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
+    batch, heads, padded = delta.shape
+    arguments.launch(program_of(BackwardStep("prepare", config)), (padded // config.tile_m, heads, batch))
+    return lse_log2, delta
 
 
 def _launch_gradients(

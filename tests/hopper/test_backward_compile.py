@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from cute_kernels.backward.step import BackwardStep
 from hopper.backward.compile import compile_backward
 from hopper.backward.config import (
     BackwardConfig,
-    BackwardStep,
     PairedBackwardConfig,
     select_backward_config,
     shipped_backward_configs,
     validate_backward_config,
 )
-from hopper.backward.dq import row_and_column
 from hopper.config import SMEM_BYTES, Registers
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
@@ -46,8 +45,6 @@ def test_steps_compile_without_spills(step, usages):
         usage = usages[kernel]
         assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert len({kernel.name for kernel in STEPS[step]}) == 5
-    with pytest.raises(ValueError, match="step is 'after', allowed: 'prepare' or 'finish'"):
-        BackwardStep("after", SHIPPED[0])
 
 
 def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(tmp_path):
@@ -73,15 +70,6 @@ def test_the_paired_kernel_has_its_groups_and_no_hazards(tmp_path):
     assert ptx.count("wgmma.commit_group") == 2 * 3 * 4
     # Each CTA loads half of the rows of Q and of dO, for both: one copy for 64 columns.
     assert ptx.count(".multicast::cluster") == 2 * 256 // 64
-
-
-@pytest.mark.parametrize("config", ONE_FOR_EACH_SIZE, ids=lambda config: config.name)
-def test_words_of_dq_are_every_element_once(config):
-    seen = {
-        row_and_column(config, wg, word) for wg in range(config.dq_parts) for word in range(config.dq_words)
-    }
-    assert config.dq_parts * config.dq_words == config.tile_m * config.head_dim
-    assert seen == {(row, column) for row in range(config.tile_m) for column in range(config.head_dim)}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.backward.step import BackwardStep
 from hopper.backward import config as backward_config
-from hopper.backward.config import BackwardConfig, BackwardStep, shipped_backward_kernels
+from hopper.backward.config import BackwardConfig, shipped_backward_kernels
 from hopper_attention import backward_launch, compile_cache, explain, flash_attn_fp8_func, flash_attn_func
 from hopper_attention.backends import Target
 from hopper_attention.backward_rules import BackwardProblem, choose_backward, select_config, why_not_kernel

@@ -16,14 +16,13 @@ from cute_kernels.ampere.config import (
     WARP_THREADS,
     SharedMemory,
 )
+from cute_kernels.backward.step import BackwardStep, steps_of
+from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 
 FLOAT_BYTES = 4
 NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 """Any other head_dim, and a head_dim_v that differs, runs on the next larger one, filled with zeros on load."""
-
-WORDS_PER_FRAGMENT = 128
-"""float32 of 16 rows by 8 columns, what one mma.sync sums."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,29 @@ class AmpereBackwardConfig:
     def dq_words(self) -> int:
         """float32 of a warp's part of a dQ tile."""
         return self.tile_m * self.head_dim // self.warps
+
+    @property
+    def dq_order(self) -> WordOrder:
+        """Where the words of a dQ tile lie: fragments of a band next to each other, and the lanes in order."""
+        groups = self.head_dim // (self.dq_splits * COLUMNS_PER_GROUP)
+        return WordOrder(
+            bands=self.dq_bands,
+            groups=groups,
+            row_parts=self.dq_warps,
+            column_parts=self.dq_splits,
+            groups_in_turn=2,
+            band_stride=groups * WORDS_PER_FRAGMENT,
+            group_stride=WORDS_PER_FRAGMENT,
+            lane_stride=1,
+            element_stride=WARP_THREADS,
+        )
+
+    def step_name(self, step: str) -> str:
+        """Of "prepare" or "finish": the same for two configs only where their machine code is."""
+        parts = ["ampere_bwd", step, self.arch, SHORT_NAMES[self.dtype]]
+        if step == "prepare":
+            return "_".join([*parts, f"d{self.head_dim_v}", f"m{self.tile_m}"])
+        return "_".join([*parts, f"d{self.head_dim}", f"m{self.tile_m}w{self.warps}dq{self.dq_warps}"])
 
     @property
     def counts_per_tile(self) -> int:
@@ -287,3 +309,11 @@ def shipped_ampere_backward_configs(
         for causal in (False, True)
         for ordered in (False, True)
     )
+
+
+def shipped_ampere_backward_kernels(
+    archs: tuple[str, ...] = tuple(ARCHS),
+) -> tuple[AmpereBackwardConfig | BackwardStep, ...]:
+    """All that a backward pass launches: the shipped configs, and the steps on either side of each, each once."""
+    configs = shipped_ampere_backward_configs(archs)
+    return *configs, *steps_of(configs)

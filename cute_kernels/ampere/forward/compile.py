@@ -6,7 +6,8 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.ampere.config import CHUNK_BYTES, ELEMENT_BYTES, AmpereForwardConfig
-from cute_kernels.ampere.forward.kernel import DSL_DTYPES, AmpereForwardKernel
+from cute_kernels.ampere.forward.kernel import AmpereForwardKernel
+from cute_kernels.dtypes import DSL_DTYPES
 
 CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 

@@ -15,11 +15,11 @@ from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.shared_tile import SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.block_range import BlockRange
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.mask import TileMask
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
 
-DSL_DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 ALIGNMENT = 128
 
 

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from hopper.backward.config import BackwardConfig
-from hopper.forward.kernel import DSL_DTYPES
+from cute_kernels.backward.step import SteppedConfig
+from cute_kernels.dtypes import DSL_DTYPES
 
 THREADS = 128
 ELEMENTS = 8
@@ -22,7 +22,7 @@ class PrepareKernel:
     them idle where their number is no power of two.
     """
 
-    def __init__(self, config: BackwardConfig):
+    def __init__(self, config: SteppedConfig):
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.lanes = 1 << (config.head_dim_v // ELEMENTS - 1).bit_length()

@@ -1,0 +1,9 @@
+"""The DSL's types by the names that configs use."""
+
+import cutlass
+
+DSL_DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
