@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import select_ampere_backward_config
 from hopper_attention.backward_launch import run_backward
 from tests.gpu.gradients import find_gradient_errors
 
@@ -118,8 +119,13 @@ def test_extra_memory_is_the_sums_of_dq_and_two_numbers_a_row(
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     gradients = differentiate(*arguments, deterministic=deterministic)
     extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(g.nbytes for g in gradients)
-    padded_rows, query_tiles = 2 * 4 * 1024, 2 * 4 * 1024 // (128 if native == 64 else 64)
-    counts_per_tile = {"hopper": 16 if native > 128 else 1, "ampere": 8}[backend]
+    tile_m, counts_per_tile = 128 if native == 64 else 64, 16 if native > 128 else 1
+    if backend == "ampere":
+        config = select_ampere_backward_config("bfloat16", head_dim, head_dim, False, "sm_90a")
+        assert config.head_dim == native
+        tile_m, counts_per_tile = config.tile_m, config.warps
+    query_tiles = 2 * 4 * -(-1000 // tile_m)
+    padded_rows = query_tiles * tile_m
     counts = 2 + query_tiles * counts_per_tile if deterministic else 0
     assert extra == 4 * (padded_rows * (native + 2) + counts)
 
