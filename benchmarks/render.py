@@ -57,10 +57,16 @@ def read_reports(results: Path) -> list[ForwardReport]:
     ]
 
 
+AMPERE_PAGES = {"forward": "ampere", "backward": "ampere_backward"}
+"""The pages of the kernels without WGMMA, by kind of report."""
+
+
 def read_ampere(results: Path) -> list[ForwardReport]:
-    """The report of the kernel without WGMMA, if one has been committed."""
-    path = results / f"ampere_forward_{GPU}.json"
-    return [load_forward(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    """The reports of the kernels without WGMMA that have been committed."""
+    paths = {kind: results / f"ampere_{kind}_{GPU}.json" for kind in AMPERE_PAGES}
+    return [
+        load_forward(path.read_text(encoding="utf-8"), kind) for kind, path in paths.items() if path.is_file()
+    ]
 
 
 def read_figures(path: Path, kind: str) -> dict[str, Any] | None:
@@ -111,7 +117,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / f"{report.kind}.md"] = render_page(report, *others, f"{report.kind}.png")
     pages[folder / "roofline.md"] = render_roofline(reports)
     for ampere in read_ampere(results):
-        pages[folder / "ampere.md"] = render_page(ampere, None, None, "ampere.png")
+        page = AMPERE_PAGES[ampere.kind]
+        pages[folder / f"{page}.md"] = render_page(ampere, None, None, f"{page}.png")
     ablations = read_ablations(results)
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
@@ -133,7 +140,7 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
     for report in read_reports(results):
         yield plot_forward(report, folder / f"{report.kind}.png")
     for ampere in read_ampere(results):
-        yield plot_forward(ampere, folder / "ampere.png")
+        yield plot_forward(ampere, folder / f"{AMPERE_PAGES[ampere.kind]}.png")
     for ablation in read_ablations(results):
         yield plot_ablation(ablation, folder / f"{ablation.slug}.png")
     for scaling in read_scaling(results):

@@ -3,11 +3,11 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, fp8, quantize and backward. No kernel but ours runs on the GPU: inputs, poison and the check of
-the result live on the CPU, because every kernel is slow under the tool. Each case of attention has three blocks of
-keys, the last one partial, a partial tile of queries, two heads on one KV head, and two CTAs for four tiles, so that
-shared memory is reused across tiles. Compile first (``hopper-attention compile``), or the tool watches the compiler
-too.
+Families are forward, fp8, quantize and backward, and without WGMMA ampere_forward and ampere_backward. No kernel but
+ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is slow under the
+tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries, two heads on one
+KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused across tiles. Compile
+first (``hopper-attention compile``, and again with ``--arch sm_90a``), or the tool watches the compiler too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
+from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from hopper.backward.config import BackwardConfig, shipped_backward_configs
+from hopper.compile import HOPPER_ARCH
 from hopper.config import (
     ForwardConfig,
     Fp8ForwardConfig,
@@ -63,12 +67,16 @@ def poisoned_results(q: Tensor, head_dim_v: int, dtype: torch.dtype) -> list[Ten
     return [out, torch.full((1, HEADS, q.shape[1]), math.nan), torch.zeros(2, dtype=torch.int32)]
 
 
-def run_case(config: ForwardConfig, device: str) -> str:
+def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
     """Run the kernel once; returns what is wrong with its output, empty if nothing is."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
     on_gpu = [x.to(device) for x in (q, k, v, *poisoned_results(q, config.head_dim_v, q.dtype))]
-    get_forward(config)(*on_gpu, config.head_dim**-0.5, CTAS)
+    scale = config.head_dim**-0.5
+    if isinstance(config, AmpereForwardConfig):
+        get_forward(config)(*on_gpu[:5], scale)
+    else:
+        get_forward(config)(*on_gpu, scale, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:])
 
@@ -138,7 +146,7 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     )
 
 
-def run_backward_case(config: BackwardConfig, device: str) -> str:
+def run_backward_case(config: BackwardConfig | AmpereBackwardConfig, device: str) -> str:
     """All three kernels of the backward: prepare, the main one, finish."""
     lengths = 2 * config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
@@ -146,7 +154,8 @@ def run_backward_case(config: BackwardConfig, device: str) -> str:
     out, lse = attention_tiled(q, k, v, causal=config.causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     on_gpu = [x.to(device) for x in (dout, q, k, v, out, lse)]
-    results = run_backward(*on_gpu, scale, config.causal, deterministic=config.ordered)
+    backend = "ampere" if isinstance(config, AmpereBackwardConfig) else "hopper"
+    results = run_backward(*on_gpu, scale, config.causal, deterministic=config.ordered, backend=backend)
     gradients = [x.cpu() for x in results]
     torch.cuda.synchronize()
     inputs = [x.double() for x in (dout, q, k, v, out, lse)]
@@ -183,6 +192,8 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "quantize": (shipped_quantize_configs, run_quantize_case),
     "backward": (shipped_backward_configs, run_backward_case),
+    "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
+    "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),
 }
 
 

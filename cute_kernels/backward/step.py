@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cute_kernels.backward.word_order import WordOrder
+from cute_kernels.problem import MAX_SEQLEN
+
+MAX_BATCH_OR_HEADS = 65_535
+"""What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
 
 class SteppedConfig(Protocol):
@@ -56,6 +60,22 @@ class BackwardStep:
     def name(self) -> str:
         """Unique among kernels; whether the kernel between is causal makes no difference."""
         return self.config.step_name(self.step)
+
+
+def check_step_size(kernel: str, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:
+    """Raise NotImplementedError for sizes that the grids of the steps cannot count, or the rows and keys of a kernel.
+
+    ``sizes`` are batch and heads, ``seqlens`` those of Q and K; ``kernel`` is the one between the steps, as the
+    message calls it.
+    """
+    for name, size in zip(("batch", "heads"), sizes, strict=True):
+        if size > MAX_BATCH_OR_HEADS:
+            raise NotImplementedError(
+                f"{name} is {size}, the {kernel} takes at most {MAX_BATCH_OR_HEADS}: split it"
+            )
+    for name, size in zip(("seqlen_q", "seqlen_k"), seqlens, strict=True):
+        if size > MAX_SEQLEN:
+            raise NotImplementedError(f"{name} is {size}, the {kernel} takes at most {MAX_SEQLEN}")
 
 
 def steps_of(configs: Sequence[SteppedConfig]) -> tuple[BackwardStep, ...]:

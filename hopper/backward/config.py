@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.backward.step import BackwardStep, steps_of
+from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DTYPES, MAX_SEQLEN, SHORT_NAMES
+from cute_kernels.problem import DTYPES, SHORT_NAMES
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -23,9 +23,6 @@ MAX_UNPAIRED_HEAD_DIM = 128
 
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
-
-MAX_BATCH_OR_HEADS = 65_535
-"""What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
 
 @dataclass(frozen=True)
@@ -242,16 +239,7 @@ def select_backward_config(
 
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
     """Raise NotImplementedError for sizes that the grids of the backward kernels cannot count."""
-    for name, size in (("batch", batch), ("heads", heads)):
-        if size > MAX_BATCH_OR_HEADS:
-            raise NotImplementedError(
-                f"{name} is {size}, the Hopper backward kernel takes at most {MAX_BATCH_OR_HEADS}: split it"
-            )
-    for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if size > MAX_SEQLEN:
-            raise NotImplementedError(
-                f"{name} is {size}, the Hopper backward kernel takes at most {MAX_SEQLEN}"
-            )
+    check_step_size("Hopper backward kernel", (batch, heads), (seqlen_q, seqlen_k))
 
 
 def shipped_backward_configs() -> tuple[BackwardConfig, ...]:

@@ -41,7 +41,7 @@ def flash_attn_func(
     -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
     NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
     kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN. Gradients come from
-    the Hopper backward kernel, and where it cannot give them from the tiled reference, with a warning on a GPU;
+    the backend's backward kernel, and where it cannot give them from the tiled reference, with a warning on a GPU;
     ``explain`` says which.
 
     Args:
@@ -57,7 +57,7 @@ def flash_attn_func(
             the data is multiplied by; ones by default. Where the product of those of q and k is negative,
             the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient. The "ampere" backend
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
-        deterministic: gradients of the same bits in every run. The Hopper backward kernel then sums dQ in a fixed
+        deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.

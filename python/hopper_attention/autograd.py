@@ -27,8 +27,8 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     raise NotImplementedError(
-        "the gradient of attention was differentiated again (double backward), which neither the 'hopper' "
-        "backend nor 'reference' does; use hopper_attention.reference.attention_naive, which torch "
+        "the gradient of attention was differentiated again (double backward), which no backend does; "
+        "use hopper_attention.reference.attention_naive, which torch "
         "differentiates any number of times"
     )
 

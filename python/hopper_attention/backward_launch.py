@@ -1,4 +1,4 @@
-"""Runs the Hopper backward kernel: what it is given, and what is made of what it leaves."""
+"""Runs a backward kernel: what it is given, and what is made of what it leaves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels.backward.step import BackwardStep
-from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
-from hopper_attention.backends import Choice, target_of
-from hopper_attention.backward_rules import BackwardProblem, choose_backward
-from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.backends import HOPPER_CAPABILITY, Choice, target_of
+from hopper_attention.backward_rules import (
+    BackwardProblem,
+    KernelConfig,
+    choose_backward,
+    select_for_head_dims,
+)
 from hopper_attention.launch import REMEMBERED_PROBLEMS, tile_counter
 from hopper_attention.layout import make_addressable
 
@@ -27,13 +30,21 @@ def find_choice(problem: BackwardProblem, device: torch.device, requested: str |
 
 @cache
 def find_config(
-    dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool, ordered: bool = False
-) -> BackwardConfig:
-    """``select_backward_config``, remembered."""
-    return select_backward_config(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, ordered)
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    ordered: bool,
+    device: torch.device,
+    backend: str | None = None,
+) -> KernelConfig:
+    """``select_for_head_dims`` for a device, remembered; by default of the backend that is the fastest there."""
+    capability = target_of(device).capability
+    chosen = backend or ("hopper" if capability == HOPPER_CAPABILITY else "ampere")
+    return select_for_head_dims(chosen, capability, dtype, head_dim, head_dim_v, causal, ordered)
 
 
-def find_kernels(config: BackwardConfig) -> tuple[Kernel, Kernel, Kernel]:
+def find_kernels(config: KernelConfig) -> tuple[Kernel, Kernel, Kernel]:
     """What is launched, in this order; compiled or loaded the first time."""
     prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
     first, second, third = (compile_cache.get_backward(part) for part in (prepare, config, finish))
@@ -56,12 +67,13 @@ def run_backward(
     causal: bool,
     dlse: Tensor | None = None,
     deterministic: bool = False,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention on a Hopper GPU, on torch's current stream. No size may be 0.
+    """Gradients of attention on an NVIDIA GPU, on torch's current stream. No size may be 0.
 
     dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
     do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the
-    size of q, rounded up to whole tiles and to a head_dim of 64, 96, 128, 192 or 256.
+    size of q, rounded up to whole tiles and to a head_dim that has a kernel of its own.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v).
@@ -69,14 +81,15 @@ def run_backward(
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
         lse: float32 (batch, heads, seqlen_q), natural log; -inf for rows without keys.
         dlse: gradient of lse, of its shape; None means zero. Ignored in rows without keys.
+        backend: whose kernel, "hopper" or "ampere"; None: that of the GPU's own.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
 
     Raises:
-        ValueError: a head dimension is larger than the kernel takes.
+        ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
     """
-    config = find_config(q.dtype, q.shape[3], v.shape[3], causal, deterministic)
+    config = find_config(q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend)
     rows = torch.empty((2, *lse_shape(config, q)), dtype=torch.float32, device=q.device)
     sums = zero_dq(config, q)
     dq, dk, dv = empty_gradients(q, k, v)
@@ -93,7 +106,7 @@ def run_backward(
     return dq, dk, dv
 
 
-def backward_counter(config: BackwardConfig, sums: Tensor) -> Tensor:
+def backward_counter(config: KernelConfig, sums: Tensor) -> Tensor:
     """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return tile_counter(sums.device.index)
@@ -115,13 +128,13 @@ def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
 
 
-def lse_shape(config: BackwardConfig, q: Tensor) -> tuple[int, int, int]:
+def lse_shape(config: KernelConfig, q: Tensor) -> tuple[int, int, int]:
     """(batch, heads, seqlen_q rounded up to whole query tiles)."""
     batch, seqlen, heads, _ = q.shape
     return batch, heads, -(-seqlen // config.tile_m) * config.tile_m
 
 
-def zero_dq(config: BackwardConfig, q: Tensor) -> Tensor:
+def zero_dq(config: KernelConfig, q: Tensor) -> Tensor:
     """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
     batch, seqlen, heads, _ = q.shape
     tiles = -(-seqlen // config.tile_m)

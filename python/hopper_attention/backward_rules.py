@@ -6,12 +6,25 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.ampere.backward.config import (
+    AmpereBackwardConfig,
+    check_ampere_backward_size,
+    select_ampere_backward_config,
+)
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
-from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, how_to_go_faster, why_not_hopper
+from hopper_attention.backends import (
+    HOPPER_CAPABILITY,
+    Choice,
+    Target,
+    how_to_go_faster,
+    why_not_ampere,
+    why_not_hopper,
+)
 from hopper_attention.checks import DTYPE_NAMES
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
-AMPERE_HAS_NONE = "backend='ampere' was asked for, which has no backward kernel yet"
+KernelConfig = BackwardConfig | AmpereBackwardConfig
 
 
 class BackwardProblem(NamedTuple):
@@ -30,45 +43,78 @@ class BackwardProblem(NamedTuple):
 
 
 def choose_backward(problem: BackwardProblem, target: Target, requested: str | None) -> Choice:
-    """The kernel where it runs and can do the problem, else the tiled reference.
+    """The kernel that the forward's rule gives, where it can do the problem, else the tiled reference.
 
-    ``requested`` is the backend that the forward was asked for. "hopper" is no promise of a backward kernel: not
-    every problem of the forward has one.
+    ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
+    problem of the forward has one.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
-    blocked = why_not_hopper(target) or ("" if requested != "ampere" else AMPERE_HAS_NONE)
-    if blocked:
-        is_installable = target.capability == HOPPER_CAPABILITY and requested != "ampere"
+    blocked = {"hopper": why_not_hopper(target), "ampere": why_not_ampere(target)}
+    backend = requested or next((name for name, reason in blocked.items() if not reason), "ampere")
+    if blocked[backend]:
+        is_installable = backend == "ampere" or target.capability == HOPPER_CAPABILITY
         faster = how_to_go_faster(target) if is_installable else SDPA_HAS_ONE
-        return Choice("reference", blocked, faster if target.is_gpu else "")
-    blocked = why_not_kernel(problem)
-    if blocked:
-        return Choice("reference", blocked, SDPA_HAS_ONE)
-    return Choice("hopper", f"{target.name} has compute capability 9.0 and the kernel takes these sizes")
+        return Choice("reference", blocked[backend], faster if target.is_gpu else "")
+    reason = why_not_kernel(problem, backend, target.capability)
+    if reason:
+        return Choice("reference", reason, SDPA_HAS_ONE)
+    major, minor = target.capability
+    reason = f"{target.name} has compute capability {major}.{minor} and the kernel takes these sizes"
+    return Choice(backend, f"asked for with backend='ampere'; {reason}" if requested == "ampere" else reason)
 
 
-def why_not_kernel(problem: BackwardProblem) -> str:
-    """What about sizes and dtype keeps the backward kernel from doing a problem; empty if nothing does."""
+def why_not_kernel(problem: BackwardProblem, backend: str, capability: tuple[int, ...]) -> str:
+    """What about sizes and dtype keeps a backend's backward kernel from doing a problem; empty if nothing does."""
     if problem.dtype not in DTYPE_NAMES:
-        return f"the Hopper backward kernel takes float16 and bfloat16, not {problem.dtype}"
+        return f"the backward kernels take float16 and bfloat16, not {problem.dtype}"
     try:
-        select_config(problem)
+        select_config(problem, backend, capability)
     except (ValueError, NotImplementedError) as error:
         return str(error)
     return ""
 
 
-def select_config(problem: BackwardProblem) -> BackwardConfig:
-    """The config that serves a problem of 16 bits.
+def select_config(problem: BackwardProblem, backend: str, capability: tuple[int, ...]) -> KernelConfig:
+    """The config with which "hopper" or "ampere" serves a problem of 16 bits on a GPU of this compute capability.
 
     Raises:
-        ValueError: a head dimension is larger than the kernel takes.
+        ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
         NotImplementedError: the problem has more batches, heads or rows than the kernel can count.
     """
     p = problem
-    config = select_backward_config(
-        DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal, p.deterministic
-    )
-    check_backward_size(p.q_shape[0], p.q_shape[2], p.q_shape[1], p.k_shape[1])
+    options = p.dtype, p.q_shape[3], p.v_shape[3], p.causal, p.deterministic
+    config = select_for_head_dims(backend, capability, *options)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = p.q_shape, p.k_shape
+    if isinstance(config, AmpereBackwardConfig):
+        check_ampere_backward_size(config, batch, (heads, kv_heads), (seqlen_q, seqlen_k))
+    else:
+        check_backward_size(batch, heads, seqlen_q, seqlen_k)
     return config
+
+
+def select_for_head_dims(
+    backend: str,
+    capability: tuple[int, ...],
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    ordered: bool,
+) -> KernelConfig:
+    """``select_config``, which reads no more of a problem than this, without a look at its other sizes.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
+    """
+    name = DTYPE_NAMES[dtype]
+    if backend == "hopper":
+        return select_backward_config(name, head_dim, head_dim_v, causal, ordered)
+    if backend != "ampere":
+        raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
+    if capability not in ARCH_OF_CAPABILITY:
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        given = ".".join(map(str, capability)) or "none"
+        raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
+    arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
+    return select_ampere_backward_config(name, head_dim, head_dim_v, causal, arch, ordered)

@@ -31,7 +31,7 @@ from hopper_attention.cli_parts import (
 )
 
 if TYPE_CHECKING:
-    from hopper_attention.compile_cache import Compilation
+    from hopper_attention.compile_cache import Compilation, KernelConfig
     from hopper_attention.experiments.rmse import Progress as Watcher
     from hopper_attention.experiments.rmse_inputs import RmseExperiment
     from hopper_attention.experiments.rmse_methods import Method
@@ -252,21 +252,10 @@ def compile_kernels(
 ) -> None:
     """Fill the kernel cache ahead of time, in parallel; no GPU is needed."""
     with one_line_errors():
-        from cute_kernels.ampere.config import shipped_ampere_forward_configs
-        from hopper.backward.config import shipped_backward_kernels
-        from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
-        from hopper.quantize.config import shipped_quantize_configs
         from hopper_attention.cli_views import compile_summary
-        from hopper_attention.compile_cache import KernelConfig, cache_dir, compile_all, read_entry
+        from hopper_attention.compile_cache import cache_dir, compile_all, read_entry
 
-        hopper: tuple[KernelConfig, ...] = (
-            *shipped_forward_configs(),
-            *shipped_fp8_forward_configs(),
-            *shipped_quantize_configs(),
-            *shipped_backward_kernels(),
-        )
-        shipped = shipped_ampere_forward_configs((arch,)) if arch else hopper
-        configs = [config for config in shipped if only in config.name]
+        configs = [config for config in shipped_kernels(arch) if only in config.name]
         if not configs:
             raise ValueError(f"only is {only!r}, allowed: part of a shipped config's name, as fp16_d64")
         with progress_bar() as bar:
@@ -298,6 +287,30 @@ def compile_kernels(
         write_json({"cache_dir": str(cache_dir()), "kernels": rows}, json_path, console)
         if any(result.error for result in results):
             raise typer.Exit(1)
+
+
+def shipped_kernels(arch: str) -> tuple[KernelConfig, ...]:
+    """Every kernel of the Hopper backend, or with an ``arch`` every one without WGMMA for it.
+
+    Raises:
+        ValueError: there are no kernels for ``arch``.
+    """
+    from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
+    from cute_kernels.ampere.config import ARCHS, shipped_ampere_forward_configs
+    from hopper.backward.config import shipped_backward_kernels
+    from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
+    from hopper.quantize.config import shipped_quantize_configs
+
+    if arch:
+        if arch not in ARCHS:
+            raise ValueError(f"arch is {arch!r}, allowed: {', '.join(ARCHS)}")
+        return *shipped_ampere_forward_configs((arch,)), *shipped_ampere_backward_kernels((arch,))
+    return (
+        *shipped_forward_configs(),
+        *shipped_fp8_forward_configs(),
+        *shipped_quantize_configs(),
+        *shipped_backward_kernels(),
+    )
 
 
 app.add_typer(bench_app, name="bench")

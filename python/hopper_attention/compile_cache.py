@@ -27,6 +27,7 @@ import platformdirs
 
 import cute_kernels
 import hopper
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
@@ -205,8 +206,8 @@ def get_forward(config: ForwardConfig | AmpereForwardConfig) -> Kernel:
     return _cache_under(cache_dir()).get(config)
 
 
-def get_backward(config: BackwardConfig | BackwardStep) -> Kernel:
-    """The backward kernel of ``config`` or one of its steps, ready to be called; see ``hopper.backward.compile``."""
+def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -> Kernel:
+    """The backward kernel of ``config`` or one of its steps, ready to be called; see ``hopper.compile``."""
     return _cache_under(cache_dir()).get(config)
 
 

@@ -50,6 +50,8 @@ class ReferenceConfig:
 
 Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
+GRADIENT_KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -257,6 +259,7 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
     choice = backward_rules.choose_backward(problem, target, requested)
-    if choice.backend == "hopper":
-        return f"the backward pass runs on the Hopper kernel {backward_rules.select_config(problem).name}"
-    return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"
+    if choice.backend == "reference":
+        return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"
+    name = backward_rules.select_config(problem, choice.backend, target.capability).name
+    return f"the backward pass runs on the {GRADIENT_KERNELS[choice.backend]} {name}"

@@ -137,10 +137,12 @@ def _kernel_status(name: str, gpus: tuple[Gpu, ...], why_not: Callable[[Target],
     able = [index for index, reason in reasons.items() if not reason]
     by_default = [str(gpu.index) for gpu in gpus if gpu.backend == name]
     if by_default:
-        return BackendStatus(name, True, f"16-bit attention on GPU {', '.join(by_default)}")
+        return BackendStatus(name, True, f"16-bit attention and its gradients on GPU {', '.join(by_default)}")
     if able:
         places = ", ".join(map(str, able))
-        return BackendStatus(name, True, f"16-bit attention on GPU {places} with backend={name!r}")
+        return BackendStatus(
+            name, True, f"16-bit attention and its gradients on GPU {places} with backend={name!r}"
+        )
     return BackendStatus(name, False, "; ".join(dict.fromkeys(reasons.values())) or "torch finds no GPU")
 
 

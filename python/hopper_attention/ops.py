@@ -106,8 +106,10 @@ def backward(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic)
     choice = find_choice(problem, q.device, backend)
-    if choice.backend == "hopper":
-        return run_backward(dout, q, k, v, out, lse, softmax_scale, causal, dlse, deterministic)
+    if choice.backend != "reference":
+        return run_backward(
+            dout, q, k, v, out, lse, softmax_scale, causal, dlse, deterministic, choice.backend
+        )
     if choice.advice:
         warn_once(
             f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.config import shipped_forward_configs
@@ -49,10 +50,10 @@ def device() -> str:
 def compiled_kernels(device: str) -> None:
     """All shipped kernels, compiled in parallel before the first test needs one."""
     jobs = min(os.cpu_count() or 1, 16)
-    ampere = shipped_ampere_forward_configs(("sm_90a",))
-    results = compile_cache.compile_all(
-        (*shipped_forward_configs(), *ampere, *shipped_backward_kernels()), jobs
-    )
+    hopper = *shipped_forward_configs(), *shipped_backward_kernels()
+    archs = ("sm_90a",)
+    ampere = *shipped_ampere_forward_configs(archs), *shipped_ampere_backward_kernels(archs)
+    results = compile_cache.compile_all((*hopper, *ampere), jobs)
     assert {result.config.name: result.error for result in results if result.error} == {}
 
 

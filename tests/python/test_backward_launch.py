@@ -6,22 +6,41 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
+from cute_kernels.backward import step
 from cute_kernels.backward.step import BackwardStep
-from hopper.backward import config as backward_config
 from hopper.backward.config import BackwardConfig, shipped_backward_kernels
-from hopper_attention import backward_launch, compile_cache, explain, flash_attn_fp8_func, flash_attn_func
-from hopper_attention.backends import Target
-from hopper_attention.backward_rules import BackwardProblem, choose_backward, select_config, why_not_kernel
+from hopper_attention import (
+    _kernels,
+    backward_launch,
+    compile_cache,
+    explain,
+    flash_attn_fp8_func,
+    flash_attn_func,
+)
+from hopper_attention.backends import Choice, Target
+from hopper_attention.backward_rules import (
+    BackwardProblem,
+    KernelConfig,
+    choose_backward,
+    select_config,
+    why_not_kernel,
+)
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 
 H200 = Target("fake H200", (9, 0), assume_installed=True)
+A100 = Target("fake A100", (8, 0), assume_installed=True)
+ADA = Target("fake L40", (8, 9), assume_installed=True)
+BLACKWELL = Target("fake RTX PRO 6000", (12, 0), assume_installed=True)
+TARGETS = {"hopper": H200, "ampere": A100}
 OPS = torch.ops.hopper_attention
 
 
@@ -32,7 +51,13 @@ class StandIns:
         self.configs: list[Any] = []
         self.inputs: list[tuple[Tensor, ...]] = []
 
-    def get(self, config: BackwardConfig | BackwardStep) -> Callable[..., None]:
+    def use(self, target: Target) -> None:
+        """Be another GPU."""
+        self.target = target
+        for remembered in (backward_launch.find_choice, backward_launch.find_config):
+            remembered.cache_clear()
+
+    def get(self, config: KernelConfig | BackwardStep) -> Callable[..., None]:
         self.configs.append(config)
         if isinstance(config, BackwardStep):
             return self.prepare if config.step == "prepare" else self.finish
@@ -83,16 +108,16 @@ class StandIns:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
-    """A Hopper GPU for the backward pass alone, whose tensors are the CPU's."""
+    """A GPU for the backward pass alone, of Hopper unless told otherwise, whose tensors are the CPU's."""
     fake = StandIns()
-    monkeypatch.setattr(backward_launch, "target_of", lambda device: H200)
+    fake.use(H200)
+    monkeypatch.setattr(backward_launch, "target_of", lambda device: fake.target)
     monkeypatch.setattr(compile_cache, "get_backward", fake.get)
     monkeypatch.setattr(backward_launch, "count_multiprocessors", lambda device_index: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    backward_launch.find_choice.cache_clear()
     warn_once.cache_clear()
     yield fake
-    backward_launch.find_choice.cache_clear()
+    fake.use(H200)
 
 
 def leaves(
@@ -123,11 +148,15 @@ def relative(x: Tensor, exact: Tensor) -> float:
 # What reaches the kernels
 
 
+@pytest.mark.parametrize("backend", TARGETS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("seqlens", "head_dims"), [((70, 90), (64, 64)), ((90, 40), (40, 104)), ((70, 90), (136, 200))], ids=str
 )
-def test_gradients_of_output_and_lse(kernels: StandIns, seqlens, head_dims, causal: bool) -> None:
+def test_gradients_of_output_and_lse(
+    kernels: StandIns, seqlens, head_dims, causal: bool, backend: str
+) -> None:
+    kernels.use(TARGETS[backend])
     inputs = leaves(seqlens, head_dims)
     out, lse = flash_attn_func(*inputs, causal=causal, return_attn_probs=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -136,13 +165,15 @@ def test_gradients_of_output_and_lse(kernels: StandIns, seqlens, head_dims, caus
     for gradient, e in zip(ours, exact_gradients(inputs, dout, dlse, causal), strict=True):
         assert gradient.dtype == torch.float16 and gradient.is_contiguous() and relative(gradient, e) < 2e-3
     prepare, config, finish = kernels.configs
-    assert config == select_config(
-        BackwardProblem(*(x.shape for x in inputs), torch.float16, causal)
-    ) and isinstance(config, BackwardConfig)
+    asked = BackwardProblem(*(x.shape for x in inputs), torch.float16, causal)
+    assert config == select_config(asked, backend, TARGETS[backend].capability)
+    assert isinstance(config, BackwardConfig if backend == "hopper" else AmpereBackwardConfig)
     assert prepare == BackwardStep("prepare", config) and finish == BackwardStep("finish", config)
 
 
-def test_what_tma_cannot_address_is_copied(kernels: StandIns) -> None:
+@pytest.mark.parametrize("backend", TARGETS)
+def test_what_a_kernel_cannot_address_is_copied(kernels: StandIns, backend: str) -> None:
+    kernels.use(TARGETS[backend])
     inputs = leaves()
     dout = torch.randn(2, 70, 4, 67).half()[..., 1:65]
     expected = torch.autograd.grad(flash_attn_func(*inputs), inputs, dout.contiguous())
@@ -162,7 +193,9 @@ def test_empty_problems_run_no_kernel(kernels: StandIns, seqlens: tuple[int, int
     assert kernels.configs == [] and not any(x.grad.any() for x in inputs)
 
 
-def test_fp8_attention_has_its_gradients_from_the_kernel(kernels: StandIns) -> None:
+@pytest.mark.parametrize("backend", TARGETS)
+def test_fp8_attention_has_its_gradients_from_the_kernel(kernels: StandIns, backend: str) -> None:
+    kernels.use(TARGETS[backend])
     inputs = leaves(dtype=torch.bfloat16)
     out = flash_attn_fp8_func(*inputs, causal=True)
     dout = torch.randn_like(out)
@@ -184,11 +217,16 @@ def test_the_operator_passes_opcheck(kernels: StandIns) -> None:
 
 def ordered_passes(kernels: StandIns) -> list[bool]:
     """Of each backward pass so far, whether its kernel sums dQ in a fixed order."""
-    return [config.ordered for config in kernels.configs if isinstance(config, BackwardConfig)]
+    return [config.ordered for config in kernels.configs if not isinstance(config, BackwardStep)]
 
 
+@pytest.mark.parametrize("backend", TARGETS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_gradients_come_from_the_ordered_kernel(kernels: StandIns, head_dim: int) -> None:
+def test_deterministic_gradients_come_from_the_ordered_kernel(
+    kernels: StandIns, head_dim: int, backend: str
+) -> None:
+    kernels.use(TARGETS[backend])
+
     def gradient(deterministic: bool) -> None:
         flash_attn_func(*leaves((70, 90), (head_dim, head_dim)), deterministic=deterministic).sum().backward()
 
@@ -213,6 +251,77 @@ def test_compilation_keeps_deterministic(kernels: StandIns) -> None:
     assert ordered_passes(kernels) == [True, False]
 
 
+# Whose kernel
+
+
+def gradients_on(backend: str | None, direct: bool) -> None:
+    """A backward pass for which ``backend`` was asked, by the operator or as the host code calls it."""
+    q, k, v = (x.detach() for x in leaves())
+    out, lse = OPS.forward(q, k, v, 0.125, True, None, 0, False)
+    if direct:
+        backward_launch.run_backward(torch.ones_like(out), q, k, v, out, lse, 0.125, True, backend=backend)
+    else:
+        OPS.backward(torch.ones_like(out), None, q, k, v, out, lse, 0.125, True, backend, False)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["operator", "launch"])
+@pytest.mark.parametrize(
+    ("target", "backend", "arch"),
+    [
+        (A100, None, "sm_80"),
+        (A100, "ampere", "sm_80"),
+        (ADA, None, "sm_89"),
+        (BLACKWELL, None, "sm_120"),
+        (H200, "ampere", "sm_90a"),
+        (H200, None, ""),
+        (H200, "hopper", ""),
+    ],
+    ids=lambda value: value.name if isinstance(value, Target) else str(value),
+)
+def test_the_kernel_is_that_of_the_gpu_or_of_the_request(
+    kernels: StandIns, target: Target, backend: str | None, arch: str, direct: bool
+) -> None:
+    kernels.use(target)
+    gradients_on(backend, direct)
+    prepare, config, finish = kernels.configs
+    assert (prepare.config, finish.config) == (config, config)
+    if arch:
+        assert isinstance(config, AmpereBackwardConfig) and config.arch == arch and config.head_dim == 64
+    else:
+        assert isinstance(config, BackwardConfig)
+
+
+def test_a_launch_names_a_backend_or_a_gpu_without_a_kernel(kernels: StandIns) -> None:
+    with pytest.raises(
+        ValueError, match="backend is 'torch', allowed for a backward kernel: 'hopper' or 'amp"
+    ):
+        gradients_on("torch", direct=True)
+    kernels.use(Target("fake T4", (7, 5), assume_installed=True))
+    with pytest.raises(
+        ValueError, match=r"compute capability is 7\.5, allowed .* 8\.0, 8\.6, 8\.7, 8\.9, 9\.0"
+    ):
+        gradients_on(None, direct=True)
+    assert kernels.configs == []
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_launch_without_wgmma_is_given(kernels: StandIns, ordered: bool) -> None:
+    kernels.use(A100)
+    seen: list[tuple[Any, ...]] = []
+    kernel = kernels.kernel
+    kernels.kernel = lambda *arguments: (seen.append(arguments), kernel(*arguments))[1]  # type: ignore[method-assign]
+    q, k, v = (x.detach() for x in leaves((150, 90), (104, 64)))
+    out, lse = OPS.forward(q, k, v, 0.125, True, None, 0, False)
+    backward_launch.run_backward(torch.ones_like(out), q, k, v, out, lse, 0.5, True, deterministic=ordered)
+    (arguments,) = seen
+    *_, lse_log2, delta, sums, dk, dv, counter, scale = arguments
+    # At head_dim 128 tiles of 64 queries, three of them, and 8 warps.
+    assert lse_log2.shape == delta.shape == (2, 4, 192)
+    assert sums.shape == (2, 4, 3, 8, 64 * 128 // 8) and sums.dtype == torch.float32
+    assert (dk.shape, dv.shape, scale) == (k.shape, v.shape, 0.5)
+    assert counter.shape == (2 + (2 * 4 * 3 * 8 if ordered else 0),)
+
+
 # Where the reference serves
 
 
@@ -223,10 +332,15 @@ def test_the_reference_can_be_asked_for(kernels: StandIns) -> None:
     assert kernels.configs == []
 
 
-def test_what_a_grid_cannot_count_warns_once(kernels: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_config, "MAX_BATCH_OR_HEADS", 1)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_what_a_grid_cannot_count_warns_once(
+    kernels: StandIns, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(step, "MAX_BATCH_OR_HEADS", 1)
+    kernels.use(TARGETS[backend])
     inputs = leaves()
-    expected = r"batch is 2, the Hopper backward kernel takes at most 1: split it; torch's"
+    name = {"hopper": "Hopper backward", "ampere": "backward"}[backend]
+    expected = rf"batch is 2, the {name} kernel takes at most 1: split it; torch's"
     with pytest.warns(UserWarning, match=expected) as caught:
         for _ in range(2):
             flash_attn_func(*inputs).sum().backward()
@@ -245,32 +359,71 @@ def problem(
     )
 
 
+@pytest.mark.parametrize("backend", TARGETS)
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
         (problem(), ""),
-        (problem(65_535, heads=65_535), ""),
-        (problem(65_536), "batch is 65536, the Hopper backward kernel takes at most 65535"),
-        (problem(heads=65_536), "heads is 65536, the Hopper backward kernel takes at most 65535"),
-        (problem(seqlens=(2**31, 9)), "seqlen_q is 2147483648, the Hopper backward kernel takes at most"),
-        (problem(seqlens=(9, 2**31)), "seqlen_k is 2147483648, the Hopper backward kernel takes at most"),
-        (problem(dtype=torch.float8_e4m3fn), "takes float16 and bfloat16, not torch.float8_e4m3fn"),
+        (problem(65_535, heads=32_768), ""),
+        (problem(65_536), "batch is 65536, the {}backward kernel takes at most 65535"),
+        (problem(heads=65_536), "heads is 65536, the {}backward kernel takes at most 65535"),
+        (problem(seqlens=(2**31, 9)), "seqlen_q is 2147483648, the {}backward kernel takes at most"),
+        (problem(seqlens=(9, 2**31)), "seqlen_k is 2147483648, the {}backward kernel takes at most"),
+        (problem(dtype=torch.float8_e4m3fn), "take float16 and bfloat16, not torch.float8_e4m3fn"),
     ],
 )
-def test_why_not(asked: BackwardProblem, reason: str) -> None:
-    assert (reason in why_not_kernel(asked)) if reason else why_not_kernel(asked) == ""
-    choice = choose_backward(asked, H200, None)
-    assert choice.backend == ("reference" if reason else "hopper") and reason in choice.reason
+def test_why_not(asked: BackwardProblem, reason: str, backend: str) -> None:
+    target, reason = TARGETS[backend], reason.format("Hopper " if backend == "hopper" else "")
+    found = why_not_kernel(asked, backend, target.capability)
+    assert (reason in found) if reason else found == ""
+    choice = choose_backward(asked, target, None)
+    assert choice.backend == ("reference" if reason else backend) and reason in choice.reason
+
+
+def test_a_grid_of_one_dimension_counts_key_tiles() -> None:
+    q, k = (65_535, 1, 65_535, 64), (65_535, 128, 32_768, 64)
+    most = BackwardProblem(q, k, k, torch.float16, False)
+    assert why_not_kernel(most, "ampere", (8, 0)) == ""
+    more = most._replace(k_shape=(65_535, 129, 32_768, 64))
+    assert why_not_kernel(more, "ampere", (8, 0)) == (
+        "batch 65535 x kv_heads 32768 x seqlen_k 129 are 4294901760 tiles of 128 keys, the backward kernel counts at "
+        "most 2147483647: split the batch"
+    )
+    assert why_not_kernel(more, "hopper", (9, 0)) == ""
 
 
 def test_the_rule_by_target_and_request() -> None:
     assert choose_backward(problem(), H200, "hopper").backend == "hopper"
     assert choose_backward(problem(), H200, "reference").reason == "asked for with backend='reference'"
-    old = choose_backward(problem(), Target("A100", (8, 0)), None)
-    assert old.backend == "reference" and "8.0" in old.reason and "has a fast one" in old.advice
+    reason = "fake A100 has compute capability 8.0 and the kernel takes these sizes"
+    assert choose_backward(problem(), A100, None) == Choice("ampere", reason)
+    asked_for = f"asked for with backend='ampere'; {reason}"
+    assert choose_backward(problem(), A100, "ampere") == Choice("ampere", asked_for)
+    assert choose_backward(problem(), H200, "ampere").backend == "ampere"
+    older = choose_backward(problem(), Target("T4", (7, 5), assume_installed=True), None)
+    assert older.backend == "reference" and "scaled_dot_product_attention is faster" in older.advice
+    assert older.reason.startswith("T4 has compute capability 7.5 and the kernels are for 8.0, 8.6,")
+    other = choose_backward(problem(), A100, "hopper")
+    assert other.backend == "reference" and "the Hopper kernels need 9.0 exactly" in other.reason
+    assert "has a fast one" in other.advice
     assert choose_backward(problem(), Target("cpu"), None).advice == ""
-    assert choose_backward(problem(deterministic=True), H200, None).backend == "hopper"
-    assert select_config(problem(deterministic=True)).ordered and not select_config(problem()).ordered
+    for name, target in TARGETS.items():
+        for ordered in (False, True):
+            asked = problem(deterministic=ordered)
+            assert choose_backward(asked, target, None).backend == name
+            assert select_config(asked, name, target.capability).ordered == ordered
+
+
+@pytest.mark.parametrize(
+    ("target", "backend"), [(H200, None), (H200, "hopper"), (A100, None), (A100, "ampere")]
+)
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, target: Target, backend: str | None
+) -> None:
+    monkeypatch.setattr(_kernels, "missing_packages", lambda: ("apache-tvm-ffi",))
+    choice = choose_backward(problem(), replace(target, assume_installed=False), backend)
+    assert choice.backend == "reference" and "need apache-tvm-ffi, not installed here" in choice.reason
+    assert choice.advice.startswith("install them with: pip install")
 
 
 @pytest.mark.parametrize(

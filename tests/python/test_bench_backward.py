@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks import backward as backward_script
 from benchmarks import forward as forward_script
 from benchmarks import render as render_script
-from hopper.backward import config as backward_config
+from cute_kernels.backward import step
 from hopper_attention.backends import Target
 from hopper_attention.experiments import (
     bench,
@@ -110,7 +110,9 @@ def test_five_rows_run_by_default_and_each_says_what_keeps_it_from_running() -> 
     infos = inspect_peers(tuple(BACKWARD_PEERS.values()), SETTING)
     absent = {name: info.unavailable for name, info in infos.items() if info.unavailable}
     assert absent.pop("fa3") == "its library (sglang-kernel) has the forward alone"
-    assert absent == dict.fromkeys(("fa4", "cudnn", "fa2", "flex"), "needs a CUDA device, this run is on cpu")
+    assert absent == dict.fromkeys(
+        ("fa4", "cudnn", "fa2", "flex", "ampere"), "needs a CUDA device, this run is on cpu"
+    )
     with pytest.raises(NotImplementedError, match="has the forward alone"):
         BACKWARD_PEERS["fa3"].prepare(SQUARE, bench.draw_inputs(SQUARE, 0, "cpu"), SETTING)
 
@@ -165,9 +167,36 @@ def test_on_a_gpu_only_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> No
     wide = replace(SQUARE, head_dim=192, head_dim_v=192)
     note = bench_backward_peers.describe_ours(wide, bench.draw_inputs(wide, 0, "cpu"), on_gpu)
     assert note == "hopper_bwd_bf16_d192_causal_m64n128s2_r240_24_pair"
-    monkeypatch.setattr(backward_config, "MAX_BATCH_OR_HEADS", 0)
+    monkeypatch.setattr(step, "MAX_BATCH_OR_HEADS", 0)
     with pytest.raises(NotImplementedError, match="the Hopper backward kernel takes at most 0: split it"):
         bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
+
+
+def test_the_kernel_without_wgmma_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"cuda": Target("fake H200", (9, 0), assume_installed=True)}
+    monkeypatch.setattr(bench_backward_peers, "target_of", lambda device: targets["cuda"])
+    asked: list[str | None] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str | None) -> Tensor:
+        asked.append(backend)
+        return attention_naive(q, k, v, causal=causal)[0].to(q.dtype)
+
+    monkeypatch.setattr(bench_backward_peers, "flash_attn_func", attention)
+    monkeypatch.setattr(
+        bench_backward_peers, "draw_output_gradient", lambda *_: torch.ones(2, 96, 4, 64).bfloat16()
+    )
+    inputs, on_gpu = bench.draw_inputs(SQUARE, 0, "cpu"), Setting("cuda")
+    for name, arch in (("ampere", "sm_90a"), ("ours", "")):
+        prepared = BACKWARD_PEERS[name].prepare(SQUARE, inputs, on_gpu)
+        assert prepared.note.startswith(
+            f"ampere_bwd_{arch}_bf16_d64_causal_" if arch else "hopper_bwd_bf16_d64_"
+        )
+        assert len(prepared.read(prepared.launch())) == 3
+    # Its forward runs on the same backend.
+    assert asked == ["ampere", None]
+    targets["cuda"] = Target("fake A100", (8, 0), assume_installed=True)
+    note = bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
+    assert note.startswith("ampere_bwd_sm_80_bf16_d64_causal_")
 
 
 def test_the_suite_counts_two_and_a_half_forwards() -> None:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import rmse, sanitize, tune
+from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
+from cute_kernels.ampere.config import select_ampere_forward_config
+from hopper.backward.config import shipped_backward_configs
 from hopper.config import ForwardConfig, Registers, select_forward_config, shipped_forward_configs
 from hopper_attention.experiments import bench_peers
 from hopper_attention.experiments.bench_results import Problem
 from hopper_attention.experiments.rmse import RmseExperiment
 from hopper_attention.reference import attention_tiled
+from hopper_attention.reference.tiled_backward import tiled_backward
 
 SETTING = bench_peers.Setting("cpu")
 PROBLEM = Problem("bfloat16", 1, 512, 512, 2, 2, 128, 128, causal=True)
@@ -132,6 +136,38 @@ def test_the_sanitizers_case_has_partial_tiles_and_several_blocks(monkeypatch: p
     config = shipped_forward_configs()[-1]
     assert sanitize.main(["--device", "cpu", "--config", config.name]) == 0
     assert seen == [(1, config.tile_m + 17, 2, config.head_dim_v)]
+
+
+def test_the_sanitizer_runs_what_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = select_ampere_forward_config("bfloat16", 64, 64, True, "sm_90a")
+
+    def kernel(q, k, v, out, lse, softmax_scale) -> None:
+        for target, right in zip((out, lse), attention_tiled(q, k, v, causal=True), strict=True):
+            target.copy_(right)
+
+    monkeypatch.setattr(sanitize, "get_forward", lambda asked: kernel if asked == config else None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert sanitize.run_case(config, "cpu") == ""
+
+    asked = []
+
+    def differentiate(dout, q, k, v, out, lse, scale, causal, *, deterministic, backend):
+        asked.append((deterministic, backend))
+        return tiled_backward(dout, None, q, k, v, out, lse, causal=causal, softmax_scale=scale)
+
+    monkeypatch.setattr(sanitize, "run_backward", differentiate)
+    for configs in (shipped_backward_configs(), shipped_ampere_backward_configs(("sm_90a",))):
+        assert [sanitize.run_backward_case(config, "cpu") for config in configs[:2]] == ["", ""]
+    assert asked == [(False, "hopper"), (True, "hopper"), (False, "ampere"), (True, "ampere")]
+
+
+@pytest.mark.parametrize(("family", "count"), [("ampere_forward", 28), ("ampere_backward", 48)])
+def test_the_sanitizer_has_every_kernel_without_wgmma(
+    capsys: pytest.CaptureFixture[str], family: str, count: int
+) -> None:
+    assert sanitize.main(["--list", "--family", family]) == 0
+    names = capsys.readouterr().out.split()
+    assert len(names) == count and all("_sm_90a_" in name for name in names)
 
 
 # Accuracy

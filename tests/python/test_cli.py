@@ -13,6 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
+from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
 from hopper.quantize.config import shipped_quantize_configs
@@ -166,6 +168,16 @@ def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) ->
     assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{n}.o": n for n in names[:-1]}
 
 
+def test_compile_takes_every_kernel_without_wgmma_of_an_architecture(cache_folder: Path) -> None:
+    data = json.loads(call("compile", "--jobs", 3, "--arch", "sm_86", "--json", "-").stdout)
+    shipped = (*shipped_ampere_forward_configs(("sm_86",)), *shipped_ampere_backward_kernels(("sm_86",)))
+    assert [kernel["config"] for kernel in data["kernels"]] == [config.name for config in shipped]
+    # Forward: 7 pairs of head_dims, 2 dtypes, 2 masks. Backward: 6 head_dims, and in any order of dQ or in a fixed
+    # one; its two steps are the same for all of a head_dim and dtype.
+    assert len(shipped) == 7 * 2 * 2 + 6 * 2 * 2 * 2 + 2 * 6 * 2
+    assert all("sm_86" in config.name for config in shipped)
+
+
 def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
     shape, out = "bf16-b1-s64-h1-d64-full", tmp_path / "bench.json"
     peers = ("--peers", "ours,torch", "--device", "cpu")
@@ -186,6 +198,7 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
         (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
         (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
         (("compile", "--only", "sm_100"), "only is 'sm_100', allowed: part of a shipped config's name"),
+        (("compile", "--arch", "sm_75"), "arch is 'sm_75', allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("bench", "--device", "cpu"), "device is cpu, allowed there"),
         (("bench", "--shapes", "big"), "big"),
         (("info", "--json", "/dev/null/x.json"), "/dev/null"),

@@ -56,6 +56,10 @@ def test_gpus_without_wgmma_get_the_ampere_kernels(capability: tuple[int, int], 
     assert plan.backend == "ampere" and isinstance(plan.config, AmpereForwardConfig)
     assert plan.config.arch == arch and f"compiled   for {arch}, with cp.async and mma.sync" in str(plan)
     assert explain(q, q, q, device_capability=capability, backend="ampere").config == plan.config
+    note = explain(q.requires_grad_(), q, q, device_capability=capability).notes[-1]
+    assert note.startswith(
+        f"the backward pass runs on the kernel without WGMMA ampere_bwd_{arch}_bf16_d64_full_"
+    )
 
 
 def test_the_ampere_kernels_can_be_asked_for_on_hopper() -> None:
@@ -64,7 +68,8 @@ def test_the_ampere_kernels_can_be_asked_for_on_hopper() -> None:
     assert plan.backend == "ampere" and plan.reason.startswith("asked for with backend='ampere'; ")
     assert isinstance(plan.config, AmpereForwardConfig)
     assert (plan.config.arch, plan.config.head_dim) == ("sm_90a", 96)
-    assert "the tiled reference, which is slow: backend='ampere' was asked for" in plan.notes[-1]
+    name = "ampere_bwd_sm_90a_bf16_d96_full_m64n128w8_444_s2c1"
+    assert plan.notes[-1] == f"the backward pass runs on the kernel without WGMMA {name}"
 
 
 def test_missing_packages_are_named_with_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +324,12 @@ def test_describe_machine_with_two_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch)
         ("NVIDIA H200", (9, 0), "hopper"),
     ]
     assert here.driver == "CUDA 13.0" and here.gpus[1].multiprocessors == 132
-    assert here.backends[0] == machine.BackendStatus("hopper", True, "16-bit attention on GPU 1")
-    assert here.backends[1] == machine.BackendStatus("ampere", True, "16-bit attention on GPU 0")
+    assert here.backends[0] == machine.BackendStatus(
+        "hopper", True, "16-bit attention and its gradients on GPU 1"
+    )
+    assert here.backends[1] == machine.BackendStatus(
+        "ampere", True, "16-bit attention and its gradients on GPU 0"
+    )
     assert here.missing == ()
     assert "NVIDIA H200, compute capability 9.0, 132 SMs, 141 GiB, runs the hopper backend" in str(here)
 
@@ -338,7 +347,10 @@ def test_describe_machine_names_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     assert [item.what for item in describe_machine().missing] == ["a GPU of compute capability 8.0 or newer"]
     fake_gpus(monkeypatch, FakeProperties("NVIDIA H200", 9, 0))
     status = describe_machine().backends[1]
-    assert status.available and status.reason == "16-bit attention on GPU 0 with backend='ampere'"
+    assert (
+        status.available
+        and status.reason == "16-bit attention and its gradients on GPU 0 with backend='ampere'"
+    )
     monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
     (item,) = describe_machine().missing
     assert item.what == "nvidia-cutlass-dsl and apache-tvm-ffi" and item.how == _kernels.INSTALL_DSL

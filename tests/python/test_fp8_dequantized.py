@@ -218,7 +218,7 @@ def test_it_warns_once_unless_it_was_asked_for(gpu: FakeGpu) -> None:
 
 
 def test_gradients_are_those_of_the_same_attention(gpu: FakeGpu) -> None:
-    """The forward on the kernel, the backward on the reference, as for 16-bit tensors."""
+    """The forward on the kernel, the backward on the reference, which serves the CPU that stands for the GPU."""
     gradients = {}
     for backend in (None, "ampere", "reference"):
         inputs = [x.requires_grad_() for x in qkv()]

@@ -16,11 +16,14 @@ from cute_kernels.ampere.config import (
     WARP_THREADS,
     SharedMemory,
 )
-from cute_kernels.backward.step import BackwardStep, steps_of
+from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 
 FLOAT_BYTES = 4
+MAX_CTAS = 2**31 - 1
+"""What the first dimension of a CUDA grid can count."""
+
 NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 """Any other head_dim, and a head_dim_v that differs, runs on the next larger one, filled with zeros on load."""
 
@@ -295,6 +298,23 @@ def make_config(
     config = AmpereBackwardConfig(dtype, arch, head_dim, head_dim, causal, **vars(tiling), ordered=ordered)
     validate_ampere_backward_config(config)
     return config
+
+
+def check_ampere_backward_size(
+    config: AmpereBackwardConfig, batch: int, heads: tuple[int, int], seqlens: tuple[int, int]
+) -> None:
+    """Raise NotImplementedError for sizes that the grids of the backward kernels cannot count.
+
+    ``heads`` are those of Q and of K, ``seqlens`` likewise. The grid has a CTA for each key tile of each
+    key/value head.
+    """
+    check_step_size("backward kernel", (batch, heads[0]), seqlens)
+    ctas = batch * heads[1] * -(-seqlens[1] // config.tile_n)
+    if ctas > MAX_CTAS:
+        raise NotImplementedError(
+            f"batch {batch} x kv_heads {heads[1]} x seqlen_k {seqlens[1]} are {ctas} tiles of {config.tile_n} keys, "
+            f"the backward kernel counts at most {MAX_CTAS}: split the batch"
+        )
 
 
 def shipped_ampere_backward_configs(

@@ -21,7 +21,7 @@ from hopper_attention.backward_rules import BackwardProblem, choose_backward, se
 from hopper_attention.experiments import bench_peers
 from hopper_attention.experiments.bench_gradients import draw_output_gradient
 from hopper_attention.experiments.bench_peers import Inputs, Limits, Peer, Prepared, Setting
-from hopper_attention.experiments.bench_results import OURS, Problem
+from hopper_attention.experiments.bench_results import AMPERE, OURS, Problem
 
 GRADIENT_LIMITS = {
     "float16": Limits(1.3e-3, 5e-2),
@@ -49,27 +49,28 @@ def gradients_of(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> Callabl
 # ours
 
 
-def describe_ours(problem: Problem, inputs: Inputs, setting: Setting) -> str:
-    """What will run.
+def describe_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> str:
+    """What will run where ``backend`` is asked for.
 
     Raises:
-        NotImplementedError: on a GPU it is not the kernel, and nothing else is to be measured as ours.
+        NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     if not setting.is_cuda:
         return "reference"
     shapes = tuple(inputs.q.shape), tuple(inputs.k.shape), tuple(inputs.v.shape)
     asked = BackwardProblem(*shapes, inputs.q.dtype, problem.causal)
-    choice = choose_backward(asked, target_of(inputs.q.device), None)
-    if choice.backend != "hopper":
+    target = target_of(inputs.q.device)
+    choice = choose_backward(asked, target, backend)
+    if choice.backend == "reference":
         raise NotImplementedError(choice.reason)
-    return select_config(asked).name
+    return select_config(asked, choice.backend, target.capability).name
 
 
-def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> Prepared:
     """The public function, differentiated."""
-    note = describe_ours(problem, inputs, setting)
+    note = describe_ours(problem, inputs, setting, backend)
     q, k, v = leaves = leaves_of(inputs.q, inputs.k, inputs.v)
-    out = flash_attn_func(q, k, v, causal=problem.causal)
+    out = flash_attn_func(q, k, v, causal=problem.causal, backend=backend)
     return Prepared(gradients_of(out, leaves, draw_output_gradient(problem, setting.device)), note)
 
 
@@ -173,6 +174,10 @@ BACKWARD_PEERS: dict[str, Peer] = {
         Peer(
             "torch", "plain PyTorch", bench_peers.always_available, bench_peers.torch_version, prepare_torch,
             limits=gradient_limits,
+        ),
+        Peer(
+            AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
+            partial(prepare_ours, backend="ampere"), limits=gradient_limits,
         ),
     )
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -68,16 +68,18 @@ WORDINGS = {
     ),
 }
 
-AMPERE_WORDING = Wording(
-    "Forward, 16 bit, without WGMMA",
-    "bf16 forward without WGMMA",
-    "In brackets: over the fastest of {peers} in the same interleaved run.",
-)
+
+def without_wgmma(wording: Wording) -> Wording:
+    """Of the same kind of report, about the kernels without WGMMA."""
+    return replace(
+        wording, title=f"{wording.title}, without WGMMA", subject=f"{wording.subject} without WGMMA"
+    )
 
 
 def wording_of(report: ForwardReport) -> Wording:
     """What a report is called, by what it is of and whose kernels it is about."""
-    return AMPERE_WORDING if report.main_row == AMPERE else WORDINGS[report.kind]
+    wording = WORDINGS[report.kind]
+    return without_wgmma(wording) if report.main_row == AMPERE else wording
 
 
 NOTHING = "–"

@@ -40,7 +40,7 @@ FP8_GAIN = 1.30
 FP8_GAIN_HEAD_DIM = 128
 
 AMPERE_RATIOS = Ratios(1.00, 1.10)
-"""Of the forward without WGMMA, over FlashAttention-2 on the same GPU."""
+"""Of the forward and of the backward without WGMMA, over FlashAttention-2 on the same GPU."""
 
 BACKWARD_RATIOS = Ratios(0.95, 1.05)
 BACKWARD_TFLOPS = {64: 570.0, 128: 650.0, 256: 480.0}
@@ -168,8 +168,8 @@ def backward_targets(report: ForwardReport) -> list[Target]:
 
 
 def ampere_targets(report: ForwardReport) -> list[Target]:
-    """Ratios over the best peer on the paper's grid, of the kernel without WGMMA."""
-    return grid_targets(report, "forward without WGMMA", AMPERE_RATIOS) + failure_targets(report.cells)
+    """Ratios over the best peer on the paper's grid, of a kernel without WGMMA."""
+    return grid_targets(report, f"{report.kind} without WGMMA", AMPERE_RATIOS) + failure_targets(report.cells)
 
 
 def throughput_targets(report: ForwardReport) -> list[Target]:
