@@ -17,9 +17,11 @@ class TileLoader(LoopInvariant):
     that it keeps one address on either side.
     """
 
-    def __init__(self, tile: SharedTile, rows: int, threads: int, smem: Int32, head: cute.Tensor):
-        """``head`` is (seqlen, head_dim) in global memory, ``smem`` where a tile begins."""
-        thread = cute.arch.thread_idx()[0]
+    def __init__(
+        self, tile: SharedTile, rows: int, threads: int, smem: Int32, head: cute.Tensor, thread: Int32
+    ):
+        """``head`` is (seqlen, head_dim) in global memory, ``smem`` where a tile begins, ``thread`` the number of this
+        one of ``threads``."""
         self.tile = tile
         self.rows_per_pass = threads // tile.span
         self.passes = rows // self.rows_per_pass

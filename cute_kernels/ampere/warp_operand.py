@@ -31,13 +31,19 @@ class WarpOperand(LoopInvariant):
         row, chunk = place
         self.address = address + tile.place(row, chunk + CHUNKS_PER_STEP * first_step)
 
+    def at(self, slot: Int32) -> WarpOperand:
+        """The same of a tile in the buffer that begins at ``slot``."""
+        other = copy(self)
+        other.address = self.address + slot
+        return other
+
     def beyond(self, offset: int) -> WarpOperand:
         """The same of a tile that lies ``offset`` bytes further. It needs no address of its own."""
         other = copy(self)
         other.offset += offset
         return other
 
-    def block(self, band: int, step: int, slot: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    def block(self, band: int, step: int, slot: Int32 | int = 0) -> tuple[Int32, Int32, Int32, Int32]:
         """The block ``band`` blocks down and ``step`` to the right."""
         twist, along = self.tile.step(CHUNKS_PER_STEP * step)
         address = (self.address + slot) ^ twist if twist else self.address + slot
@@ -55,6 +61,12 @@ class WarpTarget(LoopInvariant):
         self.tile, self.offset = tile, 0
         place = tile.place(lane // LANES_PER_ROW, CHUNKS_PER_STEP * first_step)
         self.address = address + place + lane % LANES_PER_ROW * WORD_BYTES
+
+    def at(self, slot: Int32) -> WarpTarget:
+        """As of ``WarpOperand``."""
+        other = copy(self)
+        other.address = self.address + slot
+        return other
 
     def beyond(self, offset: int) -> WarpTarget:
         """The same of a tile that lies ``offset`` bytes further. It needs no address of its own."""

@@ -4,9 +4,11 @@ The part of a warp is made of fragments, 16 rows by 8 columns, of ``WORDS_PER_FR
 then element 1 of each, so that the additions of a warp go to words next to each other.
 """
 
-import cutlass
+from collections.abc import Callable
+from functools import partial
+
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.ampere.backward.config import WORDS_PER_FRAGMENT, AmpereBackwardConfig
 from cute_kernels.ampere.config import WARP_THREADS
@@ -29,28 +31,36 @@ class GradientOfQ(LoopInvariant):
         self.config, self.mdQ, self.turns, self.warp, self.lane = config, mdQ, turns, warp, lane
 
     @cute.jit
-    def add(self, accs: list[cute.Tensor], place: tuple, turn: Int32):
-        """Add to the tile at ``place``, (batch, head, query tile); in a fixed order once ``turn`` key tiles have."""
-        batch, head, m_block = place
+    def take_turn(self, place: tuple, turn: Int32):
+        """Where the order is fixed, wait until ``turn`` key tiles have added to a tile: (batch, head, query tile)."""
         if const_expr(self.config.ordered):
-            count = self.turns.iterator + self.turns.layout((batch, head, m_block, self.warp))
-            wait_for_count(count, turn)
+            wait_for_count(self._count(place), turn)
             cute.arch.sync_warp()
-        first = self.mdQ[batch, head, m_block, self.warp, None].iterator.toint() + Int64(
-            self.lane * WORD_BYTES
-        )
-        for band in cutlass.range_constexpr(len(accs)):
-            for i in cutlass.range_constexpr(cute.size(accs[band])):
-                number = band * cute.size(accs[band]) + i
-                cute.arch.inline_ptx(
-                    f"red.global.add.f32 [{{$r0}}+{number * WARP_THREADS * WORD_BYTES}], {{$r1}};",
-                    read_only_args=[first, accs[band][i]],
-                )
+
+    @cute.jit
+    def pass_turn(self, place: tuple, turn: Int32):
+        """Say so to the next, once all lanes' additions can be seen."""
         if const_expr(self.config.ordered):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
             if self.lane == 0:
-                count_up(count, turn)
+                count_up(self._count(place), turn)
+
+    def additions(self, accs: list[cute.Tensor], place: tuple) -> list[Callable[[], None]]:
+        """Each call adds one element of each lane to the tile at ``place``."""
+        first = self.mdQ[(*place, self.warp, None)].iterator.toint() + Int64(self.lane * WORD_BYTES)
+        elements = [acc[i] for acc in accs for i in range(cute.size(acc))]
+        return [
+            partial(add, first, number * WARP_THREADS * WORD_BYTES, x) for number, x in enumerate(elements)
+        ]
+
+    def _count(self, place: tuple) -> cute.Pointer:
+        return self.turns.iterator + self.turns.layout((*place, self.warp))
+
+
+def add(address: Int64, offset: int, x: Float32) -> None:
+    """Start adding to a float32 in global memory."""
+    cute.arch.inline_ptx(f"red.global.add.f32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, x])
 
 
 def row_and_column(config: AmpereBackwardConfig, part: int, word: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.mainloop import Mainloop
 from cute_kernels.ampere.backward.operands import SharedMemory, WarpShare
-from cute_kernels.ampere.config import ELEMENT_BYTES
+from cute_kernels.ampere.config import WARP_THREADS
 from cute_kernels.ampere.shared_tile import SharedTile
 from cute_kernels.ampere.tile_writer import TileWriter
 from cute_kernels.ampere.warp_operand import WarpTarget
@@ -17,10 +17,10 @@ from cute_kernels.invariant import LoopInvariant
 
 
 class Epilogue(LoopInvariant):
-    """Stages dK where K was and dV where V was, then stores both."""
+    """Stages dK where K was and dV where V was, then stores both. ``thread`` is the number of this one."""
 
-    def __init__(self, config: AmpereBackwardConfig, smem: SharedMemory, share: WarpShare):
-        self.config, self.smem, self.share = config, smem, share
+    def __init__(self, config: AmpereBackwardConfig, smem: SharedMemory, thread: Int32):
+        self.config, self.smem, self.thread = config, smem, thread
         self.tile = SharedTile(config.head_dim)
 
     @cute.jit
@@ -33,7 +33,7 @@ class Epilogue(LoopInvariant):
         self._stage(mainloop.acc_dV, places[1], Float32(1.0), mainloop.dtype)
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(2):
-            writer = TileWriter(self.tile, c.threads, places[i], targets[i], cute.arch.thread_idx()[0])
+            writer = TileWriter(self.tile, c.threads, places[i], targets[i], self.thread)
             writer.write(n_block * c.tile_n, c.tile_n)
 
     def _stage(
@@ -41,9 +41,9 @@ class Epilogue(LoopInvariant):
     ) -> None:
         """A warp's bands, times ``factor`` and rounded."""
         splits = self.config.gradient_splits
-        rows_before = self.share.gradient_row * (self.config.head_dim * ELEMENT_BYTES)
-        lane = cute.arch.lane_idx()
-        target = WarpTarget(self.tile, place + rows_before, lane, self.share.gradient_turn)
+        share = WarpShare(self.config, cute.arch.make_warp_uniform(self.thread // WARP_THREADS))
+        place = place + share.gradient_row * self.tile.pitch
+        target = WarpTarget(self.tile, place, self.thread % WARP_THREADS, share.gradient_turn)
         for band, acc in enumerate(accs):
             rows = as_rows(acc)
             for group in range(rows.shape[1][1]):

@@ -13,11 +13,11 @@ from cute_kernels.ampere.backward.epilogue import Epilogue
 from cute_kernels.ampere.backward.loader import QueryLoader, load_keys
 from cute_kernels.ampere.backward.mainloop import Mainloop
 from cute_kernels.ampere.backward.operands import SharedMemory, WarpShare
-from cute_kernels.ampere.config import MMA_ROWS
+from cute_kernels.ampere.backward.walk import Walk
 from cute_kernels.ampere.forward.kernel import ALIGNMENT, DSL_DTYPES
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.query_range import QueryRange
 
 COUNTS_BEFORE_TURNS = 2
 """Words of the counter before those that say whose turn it is; the first one hands out key tiles."""
@@ -58,7 +58,6 @@ class AmpereBackwardKernel:
     def __init__(self, config: AmpereBackwardConfig):
         validate_ampere_backward_config(config)
         self.config, self.dtype = config, DSL_DTYPES[config.dtype]
-        self.queries = QueryRange(config.tile_m, config.tile_n, config.causal)
 
     @cute.jit
     def __call__(
@@ -120,58 +119,41 @@ class AmpereBackwardKernel:
         c = self.config
         seqlen_q, seqlen_k = mQ.shape[1], mK.shape[1]
         smem, claimed = self._allocate()
-        tile = self._claim(mCounter, claimed)
         n_blocks = cute.ceil_div(seqlen_k, c.tile_n)
-        n_block, head_batch = tile % n_blocks, tile // n_blocks
-        if const_expr(c.ordered and c.causal):
-            n_block = n_blocks - 1 - n_block
-        head_kv, batch = head_batch % mK.shape[2], head_batch // mK.shape[2]
+        n_block, head_kv, batch = self._coordinates(self._claim(mCounter, claimed), n_blocks, mK.shape[2])
         load_keys(c, smem, mK[batch, None, head_kv, None], mV[batch, None, head_kv, None], n_block)
 
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         share = WarpShare(c, warp)
         key = n_block * c.tile_n + share.score_row + first_row_of_thread(0, lane)
         column = share.score_query + first_column_of_thread(lane)
-        masks = [
-            KeyMask(c.causal, c.tile_m, seqlen_q, seqlen_k, key + band * MMA_ROWS, column)
-            for band in range(c.score_bands)
-        ]
+        mask = KeyMask(c.causal, c.tile_m, seqlen_q, seqlen_k, key, column)
         turns = cute.make_tensor(
             mCounter.iterator + COUNTS_BEFORE_TURNS,
             cute.make_ordered_layout((*mdQ.shape[:3], c.warps), order=(3, 2, 1, 0)),
         )
         dq = GradientOfQ(c, mdQ, turns, warp, lane)
         scale_log2 = softmax_scale * Float32(math.log2(math.e))
-        mainloop = Mainloop(c, self.dtype, smem, share, masks, dq, scale_log2)
+        mainloop = Mainloop(c, self.dtype, smem, share, mask, dq, scale_log2)
         mainloop.clear()
-        begin = self.queries.begin(n_block, seqlen_q, seqlen_k)
-        unmasked = self.queries.unmasked_begin(n_block, seqlen_q, seqlen_k)
-        end = self.queries.end(seqlen_q)
+        rows = mQ[batch, None, None, None], mdO[batch, None, None, None]
+        loader = QueryLoader(c, smem, rows, (mLSE[batch, None, None], mDelta[batch, None, None]))
+        walk = Walk(c, loader, mainloop, n_block, n_blocks, seqlen_q, seqlen_k)
         for i in cutlass.range(heads_per_kv_head, unroll=1):
-            head = head_kv * heads_per_kv_head + i
-            vectors = mLSE[batch, head, None], mDelta[batch, head, None]
-            rows = mQ[batch, None, head, None], mdO[batch, None, head, None]
-            loader = QueryLoader(c, smem, rows, vectors)
-            cute.arch.sync_threads()
-            loader.load(begin, Int32(0))
-            stage = Int32(0)
-            for m_block in cutlass.range(begin, end, unroll=1):
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.sync_threads()
-                other = stage
-                if const_expr(c.stages == 2):
-                    other = stage ^ 1
-                    if m_block + 1 < end:
-                        loader.load(m_block + 1, other)
-                turn = self.queries.turn(n_block, m_block, n_blocks, seqlen_q, seqlen_k)
-                mainloop.block(m_block, unmasked, stage, (batch, head), turn)
-                if const_expr(c.stages == 1):
-                    cute.arch.sync_threads()
-                    if m_block + 1 < end:
-                        loader.load(m_block + 1, other)
-                stage = other
+            walk.head(batch, head_kv * heads_per_kv_head + i)
+        # All anew and pinned, since from before the loops it would take registers throughout.
+        thread = pin(cute.arch.thread_idx()[0], Int32)
+        tile = claimed[0] if const_expr(c.ordered) else pin(cute.arch.block_idx()[0], Int32)
+        n_block, head_kv, batch = self._coordinates(tile, n_blocks, mK.shape[2])
         targets = mdK[batch, None, head_kv, None], mdV[batch, None, head_kv, None]
-        Epilogue(c, smem, share).store(mainloop, targets, n_block, softmax_scale)
+        Epilogue(c, smem, thread).store(mainloop, targets, n_block, softmax_scale)
+
+    def _coordinates(self, tile: Int32, n_blocks: Int32, kv_heads: Int32) -> tuple[Int32, Int32, Int32]:
+        """(n_block, head_kv, batch) of a tile number."""
+        n_block, head_batch = tile % n_blocks, tile // n_blocks
+        if self.config.ordered and self.config.causal:
+            n_block = n_blocks - 1 - n_block
+        return n_block, head_batch % kv_heads, head_batch // kv_heads
 
     @cute.jit
     def _claim(self, mCounter: cute.Tensor, claimed: cute.Tensor) -> Int32:

@@ -1,6 +1,7 @@
 """The query tiles of a key tile, as one warp sees them: five products a block, and what lies between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import cutlass
@@ -14,6 +15,7 @@ from cute_kernels.ampere.config import MMA_ROWS
 from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, multiply
 from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
@@ -25,7 +27,8 @@ ReadBlock = Callable[[int, int], tuple]
 class Mainloop(LoopInvariant):
     """A warp's part of the five products of each block.
 
-    ``acc_dK`` and ``acc_dV`` have an entry for each band of 16 keys. ``masks`` has one for each band of the scores.
+    ``acc_dK`` and ``acc_dV`` have an entry for each band of 16 keys. ``mask`` is that of the first band of
+    scores.
     """
 
     def __init__(
@@ -34,12 +37,12 @@ class Mainloop(LoopInvariant):
         dtype: type[cutlass.Numeric],
         smem: SharedMemory,
         share: WarpShare,
-        masks: list[KeyMask],
+        mask: KeyMask,
         dq: GradientOfQ,
         scale_log2: Float32,
     ):
         c = config
-        self.config, self.dtype, self.masks, self.dq, self.scale_log2 = c, dtype, masks, dq, scale_log2
+        self.config, self.dtype, self.mask, self.dq, self.scale_log2 = c, dtype, mask, dq, scale_log2
         self.lane = cute.arch.lane_idx()
         self.operands = WarpOperands(c, smem, share, self.lane)
         layout = cute.make_layout((c.score_queries, c.stages), stride=(1, c.tile_m))
@@ -56,76 +59,108 @@ class Mainloop(LoopInvariant):
             acc.fill(0.0)
 
     @cute.jit
-    def block(self, m_block: Int32, unmasked: Int32, stage: Int32, place: tuple, turn: Int32):
-        """Query tile ``m_block``, whose Q and dO lie in buffer ``stage``; those from ``unmasked`` on need no mask.
+    def block(
+        self,
+        m_block: Int32,
+        stage: Int32,
+        place: tuple,
+        turn: Int32,
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """Query tile ``m_block``, whose Q and dO lie in buffer ``stage``.
 
         ``place`` is (batch, head). All warps of the CTA meet once inside.
         """
-        slot = stage * self.config.stage_bytes
         acc_S, acc_dP = self._make_scores(), self._make_scores()
-        self._score(acc_S, self.operands.k, self.operands.q, slot)
+        operands = self._operands_in(m_block, stage)
+        self._score(acc_S, operands.k, operands.q)
         lse = read_vector(self.lse, stage, self.lane, self.config.score_queries)
+        if const_expr(is_masked):
+            self._mask(acc_S, m_block)
         for band in cutlass.range_constexpr(self.config.score_bands):
-            # The branch keeps the mask out of the products' basic block, in which it would cost registers.
-            if m_block < unmasked:
-                self.masks[band].apply(acc_S[band], m_block)
             make_probabilities(acc_S[band], lse, self.scale_log2)
         p = self._round(acc_S)
         if const_expr(not self.config.keeps_probabilities):
-            self._share(words_of(p), self.operands.p_target)
-        self._score(acc_dP, self.operands.v, self.operands.do, slot)
+            self._share(words_of(p), operands.p_target)
+        self._score(acc_dP, operands.v, operands.do)
         delta = read_vector(self.delta, stage, self.lane, self.config.score_queries)
         for band in cutlass.range_constexpr(self.config.score_bands):
             make_gradient_of_rounded(acc_dP[band], p[band], delta)
         ds = self._round(acc_dP)
-        self._share(words_of(ds), self.operands.ds_target)
+        self._share(words_of(ds), operands.ds_target)
+        cute.arch.sync_threads()
+        place = (*place, m_block)
+        additions = self.dq.additions(self._make_dq(operands), place)
+        if const_expr(self.config.ordered):
+            self.dq.take_turn(place, turn)
+            for add in additions:
+                add()
+            self.dq.pass_turn(place, turn)
+            additions = ()
         if const_expr(self.config.keeps_probabilities):
-            self._add_gradients(partial(operand_of, words_of(p)), partial(operand_of, words_of(ds)), slot)
-            cute.arch.sync_threads()
+            read_p, read_ds = (partial(operand_of, words_of(x)) for x in (p, ds))
         else:
-            cute.arch.sync_threads()
-            self._add_gradients(
-                partial(self.operands.p.block, slot=0), partial(self.operands.ds.block, slot=0), slot
-            )
-        self.dq.add(self._make_dq(), (*place, m_block), turn)
+            read_p, read_ds = operands.p.block, operands.ds.block
+        self._add_gradients(read_p, read_ds, operands, additions)
 
     def _make_scores(self) -> list[cute.Tensor]:
         return [make_accumulator(self.config.score_queries) for _ in range(self.config.score_bands)]
 
-    def _score(self, accs: list[cute.Tensor], keys: WarpOperand, queries: WarpOperand, slot: Int32) -> None:
+    def _score(self, accs: list[cute.Tensor], keys: WarpOperand, queries: WarpOperand) -> None:
         """S^T = K Q^T, or dP^T = V dO^T."""
         steps = self.config.head_dim // MMA_ROWS
         for acc in accs:
             acc.fill(0.0)
-        multiply(accs, steps, self.dtype, partial(keys.block, slot=0), partial(queries.block, slot=slot))
+        multiply(accs, steps, self.dtype, keys.block, queries.block)
 
-    def _add_gradients(self, p: ReadBlock, ds: ReadBlock, slot: Int32) -> None:
+    def _operands_in(self, m_block: Int32, stage: Int32) -> WarpOperands:
+        # Zero, since the tile has queries. The compiler does not know that, and so does not hold in registers,
+        # throughout the loop, all the addresses that differ from an operand's by an xor.
+        zero = ((m_block * self.config.tile_m - self.mask.seqlen_q) >> 31) + 1
+        return self.operands.at(stage * self.config.stage_bytes, zero)
+
+    def _mask(self, accs: list[cute.Tensor], m_block: Int32) -> None:
+        # Pinned, or else what is known of the keys is computed before the loop and held in registers.
+        key = pin(self.mask.key, Int32)
+        for band, acc in enumerate(accs):
+            replace(self.mask, key=key + band * MMA_ROWS).apply(acc, m_block)
+
+    def _add_gradients(
+        self,
+        p: ReadBlock,
+        ds: ReadBlock,
+        operands: WarpOperands,
+        meanwhile: Sequence[Callable[[], None]],
+    ) -> None:
         """dV += P^T dO and dK += dS^T Q."""
         c = self.config
-        products = (self.acc_dV, p, self.operands.do_t), (self.acc_dK, ds, self.operands.q_t)
-        for accs, a, columns in products:
+        half = len(meanwhile) // 2
+        dv = self.acc_dV, p, operands.do_t, meanwhile[:half]
+        dk = self.acc_dK, ds, operands.q_t, meanwhile[half:]
+        for accs, a, columns, others in (dv, dk):
             multiply(
                 accs,
                 c.tile_m // MMA_ROWS,
                 self.dtype,
                 a,
-                partial(read_columns, columns, c.gradient_splits, slot),
+                partial(read_columns, columns, c.gradient_splits),
+                others,
             )
 
-    def _make_dq(self) -> list[cute.Tensor]:
+    def _make_dq(self, operands: WarpOperands) -> list[cute.Tensor]:
         """dQ = dS K of this warp's part."""
         c = self.config
         accs = [make_accumulator(c.head_dim // c.dq_splits) for _ in range(c.dq_bands)]
         for acc in accs:
             acc.fill(0.0)
-        ds_t, k_t = self.operands.ds_t, self.operands.k_t
+        ds_t, k_t = operands.ds_t, operands.k_t
         multiply(
             accs,
             c.tile_n // MMA_ROWS,
             self.dtype,
             # Keys are the rows of what is read.
-            lambda band, step: ds_t.block(step, band, 0),
-            partial(read_columns, k_t, c.dq_splits, 0),
+            lambda band, step: ds_t.block(step, band),
+            partial(read_columns, k_t, c.dq_splits),
         )
         return accs
 
@@ -153,6 +188,6 @@ def operand_of(bands: list[cute.Tensor], band: int, step: int) -> tuple:
     return tuple(bands[band][WORDS_PER_GROUP * step + i] for i in range(WORDS_PER_GROUP))
 
 
-def read_columns(operand: WarpOperand, splits: int, slot: Int32 | int, pair: int, step: int) -> tuple:
+def read_columns(operand: WarpOperand, splits: int, pair: int, step: int) -> tuple:
     """16 columns of a warp's, which takes turns with ``splits`` warps, of 16 rows that are summed over."""
-    return operand.block(step, splits * pair, slot)
+    return operand.block(step, splits * pair)

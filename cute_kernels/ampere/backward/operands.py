@@ -1,5 +1,8 @@
 """What a warp of the backward kernel reads of the tiles in shared memory, and where it writes scores and gradients."""
 
+from __future__ import annotations
+
+from copy import copy
 from dataclasses import dataclass
 
 import cutlass.cute as cute
@@ -75,3 +78,12 @@ class WarpOperands(LoopInvariant):
         first = share.score_query // MMA_ROWS
         self.p_target = WarpTarget(scores, smem.p + keys * scores.pitch, lane, first)
         self.ds_target = self.p_target.beyond(c.ds_offset)
+
+    def at(self, slot: Int32, zero: Int32) -> WarpOperands:
+        """The same with Q and dO in the buffers that begin ``slot`` bytes further, and all else ``zero`` bytes."""
+        other = copy(self)
+        for name in ("q", "do", "q_t", "do_t"):
+            setattr(other, name, getattr(self, name).at(slot))
+        for name in ("k", "v", "p", "ds", "ds_t", "k_t", "p_target", "ds_target"):
+            setattr(other, name, getattr(self, name).at(zero))
+        return other

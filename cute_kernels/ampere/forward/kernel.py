@@ -123,13 +123,13 @@ class AmpereForwardKernel:
 
         sQ, sKV = self._allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         q_tile, v_tile = SharedTile(c.head_dim), SharedTile(c.head_dim_v)
-        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, mQ[batch, None, head, None])
+        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, mQ[batch, None, head, None], thread)
         ring = KeyValueRing(
             c,
-            TileLoader(q_tile, c.tile_n, c.threads, sKV, mK[batch, None, head_kv, None]),
-            TileLoader(v_tile, c.tile_n, c.threads, sKV, mV[batch, None, head_kv, None]),
+            TileLoader(q_tile, c.tile_n, c.threads, sKV, mK[batch, None, head_kv, None], thread),
+            TileLoader(v_tile, c.tile_n, c.threads, sKV, mV[batch, None, head_kv, None], thread),
         )
         q_loader.load(m_block * c.tile_m, Int32(0), True)
         ring.fill(n_end - 1)
