@@ -1,6 +1,6 @@
 """Products of one warp by mma.sync, of any number of 16 x 16 blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
@@ -30,12 +30,11 @@ def multiply(
     dtype: type[cutlass.Numeric],
     a_block: Callable[[int, int], tuple],
     b_block: Callable[[int, int], tuple],
-    meanwhile: Sequence[Callable[[], None]] = (),
 ) -> None:
     """accs += A B, an accumulator for each band of 16 rows; 16 ``steps`` deep.
 
     ``a_block`` of (band, step) and ``b_block`` of (pair of 8 columns, step) give the words of operands of ``dtype``.
-    They are called one pair before what they read is used. The calls of ``meanwhile`` are spread over the product.
+    They are called one pair before what they read is used.
     """
     pairs = cute.size(accs[0]) // (2 * WORDS_PER_GROUP)
     places = [(step, pair) for step in range(steps) for pair in range(pairs)]
@@ -52,5 +51,3 @@ def multiply(
             following = read(*places[number + 1])
         for band, acc in enumerate(accs):
             mma_pair(acc, pair, a[band], b)
-        for i in range(len(meanwhile) * number // len(places), len(meanwhile) * (number + 1) // len(places)):
-            meanwhile[i]()

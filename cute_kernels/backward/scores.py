@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.fast_math import exp2, pack, pin, unpack
+from cute_kernels.fast_math import exp2, minimum_or_nan, pack, pin, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROWS_PER_THREAD, as_rows
 
 
@@ -23,13 +23,21 @@ def read_vector(
 
 
 @cute.jit
-def make_probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-    """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column."""
+def make_probabilities(
+    acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, clamps: cutlass.Constexpr[bool] = False
+):
+    """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column.
+
+    With ``clamps`` it is at most 1, as it should be, also for keys that are not there and had no part in the LSE.
+    """
     rows = as_rows(acc_S)
     for j in cutlass.range_constexpr(rows.shape[1][1]):
         for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale_log2 - lse[e, j])
+                exponent = rows[r, (e, j)] * scale_log2 - lse[e, j]
+                rows[r, (e, j)] = exp2(
+                    minimum_or_nan(exponent, Float32(0.0)) if const_expr(clamps) else exponent
+                )
 
 
 @cute.jit

@@ -4,15 +4,13 @@ The part of a warp is made of fragments, 16 rows by 8 columns, of ``WORDS_PER_FR
 then element 1 of each, so that the additions of a warp go to words next to each other.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.ampere.backward.config import WORDS_PER_FRAGMENT, AmpereBackwardConfig
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import WARP_THREADS
 from cute_kernels.backward.turns import count_up, wait_for_count
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 
 WORD_BYTES = 4
@@ -31,45 +29,22 @@ class GradientOfQ(LoopInvariant):
         self.config, self.mdQ, self.turns, self.warp, self.lane = config, mdQ, turns, warp, lane
 
     @cute.jit
-    def take_turn(self, place: tuple, turn: Int32):
-        """Where the order is fixed, wait until ``turn`` key tiles have added to a tile: (batch, head, query tile)."""
+    def add(self, accs: list[cute.Tensor], place: tuple, turn: Int32):
+        """Add to the tile at ``place``, (batch, head, query tile); in a fixed order once ``turn`` key tiles have."""
+        count = self.turns.iterator + self.turns.layout((*place, self.warp))
         if const_expr(self.config.ordered):
-            wait_for_count(self._count(place), turn)
+            wait_for_count(count, turn)
             cute.arch.sync_warp()
-
-    @cute.jit
-    def pass_turn(self, place: tuple, turn: Int32):
-        """Say so to the next, once all lanes' additions can be seen."""
+        # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
+        place = tuple(pin(x, Int32) for x in place)
+        first = self.mdQ[(*place, self.warp, None)].iterator.toint() + Int64(self.lane * WORD_BYTES)
+        for number, x in enumerate([acc[i] for acc in accs for i in range(cute.size(acc))]):
+            cute.arch.inline_ptx(
+                f"red.global.add.f32 [{{$r0}}+{number * WARP_THREADS * WORD_BYTES}], {{$r1}};",
+                read_only_args=[first, x],
+            )
         if const_expr(self.config.ordered):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
             if self.lane == 0:
-                count_up(self._count(place), turn)
-
-    def additions(self, accs: list[cute.Tensor], place: tuple) -> list[Callable[[], None]]:
-        """Each call adds one element of each lane to the tile at ``place``."""
-        first = self.mdQ[(*place, self.warp, None)].iterator.toint() + Int64(self.lane * WORD_BYTES)
-        elements = [acc[i] for acc in accs for i in range(cute.size(acc))]
-        return [
-            partial(add, first, number * WARP_THREADS * WORD_BYTES, x) for number, x in enumerate(elements)
-        ]
-
-    def _count(self, place: tuple) -> cute.Pointer:
-        return self.turns.iterator + self.turns.layout((*place, self.warp))
-
-
-def add(address: Int64, offset: int, x: Float32) -> None:
-    """Start adding to a float32 in global memory."""
-    cute.arch.inline_ptx(f"red.global.add.f32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, x])
-
-
-def row_and_column(config: AmpereBackwardConfig, part: int, word: int) -> tuple[int, int]:
-    """Row in the query tile and column of word ``word`` of the part of warp ``part``."""
-    c = config
-    fragment, rest = divmod(word, WORDS_PER_FRAGMENT)
-    element, lane = divmod(rest, WARP_THREADS)
-    groups = c.head_dim // (8 * c.dq_splits)
-    band, group = divmod(fragment, groups)
-    row = (part % c.dq_warps * c.dq_bands + band) * 16 + lane // 4 + 8 * (element // 2)
-    first = 2 * (part // c.dq_warps + c.dq_splits * (group // 2)) + group % 2
-    return row, 8 * first + 2 * (lane % 4) + element % 2
+                count_up(count, turn)

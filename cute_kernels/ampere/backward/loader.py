@@ -1,7 +1,7 @@
 """What a CTA of the backward kernel loads: K and V of its keys, and of each query tile Q, dO, LSE and delta."""
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.ampere.backward.config import FLOAT_BYTES, AmpereBackwardConfig
 from cute_kernels.ampere.backward.operands import SharedMemory
@@ -29,6 +29,8 @@ class QueryLoader(LoopInvariant):
         c, smem = self.config, self.smem
         # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
         thread, head = pin(cute.arch.thread_idx()[0], Int32), pin(head, Int32)
+        if const_expr(not c.causal):
+            m_block = pin(m_block, Int32)
         first_row = m_block * c.tile_m
         for source, target in zip(self.rows, (smem.q, smem.q + c.do_offset), strict=True):
             rows = source[None, head, None]

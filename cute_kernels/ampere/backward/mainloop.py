@@ -1,6 +1,6 @@
 """The query tiles of a key tile, as one warp sees them: five products a block, and what lies between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -65,7 +65,7 @@ class Mainloop(LoopInvariant):
         stage: Int32,
         place: tuple,
         turn: Int32,
-        is_masked: cutlass.Constexpr[bool],
+        unmasked: Int32,
     ):
         """Query tile ``m_block``, whose Q and dO lie in buffer ``stage``.
 
@@ -75,10 +75,11 @@ class Mainloop(LoopInvariant):
         operands = self._operands_in(m_block, stage)
         self._score(acc_S, operands.k, operands.q)
         lse = read_vector(self.lse, stage, self.lane, self.config.score_queries)
-        if const_expr(is_masked):
-            self._mask(acc_S, m_block)
+        if const_expr(self.config.causal):
+            if m_block < unmasked:
+                self._mask(acc_S, m_block)
         for band in cutlass.range_constexpr(self.config.score_bands):
-            make_probabilities(acc_S[band], lse, self.scale_log2)
+            make_probabilities(acc_S[band], lse, self.scale_log2, clamps=not self.config.causal)
         p = self._round(acc_S)
         if const_expr(not self.config.keeps_probabilities):
             self._share(words_of(p), operands.p_target)
@@ -88,20 +89,14 @@ class Mainloop(LoopInvariant):
             make_gradient_of_rounded(acc_dP[band], p[band], delta)
         ds = self._round(acc_dP)
         self._share(words_of(ds), operands.ds_target)
-        cute.arch.sync_threads()
-        place = (*place, m_block)
-        additions = self.dq.additions(self._make_dq(operands), place)
-        if const_expr(self.config.ordered):
-            self.dq.take_turn(place, turn)
-            for add in additions:
-                add()
-            self.dq.pass_turn(place, turn)
-            additions = ()
         if const_expr(self.config.keeps_probabilities):
-            read_p, read_ds = (partial(operand_of, words_of(x)) for x in (p, ds))
+            self._add_gradients(partial(operand_of, words_of(p)), partial(operand_of, words_of(ds)), operands)
+            cute.arch.sync_threads()
         else:
-            read_p, read_ds = operands.p.block, operands.ds.block
-        self._add_gradients(read_p, read_ds, operands, additions)
+            cute.arch.sync_threads()
+        self.dq.add(self._make_dq(operands), (*place, m_block), turn)
+        if const_expr(not self.config.keeps_probabilities):
+            self._add_gradients(operands.p.block, operands.ds.block, operands)
 
     def _make_scores(self) -> list[cute.Tensor]:
         return [make_accumulator(self.config.score_queries) for _ in range(self.config.score_bands)]
@@ -125,27 +120,12 @@ class Mainloop(LoopInvariant):
         for band, acc in enumerate(accs):
             replace(self.mask, key=key + band * MMA_ROWS).apply(acc, m_block)
 
-    def _add_gradients(
-        self,
-        p: ReadBlock,
-        ds: ReadBlock,
-        operands: WarpOperands,
-        meanwhile: Sequence[Callable[[], None]],
-    ) -> None:
+    def _add_gradients(self, p: ReadBlock, ds: ReadBlock, operands: WarpOperands) -> None:
         """dV += P^T dO and dK += dS^T Q."""
         c = self.config
-        half = len(meanwhile) // 2
-        dv = self.acc_dV, p, operands.do_t, meanwhile[:half]
-        dk = self.acc_dK, ds, operands.q_t, meanwhile[half:]
-        for accs, a, columns, others in (dv, dk):
-            multiply(
-                accs,
-                c.tile_m // MMA_ROWS,
-                self.dtype,
-                a,
-                partial(read_columns, columns, c.gradient_splits),
-                others,
-            )
+        for accs, a, columns in ((self.acc_dV, p, operands.do_t), (self.acc_dK, ds, operands.q_t)):
+            b = partial(read_columns, columns, c.gradient_splits)
+            multiply(accs, c.tile_m // MMA_ROWS, self.dtype, a, b)
 
     def _make_dq(self, operands: WarpOperands) -> list[cute.Tensor]:
         """dQ = dS K of this warp's part."""

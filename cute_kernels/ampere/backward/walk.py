@@ -38,13 +38,10 @@ class Walk(LoopInvariant):
         # All have done with the buffers, if there was a head before.
         cute.arch.sync_threads()
         self.loader.load(head, begin, Int32(0))
-        stage = self._blocks((batch, head), begin, unmasked, Int32(0), True)
-        self._blocks((batch, head), unmasked, self.queries.end(self.seqlen_q), stage, False)
+        self._blocks((batch, head), begin, self.queries.end(self.seqlen_q), Int32(0), unmasked)
 
     @cute.jit
-    def _blocks(
-        self, place: tuple, begin: Int32, end: Int32, stage: Int32, is_masked: cutlass.Constexpr[bool]
-    ) -> Int32:
+    def _blocks(self, place: tuple, begin: Int32, end: Int32, stage: Int32, unmasked: Int32) -> Int32:
         """Query tiles from ``begin`` to ``end``, the first of them in buffer ``stage``; returns that of the next."""
         for m_block in cutlass.range(begin, end, unroll=1):
             cute.arch.cp_async_wait_group(0)
@@ -53,7 +50,7 @@ class Walk(LoopInvariant):
             if const_expr(self.config.stages == 2):
                 self._load(place, m_block + 1, following)
             turn = self.queries.turn(self.n_block, m_block, self.n_blocks, self.seqlen_q, self.seqlen_k)
-            self.mainloop.block(m_block, stage, place, turn, is_masked)
+            self.mainloop.block(m_block, stage, place, turn, unmasked)
             if const_expr(self.config.stages == 1):
                 cute.arch.sync_threads()
                 self._load(place, m_block + 1, following)
