@@ -116,7 +116,9 @@ def test_rmse_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
     assert str(json_path) in output and str(plot) in output and "2 heads" in plot.read_text()
 
 
-@pytest.mark.parametrize("distribution", ["token-outliers", "channel-outliers", "heavy-tails", "normal"])
+@pytest.mark.parametrize(
+    "distribution", ["token-outliers", "channel-outliers", "heavy-tails", "offset", "normal"]
+)
 def test_rmse_of_other_inputs(distribution: str) -> None:
     shape = ("--seqlen", 256, "--head-dim", 32, "--device", "cpu", "--dtype", "bfloat16")
     result = succeed("rmse", *shape, "--distribution", distribution, "--json", "-")
