@@ -263,6 +263,7 @@ def compile_kernels(
         hopper: tuple[KernelConfig, ...] = (
             *shipped_forward_configs(),
             *shipped_fp8_forward_configs(),
+            *shipped_fp8_forward_configs(two_level=True),
             *shipped_quantize_configs(),
             *shipped_backward_kernels(),
         )
