@@ -186,8 +186,8 @@ class RecordedTurns(PingPong):
 class RecordedConsumer(Consumer):
     """Stamps what its softmax, its pipelines and its turns do."""
 
-    def __init__(self, config, mmas, operands, pipes, softmax: RecordedSoftmax, feeder, wg: Int32):
-        super().__init__(config, mmas, operands, pipes, softmax, feeder, wg)
+    def __init__(self, config, mmas, operands, pipes, softmax: RecordedSoftmax, output, feeder, wg: Int32):
+        super().__init__(config, mmas, operands, pipes, softmax, output, feeder, wg)
         self.ping_pong = RecordedTurns(config, wg, softmax.recorder)
 
 

@@ -3,7 +3,8 @@
 python benchmarks/rmse.py --out rmse.json [--fa3-library PATH] [--peers ours,fa3,fa2] [--lengths 4096,65536]
 
 Three measurements: every 16-bit peer; the paper's table, with the FP8 of every library that is here; and the error
-of our FP8 against the number of keys.
+of our FP8, with one level of accumulation and with two, against the number of keys: on these inputs, and on values with
+an offset, whose sums grow with the keys.
 """
 
 from __future__ import annotations
@@ -120,10 +121,13 @@ def main(arguments: list[str]) -> int:
     console.print(rmse_table(table), highlight=False)
     if options.lengths:
         # One head: at 131072 keys, drawing the inputs takes longer than all else.
-        sweep = run_sweep(LengthSweep(replace(experiment, heads=1), parse_lengths(options.lengths)))
-        figures["lengths"] = sweep_as_data(sweep)
+        one_head, lengths = replace(experiment, heads=1), parse_lengths(options.lengths)
+        sweep = run_sweep(LengthSweep(one_head, lengths))
+        offset = run_sweep(LengthSweep(replace(one_head, distribution="offset"), lengths))
+        figures["lengths"], figures["lengths_offset"] = sweep_as_data(sweep), sweep_as_data(offset)
         targets += sweep_targets(sweep)
-        console.print(sweep_table(sweep), highlight=False)
+        for report in (sweep, offset):
+            console.print(sweep_table(report), highlight=False)
     write_text(options.out, dump_figures(figures))
     if targets:
         console.print(target_table(targets))

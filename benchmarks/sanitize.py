@@ -190,6 +190,7 @@ def _counter_faults(counter: Tensor) -> list[str]:
 FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
     "forward": (shipped_forward_configs, run_case),
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
+    "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),
     "quantize": (shipped_quantize_configs, run_quantize_case),
     "backward": (shipped_backward_configs, run_backward_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),

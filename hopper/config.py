@@ -38,6 +38,10 @@ P in the order of the accumulator."""
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
+MAX_PV_COLUMNS, PV_PART_COLUMNS = 128, 64
+"""Columns of O up to which a second accumulator of its size finds registers, and how many there are in a part of P V
+where it does not."""
+
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
 one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
@@ -157,12 +161,20 @@ class Fp8ForwardConfig(ForwardConfig):
 
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
     FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). With ``v_rows`` V arrives as (keys, head_dim_v) and the
-    producer warpgroup transposes it, else as (head_dim_v, keys).
+    producer warpgroup transposes it, else as (head_dim_v, keys). With ``two_level`` the P V of a key block has an
+    accumulator of its own and is added to O in float32, of whose bits FP8 WGMMA keeps only a part in its sums.
     """
 
     output: str = "bfloat16"
     polynomial_pairs: int = 0
     v_rows: bool = False
+    two_level: bool = False
+
+    @property
+    def pv_columns(self) -> int:
+        """Columns of O whose P V is in one accumulator: all, unless registers for that are too few beside O."""
+        is_too_wide = self.two_level and self.head_dim_v > MAX_PV_COLUMNS
+        return PV_PART_COLUMNS if is_too_wide else self.head_dim_v
 
     @property
     def out_dtype(self) -> str:
@@ -172,6 +184,7 @@ class Fp8ForwardConfig(ForwardConfig):
     def name(self) -> str:
         parts = [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
+        parts += ["twolevel"] if self.two_level else []
         return "_".join([super().name, *parts])
 
     @property
@@ -223,6 +236,25 @@ def _validate_fp8(config: Fp8ForwardConfig) -> None:
         )
     if not 0 <= config.polynomial_pairs <= 8:
         raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed: 0 to 8")
+    if config.two_level:
+        _validate_two_level(config)
+
+
+def _validate_two_level(config: Fp8ForwardConfig) -> None:
+    if config.late_rescale:
+        raise ValueError(
+            "late_rescale is True, allowed with two_level: False, as O is rescaled where P V is added to it"
+        )
+    if config.head_dim_v % config.pv_columns:
+        raise ValueError(
+            f"head_dim_v is {config.head_dim_v}, allowed with two_level: multiples of {PV_PART_COLUMNS} "
+            f"above {MAX_PV_COLUMNS}"
+        )
+    if config.pipelined and config.pv_columns < config.head_dim_v:
+        raise ValueError(
+            f"pipelined is True, allowed with two_level at head_dim_v {config.head_dim_v}: False, "
+            "as P V comes in parts"
+        )
 
 
 def _validate_registers(config: ForwardConfig) -> None:
@@ -332,6 +364,16 @@ class Fp8Tiling(Tiling):
 
     late_rescale: bool = True
     polynomial_pairs: int = 0
+    pipelined: bool = True
+    two_level: bool = False
+
+
+@dataclass(frozen=True)
+class TwoLevelTiling(Fp8Tiling):
+    """``Fp8Tiling`` with a second accumulator, whose registers are not there for keys."""
+
+    late_rescale: bool = False
+    two_level: bool = True
 
 
 FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
@@ -375,6 +417,30 @@ FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
 }
 """By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition."""
 
+FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
+    64: (
+        TwoLevelTiling(128, 128, 4, polynomial_pairs=3),
+        TwoLevelTiling(128, 160, 4, polynomial_pairs=3),
+        TwoLevelTiling(192, 64, 4, polynomial_pairs=3),
+    ),
+    128: (
+        TwoLevelTiling(128, 128, 4, polynomial_pairs=2),
+        TwoLevelTiling(128, 96, 4, polynomial_pairs=2),
+        TwoLevelTiling(128, 64, 4, polynomial_pairs=2),
+    ),
+    256: (TwoLevelTiling(128, 128, 2, pipelined=False), TwoLevelTiling(128, 64, 4, pipelined=False)),
+}
+"""By head_dim, with and without a causal mask. Every width in ``FP8_TILINGS`` is a multiple of one here, so that what
+was quantized for one level can be attended to with two. Up to head_dim 128 a thread has registers for two accumulators
+of all columns of O, but not for 192 keys beside them; at 256 P V comes in parts of its columns, after the softmax."""
+
+FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
+    64: (TwoLevelTiling(128, 128, 3, polynomial_pairs=3),),
+    128: (TwoLevelTiling(128, 96, 3, polynomial_pairs=2),),
+    256: (TwoLevelTiling(128, 64, 2, pipelined=False),),
+}
+"""By head_dim, for V in rows."""
+
 FP8_ROW_QUERIES = {64: 2**31, 128: 12_288, 256: 6_144}
 """By head_dim: queries of one key/value head up to which a kernel that transposes V on its way is faster than PyTorch's
 transposition and a kernel that finds it transposed (`fp8_rows.json` in the development results, to a factor of 4)."""
@@ -395,10 +461,12 @@ def select_fp8_forward_config(
     seqlen_k: int,
     block_k: int = 0,
     v_rows: bool = False,
+    two_level: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
-    ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v).
+    ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v), and
+    ``two_level`` that P V is to be added to O in float32.
 
     Raises:
         ValueError: a head dimension is too large, or no tiling divides ``block_k``.
@@ -408,7 +476,7 @@ def select_fp8_forward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    tilings = FP8_ROW_TILINGS[min(fits)] if v_rows else FP8_TILINGS[min(fits), causal]
+    tilings = _fp8_tilings(min(fits), causal, v_rows, two_level)
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
@@ -416,6 +484,12 @@ def select_fp8_forward_config(
     long_enough = (tiling for tiling in dividing if seqlen_k <= tiling.max_seqlen_k)
     tiling = next(long_enough, dividing[0])
     return _make_fp8_config(min(fits), causal, output, tiling, v_rows)
+
+
+def _fp8_tilings(head_dim: int, causal: bool, v_rows: bool, two_level: bool) -> tuple[Fp8Tiling, ...]:
+    if two_level:
+        return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
+    return FP8_ROW_TILINGS[head_dim] if v_rows else FP8_TILINGS[head_dim, causal]
 
 
 def _make_fp8_config(
@@ -435,29 +509,31 @@ def _make_fp8_config(
         tile_n=tiling.tile_n,
         stages=tiling.stages,
         registers=registers,
+        pipelined=tiling.pipelined,
         ping_pong=tiling.ping_pong,
         late_rescale=tiling.late_rescale,
         output=output,
         polynomial_pairs=tiling.polynomial_pairs,
         v_rows=v_rows,
+        two_level=tiling.two_level,
     )
     validate_forward_config(config)
     return config
 
 
-def shipped_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
-    """Every config that ``select_fp8_forward_config`` can return, each once."""
+def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConfig, ...]:
+    """Every config that ``select_fp8_forward_config`` can return for this ``two_level``, each once."""
     transposed = tuple(
         _make_fp8_config(head_dim, causal, output, tiling)
         for output in DTYPES
-        for (head_dim, causal), tilings in FP8_TILINGS.items()
-        for tiling in tilings
+        for head_dim, causal in FP8_TILINGS
+        for tiling in _fp8_tilings(head_dim, causal, v_rows=False, two_level=two_level)
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(
         _make_fp8_config(head_dim, causal, "bfloat16", tiling, v_rows=True)
-        for head_dim, tilings in FP8_ROW_TILINGS.items()
-        for tiling in tilings
+        for head_dim in FP8_ROW_TILINGS
+        for tiling in _fp8_tilings(head_dim, False, v_rows=True, two_level=two_level)
         for causal in (False, True)
     )
     return transposed + rows

@@ -9,42 +9,42 @@ from cutlass.pipeline import PipelineState
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import OnlineSoftmax, scale_rows
+from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.feeder import NoFeeder
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
+from hopper.forward.output import Output
 from hopper.wgmma import issue_gemm
 
 
 class Consumer(LoopInvariant):
     """The two GEMMs of a tile and the softmax between them, for the rows of one warpgroup.
 
-    Q, K and V are WGMMA operands in shared memory, K and V with a last mode over stages. P goes from the softmax
-    to the second GEMM in registers; O stays in registers (``acc_O``) until the epilogue.
+    Q and K are WGMMA operands in shared memory, K with a last mode over stages. P goes from the softmax to the second
+    GEMM in registers; O stays in registers until the epilogue, and ``output`` says how P V reaches it.
     """
 
     def __init__(
         self,
         config: ForwardConfig,
         mmas: Mmas,
-        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        operands: tuple[cute.Tensor, cute.Tensor],
         pipes: Pipelines,
         softmax: OnlineSoftmax,
+        output: Output,
         feeder: NoFeeder,
         wg: Int32,
     ):
         self.config = config
         self.mmas = mmas
-        self.tSrQ, self.tSrK, self.tOrV = operands
+        self.tSrQ, self.tSrK = operands
         self.pipes = pipes
         self.softmax = softmax
+        self.output = output
         self.feeder = feeder
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
-        self.acc_O = cute.make_rmem_tensor(
-            self.mmas.pv.partition_shape_C((WARPGROUP_ROWS, config.head_dim_v)), Float32
-        )
         self.tOrP = cute.make_rmem_tensor(
             self.mmas.pv.partition_shape_A((WARPGROUP_ROWS, config.tile_n)), self.mmas.pv.op.a_dtype
         )
@@ -53,13 +53,13 @@ class Consumer(LoopInvariant):
     def attend(
         self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState, q_phase: Int32
     ) -> PipelineState:
-        """Leave one tile's O, not yet normalised, in ``acc_O`` and its row statistics in ``softmax``.
+        """Leave one tile's O, not yet normalised, in ``output`` and its row statistics in ``softmax``.
 
         Visits the key blocks from ``n_end - 1`` down to 0; those below ``n_unmasked`` need no mask. Releases Q
         unless O is to be staged in its place. Returns the state of K's and V's pipelines after the tile.
         """
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
-        self.acc_O.fill(0.0)
+        self.output.clear()
         if const_expr(self.config.pipelined):
             kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state, q_phase)
         else:
@@ -87,11 +87,11 @@ class Consumer(LoopInvariant):
             kv_state = self._overlapped_block(mask, n_block, kv_state, False)
             n_block -= 1
         self._release_q(q_phase)
-        if const_expr(self.config.late_rescale):
-            self.softmax.rescale_if_needed(self.acc_O)
-        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
-        warpgroup.wait_group(0)
+        self.output.enter_product()
+        self.output.start(self.tOrP, kv_state.index)
+        self.output.wait(self.tOrP, kv_state.index)
         self.pipes.v.consumer_release(kv_state)
+        self.output.collect()
         kv_state.advance()
         return kv_state
 
@@ -127,9 +127,8 @@ class Consumer(LoopInvariant):
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
-        if const_expr(self.config.late_rescale):
-            self.softmax.rescale_if_needed(self.acc_O)
-        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, v_state.index], True)
+        self.output.enter_product()
+        self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
         warpgroup.wait_group(1)
@@ -140,12 +139,12 @@ class Consumer(LoopInvariant):
         self.softmax.exponentiate(acc_S, 0, is_first=False)
         self.feeder.feed()
         self.pipes.v.consumer_wait(k_state)
-        warpgroup.wait_group(0)
+        self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
         self.softmax.store_P(self.tOrP, acc_S, 0)
         self._exponentiate(acc_S, 1, is_first=False)
-        if const_expr(not self.config.late_rescale):
-            scale_rows(self.acc_O, self.softmax.row_scale)
+        self.output.collect()
+        self.output.rescale()
         return k_state
 
     @cute.jit
@@ -193,14 +192,14 @@ class Consumer(LoopInvariant):
         self.feeder.feed()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r, is_first)
-        if const_expr(self.config.late_rescale):
-            self.softmax.rescale_if_needed(self.acc_O)
-        elif const_expr(not is_first):
-            scale_rows(self.acc_O, self.softmax.row_scale)
+        if const_expr(not is_first):
+            self.output.rescale()
+        self.output.enter_product()
         self.pipes.v.consumer_wait(kv_state)
-        issue_gemm(self.mmas.pv, self.acc_O, self.tOrP, self.tOrV[None, None, None, kv_state.index], True)
-        warpgroup.wait_group(0)
+        self.output.start(self.tOrP, kv_state.index)
+        self.output.wait(self.tOrP, kv_state.index)
         self.pipes.v.consumer_release(kv_state)
+        self.output.collect()
         kv_state.advance()
         return kv_state
 

@@ -37,7 +37,7 @@ class Epilogue(LoopInvariant):
         config, wg = consumer.config, consumer.wg
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
-        normalize_rows(consumer.acc_O, inverse_sum)
+        normalize_rows(consumer.output.acc, inverse_sum)
         store_rows(lse, self.mLSE[None, head, batch], row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
@@ -72,6 +72,6 @@ class Epilogue(LoopInvariant):
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
         copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
-        rO = cute.make_rmem_tensor_like(consumer.acc_O, dtype)
-        rO.store(consumer.acc_O.load().to(dtype))
+        rO = cute.make_rmem_tensor_like(consumer.output.acc, dtype)
+        rO.store(consumer.output.acc.load().to(dtype))
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))

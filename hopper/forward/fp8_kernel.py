@@ -11,7 +11,8 @@ from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
 from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
-from hopper.forward.operands import TmaOperand, Work
+from hopper.forward.operands import Mmas, TmaOperand, Work
+from hopper.forward.output import Output, TwoLevelOutput
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, BlockScales, ScalePublisher
 from hopper.forward.transpose import PRODUCER_WARPS, VTransposer, load_ahead
@@ -60,6 +61,11 @@ class Fp8ForwardKernel(ForwardKernel):
         s = BlockScales(*scales)
         tile_scales = (s.q, s.o, s.block_q)
         return BlockScaledSoftmax(scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs)
+
+    def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+        if not self.config.two_level:
+            return super()._make_output(mmas, sV, softmax)
+        return TwoLevelOutput(self.config, mmas, self._pv_mma(self.config.pv_columns), sV, softmax)
 
     def _make_scales(self, scales: tuple, storage) -> ScalePublisher:
         return ScalePublisher(BlockScales(*scales), self.config.tile_n, self._slots(storage))

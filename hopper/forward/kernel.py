@@ -23,10 +23,13 @@ from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.feeder import Feeder, NoFeeder
 from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand, Work
+from hopper.forward.output import Output
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, NoScales
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
+ONE_WARPGROUP = (1, 1, 1)
+"""Warpgroups of an MMA along rows, columns and depth."""
 
 
 class SmemLayouts(NamedTuple):
@@ -275,13 +278,13 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
-        thr_qk, thr_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
+        thr_qk = mmas.qk.get_slice(0)
         fragments = (
             mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg])),
             mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem)),
-            mmas.pv.make_fragment_B(thr_pv.partition_B(operands.v.smem)),
         )
-        consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, feeder, wg)
+        output = self._make_output(mmas, operands.v.smem, softmax)
+        consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, output, feeder, wg)
         epilogue = Epilogue(operands.o, mLSE, lane, warp_in_group)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
@@ -317,6 +320,9 @@ class ForwardKernel:
 
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         return OnlineSoftmax(scale_log2)
+
+    def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+        return Output(self.config, mmas, sV, softmax)
 
     def _make_scales(self, scales: tuple, storage) -> NoScales:
         return NoScales()
@@ -400,27 +406,29 @@ class ForwardKernel:
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
-        one_warpgroup = (1, 1, 1)
         qk = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            one_warpgroup,
+            ONE_WARPGROUP,
             (WARPGROUP_ROWS, c.tile_n),
         )
-        pv = hopper_helpers.make_trivial_tiled_mma(
+        return Mmas(qk, self._pv_mma(c.head_dim_v))
+
+    def _pv_mma(self, columns: int) -> cute.TiledMma:
+        """P V in so many columns of V."""
+        return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
             self.v_major,
             Float32,
-            one_warpgroup,
-            (WARPGROUP_ROWS, c.head_dim_v),
+            ONE_WARPGROUP,
+            (WARPGROUP_ROWS, columns),
             a_source=warpgroup.OperandSource.RMEM,
         )
-        return Mmas(qk, pv)
 
     def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
         c = self.config

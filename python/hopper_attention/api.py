@@ -33,6 +33,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Any:
     """softmax(softmax_scale * Q K^T) V, exact, with memory linear in the sequence lengths.
@@ -62,6 +63,8 @@ def flash_attn_func(
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
+        two_level_accumulation: for float8_e4m3fn on the Hopper kernel: add the products of its key tiles in float32,
+            as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
         backend: "hopper", "ampere" (runs on Hopper GPUs too), "reference", or None to have one chosen; see
             ``explain``.
         qv, window_size, attention_chunk, softcap, num_splits, pack_gqa: FlashAttention-3's features that
@@ -96,6 +99,8 @@ def flash_attn_func(
         checks.check_backend(backend)
     if sm_margin != 0:
         checks.check_sm_margin(sm_margin)
+    if two_level_accumulation is not False:
+        checks.check_two_level_accumulation(two_level_accumulation)
     no_descales = q_descale is None and k_descale is None and v_descale is None
     if no_descales and _wants_only_a_launch(q, k, v) and q.is_cuda:
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
@@ -103,7 +108,7 @@ def flash_attn_func(
     else:
         descales = (q_descale, k_descale, v_descale)
         options = (bool(causal), backend, sm_margin, bool(deterministic))
-        results = _call_operator(q, k, v, softmax_scale, descales, options)
+        results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
 
@@ -130,6 +135,7 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[bool, str | None, int, bool],
+    two_level: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
@@ -142,7 +148,7 @@ def _call_operator(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
         checks.check_fp8_has_no_grad(q, k, v, *descales)
-        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend)
+        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level)
     return ops.forward(q, k, v, scale, causal, backend, *others)
 
 
@@ -161,6 +167,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Any:
     """:func:`flash_attn_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
@@ -190,6 +197,7 @@ def flash_attn_qkvpacked_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
+        two_level_accumulation=two_level_accumulation,
         backend=backend,
     )
 
@@ -209,6 +217,7 @@ def flash_attn_kvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Any:
     """:func:`flash_attn_func` with K and V in one tensor; nothing is copied to take them apart.
@@ -240,6 +249,7 @@ def flash_attn_kvpacked_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
+        two_level_accumulation=two_level_accumulation,
         backend=backend,
     )
 

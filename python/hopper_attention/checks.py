@@ -145,6 +145,11 @@ def check_sm_margin(sm_margin: Any) -> None:
         )
 
 
+def check_two_level_accumulation(two_level_accumulation: Any) -> None:
+    if not isinstance(two_level_accumulation, bool):
+        raise TypeError(f"two_level_accumulation is {two_level_accumulation!r}, allowed: True or False")
+
+
 def check_descales(
     q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> None:

@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 
 Dtype = Literal["float16", "bfloat16"]
-Distribution = Literal["outliers", "token-outliers", "channel-outliers", "heavy-tails", "normal"]
+Distribution = Literal["outliers", "token-outliers", "channel-outliers", "heavy-tails", "offset", "normal"]
 
 
 @app.command()
@@ -135,7 +135,8 @@ def rmse(
     causal: Annotated[bool, typer.Option("--causal")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float16",
     distribution: Annotated[
-        Distribution, typer.Option(help="Outliers by element, token or channel; Student's t; or N(0, 1).")
+        Distribution,
+        typer.Option(help="Outliers by element, token or channel; Student's t; N(1, 1); or N(0, 1)."),
     ] = "outliers",
     outlier_std: Annotated[float, typer.Option(help="Standard deviation of an outlier.")] = 10.0,
     methods: Annotated[
@@ -308,6 +309,7 @@ def shipped_kernels(arch: str) -> tuple[KernelConfig, ...]:
     return (
         *shipped_forward_configs(),
         *shipped_fp8_forward_configs(),
+        *shipped_fp8_forward_configs(two_level=True),
         *shipped_quantize_configs(),
         *shipped_backward_kernels(),
     )

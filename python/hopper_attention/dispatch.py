@@ -88,6 +88,7 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
         "softmax under its own GEMMs" if c.pipelined else "",
         "warpgroups in ping-pong" if c.ping_pong else "",
         "O rescaled under the next Q K^T" if c.late_rescale else "",
+        "P V added to O in float32" if isinstance(c, Fp8ForwardConfig) and c.two_level else "",
         "persistent grid",
         "longest causal tiles first" if c.causal else "",
     ]
@@ -155,6 +156,7 @@ def explain(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -180,6 +182,7 @@ def explain(
     )
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
+    checks.check_two_level_accumulation(two_level_accumulation)
     specs = {"q": TensorSpec.of(q), "k": TensorSpec.of(k), "v": TensorSpec.of(v)}
     checks.check_qkv(**specs)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
@@ -188,7 +191,7 @@ def explain(
     target = target_of(q.device) if device_capability is None else _imagined(device_capability)
     if q.dtype == checks.FP8_DTYPE:
         checks.check_fp8_has_no_grad(q, k, v, q_descale, k_descale, v_descale)
-        choice, config = _plan_fp8(specs, bool(causal), target, backend)
+        choice, config = _plan_fp8(specs, bool(causal), two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, q.dtype, backend)
         config = select_config(choice.backend, target.capability, **specs, causal=bool(causal))
@@ -217,12 +220,14 @@ def _copies(config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Ten
 
 
 def _plan_fp8(
-    specs: dict[str, TensorSpec], causal: bool, target: Target, backend: str | None
+    specs: dict[str, TensorSpec], causal: bool, two_level: bool, target: Target, backend: str | None
 ) -> tuple[Choice, Config]:
     """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
-    problem = fp8_rules.Fp8Problem(*shapes, *blocks, checks.FP8_OUT_DTYPE, causal, v_rows=True)
+    problem = fp8_rules.Fp8Problem(
+        *shapes, *blocks, checks.FP8_OUT_DTYPE, causal, v_rows=True, two_level=two_level
+    )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":
         return choice, fp8_rules.select_config(problem)

@@ -30,6 +30,7 @@ def flash_attn_fp8_func(
     return_attn_probs: bool = False,
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Quantize 16-bit q, k and v to e4m3 and attend (FlashAttention-3, section 3.3).
@@ -42,6 +43,10 @@ def flash_attn_fp8_func(
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         return_attn_probs: also return the LSE, natural log, float32 (batch, heads, seqlen_q).
         quantization: rotation, what shares a scale, and the block sizes.
+        two_level_accumulation: add the products P V of the FP8 kernel's key tiles to the output in float32 (DeepGEMM's
+            "promotion", the opposite of PyTorch's use_fast_accum). Otherwise the tensor cores add them, with fewer
+            bits. The gradient stays that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway and
+            give the same with it as without.
         backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
             or None to have one chosen.
 
@@ -55,14 +60,24 @@ def flash_attn_fp8_func(
     """
     checks.check_are_tensors(q=q, k=k, v=v)
     checks.check_backend(backend)
+    checks.check_two_level_accumulation(two_level_accumulation)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wants_grad or torch.compiler.is_compiling():
         attention_shape(q, k, v)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-        out, lse = differentiable_fp8(q, k, v, scale, bool(causal), quantization, backend)
+        out, lse = differentiable_fp8(
+            q, k, v, scale, bool(causal), quantization, backend, two_level_accumulation
+        )
         return (out, lse) if return_attn_probs else out
     parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
-    return flash_attn_quantized_func(parts, softmax_scale, causal, return_attn_probs, backend=backend)
+    return flash_attn_quantized_func(
+        parts,
+        softmax_scale,
+        causal,
+        return_attn_probs,
+        two_level_accumulation=two_level_accumulation,
+        backend=backend,
+    )
 
 
 def flash_attn_quantized_func(
@@ -71,14 +86,18 @@ def flash_attn_quantized_func(
     causal: bool = False,
     return_attn_probs: bool = False,
     *,
+    two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
 
     The output has the dtype that q had before it was quantized. A rotation of V is undone here, in PyTorch, and the
-    mean of K goes back into the LSE.
+    mean of K goes back into the LSE. The same parts serve with and without ``two_level_accumulation``.
     """
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
-    out, lse = attend_and_undo(parts, scale, bool(causal), backend, wants_lse=return_attn_probs)
+    checks.check_two_level_accumulation(two_level_accumulation)
+    out, lse = attend_and_undo(
+        parts, scale, bool(causal), backend, two_level_accumulation, wants_lse=return_attn_probs
+    )
     return (out, lse) if return_attn_probs else out

@@ -132,9 +132,15 @@ HOW = {
 
 
 def attend(
-    parts: QuantizedQKV, softmax_scale: float, causal: bool, backend: str | None, wants_lse: bool = True
+    parts: QuantizedQKV,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors: out and lse. Without ``wants_lse`` the lse may lack its rows.
+    """Attention of quantized tensors: out and lse. Without ``wants_lse`` the lse may lack its rows. ``two_level`` is
+    that of ``Fp8Problem``.
 
     Raises:
         ValueError: the tensors do not fit together, or ``backend`` cannot run the problem.
@@ -143,11 +149,11 @@ def attend(
     q, k = parts.q.data, parts.k.data
     # What is made while a graph is captured belongs to that graph: it is not remembered.
     find = find_fp8_launch.__wrapped__ if is_capturing(q.device) else find_fp8_launch
-    launch = find(problem_of(parts, causal), q.stride(), k.stride(), q.device, backend)
+    launch = find(problem_of(parts, causal, two_level), q.stride(), k.stride(), q.device, backend)
     return launch(parts, softmax_scale, wants_lse)
 
 
-def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
+def problem_of(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> Fp8Problem:
     """What the rules need to know of quantized tensors."""
     q, k, v = parts.q, parts.k, parts.v
     return Fp8Problem(
@@ -160,6 +166,7 @@ def problem_of(parts: QuantizedQKV, causal: bool) -> Fp8Problem:
         parts.dtype,
         causal,
         v_rows=isinstance(v, QuantizedTensor),
+        two_level=two_level,
     )
 
 

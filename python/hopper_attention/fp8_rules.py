@@ -32,7 +32,8 @@ class Fp8Problem(NamedTuple):
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...). The
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
-    for each key, as FP8 tensors with descales have.
+    for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
+    P V; everything else adds in float32 as it is.
     """
 
     q_shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Fp8Problem(NamedTuple):
     out_dtype: torch.dtype
     causal: bool
     v_rows: bool = False
+    two_level: bool = False
 
 
 def block_of(rows: int, seqlen: int) -> int:
@@ -138,8 +140,7 @@ def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     seqlen_k = p.k_shape[1]
     queries = p.q_shape[1] * (p.q_shape[2] // max(p.k_shape[2], 1))
     transposes = p.v_rows and p.block_k == ONE_BLOCK and transposes_v(p.q_shape[3], p.v_shape[3], queries)
-    config = select_fp8_forward_config(
-        p.q_shape[3], p.v_shape[3], p.causal, DTYPE_NAMES[p.out_dtype], seqlen_k, p.block_k, transposes
-    )
+    dtype, options = DTYPE_NAMES[p.out_dtype], (p.block_k, transposes, p.two_level)
+    config = select_fp8_forward_config(p.q_shape[3], p.v_shape[3], p.causal, dtype, seqlen_k, *options)
     check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
     return config

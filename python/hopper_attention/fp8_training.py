@@ -39,6 +39,7 @@ def forward_fp8_of_16_bits(
     softmax_scale: float,
     causal: bool,
     backend: str | None,
+    two_level: bool,
     rotate: bool,
     granularity: str,
     block_q: int,
@@ -51,7 +52,7 @@ def forward_fp8_of_16_bits(
     transposed, and what smooth K took from the scores."""
     c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v))
     parts = quantize_qkv(q, k, v, quantization=c, backend=quantizer_of(backend))
-    out, lse = attend_and_undo(parts, softmax_scale, causal, backend, wants_lse=True)
+    out, lse = attend_and_undo(parts, softmax_scale, causal, backend, two_level, wants_lse=True)
     data = (parts.q.data, parts.q.scale, parts.k.data, parts.k.scale, parts.v.data, parts.v.scale)
     return out, lse, *data, parts.shift
 
@@ -64,6 +65,7 @@ def _(
     softmax_scale: float,
     causal: bool,
     backend: str | None,
+    two_level: bool,
     rotate: bool,
     granularity: str,
     block_q: int,
@@ -104,10 +106,15 @@ def quantizer_of(backend: str | None) -> str | None:
 
 
 def attend_and_undo(
-    parts: QuantizedQKV, softmax_scale: float, causal: bool, backend: str | None, wants_lse: bool
+    parts: QuantizedQKV,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors, with a rotation of V undone and the mean of K back in the LSE."""
-    out, lse = attend(parts, softmax_scale, causal, backend, wants_lse)
+    out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse)
     # A row without keys stays at -inf and 0: both steps below leave those as they are.
     if wants_lse and parts.shift.numel():
         lse = lse + softmax_scale * parts.shift
@@ -117,7 +124,7 @@ def attend_and_undo(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:
-    _, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, *options = inputs
+    _, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, *options = inputs
     ctx.quantization, ctx.seqlen_k = _quantization(k, v, tuple(options)), v.shape[1]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[2:])
@@ -149,7 +156,7 @@ def _gradients(
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
     if c.rotate_v:
         dv = rotate_back(dv, c.seed).to(out.dtype)
-    return dq, dk, dv, *[None] * 10
+    return dq, dk, dv, *[None] * 11
 
 
 def _quantization(k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Fp8Quantization:
@@ -174,9 +181,10 @@ def differentiable_fp8(
     causal: bool,
     quantization: Fp8Quantization,
     backend: str | None,
+    two_level: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates and traces."""
     c = quantization
     block_k = c.block_k if isinstance(c.block_k, int) else OF_THE_TILE
     options = (c.rotate, c.granularity, c.block_q, block_k, c.seed, c.smooth_k, c.rotate_v)
-    return forward_fp8_of_16_bits(q, k, v, softmax_scale, causal, backend, *options)[:2]
+    return forward_fp8_of_16_bits(q, k, v, softmax_scale, causal, backend, two_level, *options)[:2]

@@ -61,10 +61,14 @@ def forward_fp8(
     softmax_scale: float,
     causal: bool,
     backend: str | None,
+    two_level: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32."""
+    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
+
+    ``two_level`` asks the FP8 kernel for two-level accumulation.
+    """
     parts = from_descales(q, k, v, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
-    return attend(parts, softmax_scale, causal, backend)
+    return attend(parts, softmax_scale, causal, backend, two_level)
 
 
 @forward_fp8.register_fake
@@ -78,6 +82,7 @@ def _(
     softmax_scale: float,
     causal: bool,
     backend: str | None,
+    two_level: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 

@@ -59,9 +59,12 @@ def allowed_error(backend: str, like: torch.Tensor, oracle: torch.Tensor) -> flo
     return allowed_ratio(like.numel()) * emulated + 2e-4 * rms(oracle) + 1e-12
 
 
-def find_differences(parts: QuantizedQKV, causal: bool, backend: str = "hopper") -> list[str]:
+def find_differences(
+    parts: QuantizedQKV, causal: bool, backend: str = "hopper", two_level: bool = False
+) -> list[str]:
     """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, backend=backend)
+    options = {"two_level_accumulation": two_level, "backend": backend}
+    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
     like, like_lse = flash_attn_quantized_func(parts, None, causal, True, backend="reference")
     oracle, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
     wrong = []
@@ -229,3 +232,66 @@ def test_rmse_on_the_papers_outlier_inputs(device: str) -> None:
 
     both, emulated = rmse("block", True, "hopper"), rmse("block", True, "reference")
     assert both <= 9.5e-3 and both <= 1.05 * emulated
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 192, 256])
+def test_two_level_kernel_is_as_good_as_its_emulation(
+    draw, head_dim: int, causal: bool, granularity: str
+) -> None:
+    failures = {}
+    # From 2560 keys on at head_dim 128, and 6144 at 64, blocks are wider than a two-level tile can be.
+    for seqlens in (*LENGTHS, (131, 2777), (65, 6299)):
+        for heads in ((2, 2), (4, 1)):
+            x = draw(torch.bfloat16, 2, seqlens, heads, head_dim)
+            parts = quantize_qkv(x.q, x.k, x.v, quantization=Fp8Quantization(granularity=granularity))
+            wrong = find_differences(parts, causal, two_level=True)
+            if wrong:
+                failures[seqlens, heads] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_two_level_kernel_on_odd_scales_blocks_and_v_in_rows(draw, head_dim: int) -> None:
+    x = draw(torch.float16, 2, (300, 1100), (4, 2), head_dim)
+    growing = torch.linspace(0.2, 3.0, 1100, device=x.k.device).view(1, -1, 1, 1).to(x.k.dtype)
+    louder = torch.linspace(-12, 0, 1100, device=x.k.device).exp2().view(1, -1, 1, 1).to(x.v.dtype)
+    for block_k in (64, 128, 384, 1024):
+        c = Fp8Quantization(block_q=64, block_k=block_k)
+        for k, v in ((x.k * growing, x.v * louder), (x.k * growing.flip(1), x.v * louder.flip(1))):
+            parts = quantize_qkv(x.q, k, v, quantization=c)
+            for causal in (False, True):
+                assert find_differences(parts, causal, two_level=True) == []
+    data = [(0.7 * t).to(torch.float8_e4m3fn) for t in (x.q, x.k, x.v)]
+    parts = from_descales(*data, None, None, None, torch.bfloat16)
+    for causal in (False, True):
+        assert problem_of(parts, causal).v_rows and find_differences(parts, causal, two_level=True) == []
+        out = flash_attn_func(*data, causal=causal, two_level_accumulation=True)
+        options = {"two_level_accumulation": True, "backend": "hopper"}
+        assert torch.equal(out, flash_attn_quantized_func(parts, causal=causal, **options))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_two_levels_lose_no_more_than_one_over_many_keys(draw, head_dim: int, offset: float) -> None:
+    """With an offset the terms of P V have one sign, so that their sum grows, and with it what one level drops."""
+    x = draw(torch.bfloat16, 1, (256, 65536), (1, 1), head_dim)
+    parts = quantize_qkv(x.q, x.k, x.v + offset)
+    oracle, _ = attention_naive(*(t.dequantize() for t in (parts.q, parts.k, parts.v)))
+    one, two = (
+        rms(flash_attn_quantized_func(parts, two_level_accumulation=levels, backend="hopper") - oracle)
+        for levels in (False, True)
+    )
+    # Where neither loses anything, the order of the additions is a matter of chance.
+    assert two <= (1 + 2 / math.sqrt(256 * head_dim)) * one
+    assert find_differences(parts, False, two_level=True) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_two_level_kernel_repeats_its_bits(draw, head_dim: int) -> None:
+    x = draw(torch.bfloat16, 2, (1000, 3000), (4, 2), head_dim)
+    parts = quantize_qkv(x.q, x.k, x.v)
+    options = {"causal": True, "two_level_accumulation": True, "backend": "hopper"}
+    first = flash_attn_quantized_func(parts, **options)
+    assert all(torch.equal(first, flash_attn_quantized_func(parts, **options)) for _ in range(19))

@@ -20,18 +20,25 @@ LSE_ROUNDING = 5e-3
 def wgmma_product(q: Tensor, k: Tensor) -> Tensor:
     """Q K^T of e4m3 q (m, d) and k (n, d) as FP8 WGMMA adds it, float32 (m, n).
 
-    A step adds 32 products and the accumulator. Each term is first truncated to a unit, 2^-13 of the power of two of
-    the largest, so a sum of many terms of one sign comes out too small.
+    A sum of many terms of one sign comes out too small.
     """
     total = torch.zeros(q.shape[0], k.shape[0], device=q.device)
     steps = zip(q.float().split(COLUMNS_PER_STEP, 1), k.float().split(COLUMNS_PER_STEP, 1), strict=True)
     for q_part, k_part in steps:
-        products = q_part.unsqueeze(1) * k_part
-        largest = torch.maximum(products.abs().amax(-1), total.abs())
-        unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 1 - FRACTION_BITS)
-        terms = torch.cat([products, total.unsqueeze(-1)], -1) / unit.unsqueeze(-1)
-        total = terms.trunc().sum(-1) * unit
+        total = wgmma_step(q_part, k_part, total)
     return total
+
+
+def wgmma_step(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """total (m, n) + a (m, 32) b (n, 32)^T in float32, as one FP8 WGMMA adds it: its 32 products and the accumulator.
+
+    Each of these terms is first truncated to a unit, 2^-13 of the power of two of the largest.
+    """
+    products = a.unsqueeze(1) * b
+    largest = torch.maximum(products.abs().amax(-1), total.abs())
+    unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 1 - FRACTION_BITS)
+    terms = torch.cat([products, total.unsqueeze(-1)], -1) / unit.unsqueeze(-1)
+    return terms.trunc().sum(-1) * unit
 
 
 def allowed_lse_error(parts: QuantizedQKV, softmax_scale: float) -> Tensor:

@@ -432,6 +432,11 @@ def _matrix(
     return widen(warp.cta.read_async(cells), kind)
 
 
+def add_products(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """What a WGMMA leaves in an accumulator that held ``total``: total + a b^T, in float32."""
+    return total + a @ b.T
+
+
 def _wgmma(name: str, ops: list[str]) -> Step:
     columns, depth = map(int, re.search(r"m64n(\d+)k(\d+)", name).groups())
     kind = name.split(".")[-1]
@@ -457,12 +462,14 @@ def _wgmma(name: str, ops: list[str]) -> Step:
         else:
             rows = np.arange(16) + 16 * (warp.number % 4)
             a = _matrix(warp, a_at, rows, depth, a_transposed, kind)
-        product = a @ _matrix(warp, b_at, np.arange(columns), depth, b_transposed, kind).T
+        b = _matrix(warp, b_at, np.arange(columns), depth, b_transposed, kind)
+        total = np.zeros((16, columns), np.float32)
+        if accumulates:
+            for register, (r, c) in zip(results, places, strict=True):
+                total[r, c] = warp.get(register, np.float32)
+        total = add_products(a, b, total)
         for register, (r, c) in zip(results, places, strict=True):
-            value = product[r, c]
-            if accumulates:
-                value = value + warp.get(register, np.float32)
-            warp.set(register, value.astype(np.float32), np.ones(LANES, bool))
+            warp.set(register, total[r, c], np.ones(LANES, bool))
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         assert mask.all()

@@ -23,7 +23,11 @@ from hopper.inspection import ResourceUsage, resource_usage
 from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
 
-SHIPPED = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
+SHIPPED = (
+    *shipped_forward_configs(),
+    *shipped_fp8_forward_configs(),
+    *shipped_fp8_forward_configs(two_level=True),
+)
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,11 @@ BAD_OPTIONS = [
     (call(sm_margin=-1), ValueError, "sm_margin is -1, allowed: 0 or more"),
     (call(sm_margin=1.5), TypeError, "sm_margin is a float, 1.5, allowed: an int"),
     (
+        call(two_level_accumulation=1),
+        TypeError,
+        "two_level_accumulation is 1, allowed: True or False",
+    ),
+    (
         call(q_descale=torch.ones(2, 2)),
         ValueError,
         "q_descale is given but q has dtype torch.bfloat16, allowed: d",

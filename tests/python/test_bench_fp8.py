@@ -33,6 +33,7 @@ from hopper_attention.experiments.bench_results import (
     PeerInfo,
     Problem,
     dump_forward,
+    is_ours,
     load_forward,
     paper_grid,
 )
@@ -65,6 +66,16 @@ def test_five_rows_run_by_default_and_each_says_what_keeps_it_from_running() -> 
     assert absent == dict.fromkeys(("fa3", "cudnn", "cudnn_bshd", "cudnn_lean"), needs_gpu)
     with pytest.raises(ValueError, match=r"peers is 'ours,fa4', allowed: .* out of ours, ours_e2e"):
         bench_peers.parse_peers("ours,fa4", FP8.registry)
+
+
+def test_two_level_accumulation_is_a_row_on_request() -> None:
+    (peer,) = bench_peers.parse_peers("ours_two_level", FP8.registry)
+    inputs = bench.draw_inputs(GROUPED, 0, "cpu")
+    prepared = peer.prepare(GROUPED, inputs, SETTING)
+    expected = FP8_PEERS["ours"].prepare(GROUPED, inputs, SETTING).launch()
+    assert torch.equal(prepared.launch(), expected) and is_ours(peer.name)
+    _, note = bench_fp8_peers.choose_backend(GROUPED, bench_peers.Setting("cuda"), two_level=True)
+    assert note.endswith("_twolevel")
 
 
 def test_cudnn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

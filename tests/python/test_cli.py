@@ -118,7 +118,9 @@ def test_rmse_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
     assert str(json_path) in output and str(plot) in output and "2 heads" in plot.read_text()
 
 
-@pytest.mark.parametrize("distribution", ["token-outliers", "channel-outliers", "heavy-tails", "normal"])
+@pytest.mark.parametrize(
+    "distribution", ["token-outliers", "channel-outliers", "heavy-tails", "offset", "normal"]
+)
 def test_rmse_of_other_inputs(distribution: str) -> None:
     shape = ("--seqlen", 256, "--head-dim", 32, "--device", "cpu", "--dtype", "bfloat16")
     result = succeed("rmse", *shape, "--distribution", distribution, "--json", "-")
@@ -154,8 +156,8 @@ def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) ->
     result = call("compile", "--jobs", 3, "--only", "fp16_d64", "--objects", folder, "--json", "-")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
-    forward = (*shipped_forward_configs(), *shipped_fp8_forward_configs())
-    shipped = (*forward, *shipped_quantize_configs(), *shipped_backward_kernels())
+    fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
+    shipped = (*shipped_forward_configs(), *fp8, *shipped_quantize_configs(), *shipped_backward_kernels())
     names = [config.name for config in shipped if "fp16_d64" in config.name]
     built = len(names) - 1
     assert built > 0

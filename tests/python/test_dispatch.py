@@ -180,6 +180,19 @@ def test_plan_for_fp8() -> None:
     assert plan.backend == "reference" and "must be multiples of 16" in plan.reason
 
 
+@pytest.mark.parametrize("seqlen", [128, 16384])
+def test_plan_for_fp8_with_two_level_accumulation(seqlen: int) -> None:
+    q = meta(1, seqlen, 2, 128, dtype=torch.float8_e4m3fn)
+    plan = plan_for(q, q, q, two_level_accumulation=True)
+    assert isinstance(plan.config, Fp8ForwardConfig) and plan.config.two_level
+    assert plan.config.v_rows == (seqlen == 128) and "P V added to O in float32" in str(plan)
+    assert "P V added" not in str(plan_for(q, q, q))
+    wide = meta(1, seqlen, 2, 128)
+    assert plan_for(wide, wide, wide, two_level_accumulation=True) == plan_for(wide, wide, wide)
+    with pytest.raises(TypeError, match="two_level_accumulation is 'yes', allowed: True or False"):
+        plan_for(q, q, q, two_level_accumulation="yes")
+
+
 def test_plan_for_fp8_with_many_queries_says_that_v_is_transposed_first() -> None:
     q = meta(1, 16384, 2, 128, dtype=torch.float8_e4m3fn)
     plan = plan_for(q, q, q)

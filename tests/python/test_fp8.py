@@ -15,7 +15,12 @@ from hopper.config import (
     shipped_fp8_forward_configs,
     validate_forward_config,
 )
-from hopper_attention import fp8_launch
+from hopper_attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    fp8_launch,
+)
 from hopper_attention.backends import Choice, Target
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.fp8_rules import ONE_BLOCK, Fp8Problem, choose_fp8_backend, select_config
@@ -175,6 +180,58 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
     assert kernel.arguments[4].shape == (2, 4, 0) and len(configs) == 1
+
+
+def test_two_level_accumulation_reaches_the_kernel_from_every_function(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
+) -> None:
+    kernel, configs = hopper
+    q, k, v = qkv()
+    parts, e4m3 = quantize_qkv(q, k, v), [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    both = {"two_level_accumulation": True, "causal": True}
+    calls = (
+        lambda: flash_attn_quantized_func(parts, **both),
+        lambda: flash_attn_fp8_func(q, k, v, **both),
+        lambda: flash_attn_fp8_func(q.clone().requires_grad_(), k, v, **both),
+        lambda: flash_attn_func(*e4m3, **both),
+        lambda: flash_attn_kvpacked_func(e4m3[0], torch.stack(e4m3[1:], 2), **both),
+        lambda: flash_attn_qkvpacked_func(torch.stack([e4m3[1]] * 3, 2), **both),
+    )
+    for call in calls:
+        fp8_launch.find_fp8_launch.cache_clear()
+        call()
+        assert configs.pop().two_level and configs == []
+    block_k = kernel.arguments[11]
+    flash_attn_quantized_func(parts, **both)
+    assert kernel.arguments[2] is parts.v.data and kernel.arguments[11] == parts.k.block != block_k
+    flash_attn_quantized_func(parts, causal=True)
+    assert [config.two_level for config in configs] == [True, False]
+
+
+def test_the_emulation_is_the_same_with_two_level_accumulation() -> None:
+    q, k, v = qkv()
+    parts = quantize_qkv(q, k, v)
+    expected = flash_attn_quantized_func(parts)
+    assert torch.equal(flash_attn_quantized_func(parts, two_level_accumulation=True), expected)
+    q.requires_grad_()
+    gradients = []
+    for two_level in (False, True):
+        out = flash_attn_fp8_func(q, k, v, two_level_accumulation=two_level)
+        assert torch.equal(out, expected)
+        gradients.append(torch.autograd.grad(out.sum(), q)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("bad", [None, 1, "two_level"])
+def test_two_level_accumulation_is_a_bool(bad: Any) -> None:
+    q, k, v = qkv()
+    for call in (
+        lambda: flash_attn_fp8_func(q, k, v, two_level_accumulation=bad),
+        lambda: flash_attn_quantized_func(quantize_qkv(q, k, v), two_level_accumulation=bad),
+        lambda: flash_attn_func(q, k, v, two_level_accumulation=bad),
+    ):
+        with pytest.raises(TypeError, match=f"two_level_accumulation is {bad!r}, allowed: True or False"):
+            call()
 
 
 def test_lone_scales_of_v_are_factors_of_the_output(

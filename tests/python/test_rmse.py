@@ -101,6 +101,10 @@ def test_heavy_tails_are_students_t_with_unit_variance() -> None:
     assert x.mean().item() == pytest.approx(0.0, abs=0.01)
 
 
+def test_offset_inputs_are_normal_ones_with_a_mean_of_1() -> None:
+    assert torch.equal(draw("offset"), draw("normal") + 1)
+
+
 def test_outlier_std_is_that_of_the_outliers() -> None:
     generator = torch.Generator().manual_seed(0)
     spread = rmse_inputs.draw((1, 16_384, 2, 64), "token-outliers", generator, 1e4).std(-1)

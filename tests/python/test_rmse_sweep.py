@@ -51,6 +51,13 @@ def test_summary_is_growth_of_the_kernel_over_that_of_its_emulation() -> None:
     assert summarize(ON_GPU) == pytest.approx({"kernel": 1.5, "emulation": 1.25, "ratio": 1.2})
 
 
+def test_summary_has_the_growth_of_both_accumulations() -> None:
+    errors = {"fp8-both": (0.04, 0.06), "fp8-two-level": (0.04, 0.05), "fp8-emulated": (0.04, 0.04)}
+    by = dict.fromkeys(errors, HOPPER_KERNEL) | {"fp8-emulated": "emulation on cuda"}
+    expected = {"kernel": 1.5, "emulation": 1.0, "ratio": 1.5, "two levels": 1.25}
+    assert summarize(synthetic(errors, by, (4096, 65536))) == pytest.approx(expected)
+
+
 def test_summary_of_what_was_measured_only() -> None:
     on_cpu = synthetic({"fp8-both": (0.04, 0.06)}, {"fp8-both": "emulation on cpu"}, (4096, 65536))
     assert summarize(on_cpu) == pytest.approx({"emulation": 1.5})
@@ -63,7 +70,10 @@ def test_points_are_errors_over_the_output() -> None:
     seen: list[tuple[int, int, str]] = []
     report = run_sweep(sweep, lambda done, total, label: seen.append((done, total, label)))
     assert report.methods == ("flash", "fp8-both")
-    assert [entry.method for entry in report.left_out] == ["fp8-emulated"]
+    assert [entry.method for entry in report.left_out] == ["fp8-two-level", "fp8-emulated"]
+    assert report.left_out[0].reason.startswith(
+        "only the Hopper kernel has two levels of accumulation: cpu is"
+    )
     assert [point.seqlen for point in report.curve("fp8-both")] == [32, 256]
     single = run_rmse(TINY, methods=parse_methods("fp8-both"))
     relative = [e / rms for e, rms in zip(single.rows[0].by_seed, single.rms_by_seed, strict=True)]

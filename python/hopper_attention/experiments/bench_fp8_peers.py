@@ -2,7 +2,8 @@
 
 All get the same N(0, 1) draws in 16 bits and make e4m3 of them outside the timing, each as finely as it can take
 scales: ours by block and rotated, FlashAttention-3 by (batch, kv_head), cuDNN by tensor. Two more rows of ours say
-what a user pays for that: FP8 from 16 bits to 16 bits, quantization included, and the 16-bit kernel.
+what a user pays for that: FP8 from 16 bits to 16 bits, quantization included, and the 16-bit kernel. One that is
+measured on request says what two-level accumulation costs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from hopper_attention.experiments.bench_peers import (
     prepare_ours,
     why_no_fa3,
 )
-from hopper_attention.experiments.bench_results import OURS, OURS_16_BIT, OURS_END_TO_END, Problem
+from hopper_attention.experiments.bench_results import (
+    OURS,
+    OURS_16_BIT,
+    OURS_END_TO_END,
+    OURS_TWO_LEVEL,
+    Problem,
+)
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION, flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.fp8_rules import block_of
 from hopper_attention.quantization import (
@@ -88,27 +95,27 @@ def rounded_by_quantization(quantization: Fp8Quantization) -> Callable[[Inputs],
 rounded_by_default = rounded_by_quantization(DEFAULT_QUANTIZATION)
 
 
-def shipped_fp8_config(problem: Problem) -> Fp8ForwardConfig:
+def shipped_fp8_config(problem: Problem, two_level: bool = False) -> Fp8ForwardConfig:
     """The config that serves a problem quantized by default."""
     p = problem
-    block_k = default_block_k(p.head_dim, p.head_dim_v, p.seqlen_k)
-    return select_fp8_forward_config(
-        p.head_dim, p.head_dim_v, p.causal, p.dtype, p.seqlen_k, block_of(block_k, p.seqlen_k)
-    )
+    block_k = block_of(default_block_k(p.head_dim, p.head_dim_v, p.seqlen_k), p.seqlen_k)
+    sizes = p.head_dim, p.head_dim_v, p.causal, p.dtype, p.seqlen_k
+    return select_fp8_forward_config(*sizes, block_k, two_level=two_level)
 
 
-def choose_backend(problem: Problem, setting: Setting) -> tuple[str, str]:
+def choose_backend(problem: Problem, setting: Setting, two_level: bool = False) -> tuple[str, str]:
     """The backend to ask for, and a note on what runs. On a GPU it must be the kernel: nothing else is ours."""
     if not setting.is_cuda:
         return "reference", "reference"
-    return "hopper", shipped_fp8_config(problem).name
+    return "hopper", shipped_fp8_config(problem, two_level).name
 
 
-def prepare_ours_fp8(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+def prepare_ours_fp8(problem: Problem, inputs: Inputs, setting: Setting, two_level: bool = False) -> Prepared:
     """The public function on parts that were quantized before."""
     parts, causal = quantize_by_default(inputs), problem.causal
-    backend, note = choose_backend(problem, setting)
-    return Prepared(lambda: flash_attn_quantized_func(parts, causal=causal, backend=backend), note)
+    backend, note = choose_backend(problem, setting, two_level)
+    attend = partial(flash_attn_quantized_func, two_level_accumulation=two_level, backend=backend)
+    return Prepared(lambda: attend(parts, causal=causal), note)
 
 
 def prepare_ours_end_to_end(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
@@ -311,6 +318,10 @@ FP8_PEERS: dict[str, Peer] = {
             prepare_ours_end_to_end, limits=end_to_end_limits,
         ),
         Peer(OURS_16_BIT, "hopper-attention, 16 bits", always_available, our_version, prepare_ours),
+        Peer(
+            OURS_TWO_LEVEL, "hopper-attention FP8, two-level accumulation", always_available, our_version,
+            partial(prepare_ours_fp8, two_level=True), rounding=rounded_by_default, limits=kernel_limits,
+        ),
         Peer(
             "fa3", "FlashAttention-3 FP8 (CUDA C++)", why_no_fa3, fa3_version, prepare_fa3_fp8,
             rounding=ROUNDED_BY_HEAD, limits=kernel_limits,

@@ -15,6 +15,7 @@ from hopper_attention.experiments.bench_results import (
     OURS,
     OURS_16_BIT,
     OURS_END_TO_END,
+    OURS_TWO_LEVEL,
     Cell,
     ForwardReport,
     grid_cells,
@@ -26,6 +27,7 @@ COLOURS = {
     OURS: PALETTE["ours"],
     OURS_END_TO_END: PALETTE["ours-light"],
     OURS_16_BIT: PALETTE["grey"],
+    OURS_TWO_LEVEL: PALETTE["blue-light"],
     AMPERE: PALETTE["ours-light"],
     "fa3": PALETTE["blue"],
     "fa4": PALETTE["blue-light"],
@@ -34,7 +36,10 @@ COLOURS = {
     "flex": "#e3d3ae",
     "torch": PALETTE["red"],
 }
-DRAWN = ("torch", "flex", "fa2", OURS_16_BIT, "cudnn", "fa4", "fa3", OURS_END_TO_END, AMPERE, OURS)
+DRAWN = (
+    *("torch", "flex", "fa2", OURS_16_BIT, "cudnn", "fa4", "fa3"),
+    *(OURS_END_TO_END, AMPERE, OURS_TWO_LEVEL, OURS),
+)
 """Peers from left to right within a group: slow to fast, ours last."""
 
 GROUP_WIDTH = 0.86

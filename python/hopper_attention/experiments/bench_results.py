@@ -23,7 +23,9 @@ KINDS = ("forward", "fp8", "backward")
 OURS = "ours"
 OURS_END_TO_END = "ours_e2e"
 OURS_16_BIT = "ours_bf16"
-"""Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; and our 16-bit kernel."""
+OURS_TWO_LEVEL = "ours_two_level"
+"""Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; our 16-bit kernel; and the FP8
+kernel with two-level accumulation."""
 
 AMPERE = "ampere"
 """Our kernel without WGMMA, on any GPU that it runs on; a report without a row ``ours`` is about it."""
@@ -138,7 +140,7 @@ def parse_shapes(text: str) -> tuple[Problem, ...]:
 
 def is_ours(peer: str) -> bool:
     """Whether a row runs this library."""
-    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, AMPERE)
+    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_TWO_LEVEL, AMPERE)
 
 
 def main_row(peers: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ OUTLIER_RATE = 0.001
 CHANNELS_PER_OUTLIER = 64
 """In "channel-outliers", one channel of so many is an outlier, the same one for every token of a head."""
 
-DISTRIBUTIONS = ("outliers", "token-outliers", "channel-outliers", "heavy-tails", "normal")
+DISTRIBUTIONS = ("outliers", "token-outliers", "channel-outliers", "heavy-tails", "offset", "normal")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 MAX_SIGMAS = 6.5
@@ -117,6 +117,7 @@ def draw(
     - "token-outliers": a token is, with all its channels, so that few blocks have any;
     - "channel-outliers": one channel in 64 is, for all tokens, as in the keys of language models;
     - "heavy-tails": Student's t with 3 degrees of freedom, scaled to a variance of 1;
+    - "offset": N(1, 1), so that most terms of P V have one sign, and their sum grows with the keys;
     - "normal": N(0, 1).
 
     An outlier is N(0, 1) + N(0, outlier_std^2). Under one scale, e4m3 holds values at full precision down to
@@ -128,6 +129,8 @@ def draw(
     base = torch.randn(batch, seqlen, heads, head_dim, generator=generator)
     if distribution == "normal":
         return base
+    if distribution == "offset":
+        return base + 1.0
     if distribution == "heavy-tails":
         # t = z / sqrt(chi2 / 3) has a variance of 3, and chi2 is the sum of three squares of N(0, 1).
         chi2 = sum(torch.randn(base.shape, generator=generator).square_() for _ in range(3))

@@ -142,7 +142,9 @@ def run_fp8_per_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attende
     return Attended(attention_fp8_per_tensor(q, k, v, causal=causal), emulation_on(q))
 
 
-def run_fp8(quantization: Fp8Quantization, backend: str | None = None) -> Run:
+def run_fp8(
+    quantization: Fp8Quantization, backend: str | None = None, two_level_accumulation: bool = False
+) -> Run:
     """Ours: quantize to e4m3 as told, and attend on what ``flash_attn_fp8_func`` would."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attended:
@@ -153,7 +155,9 @@ def run_fp8(quantization: Fp8Quantization, backend: str | None = None) -> Run:
 
         parts = quantize_qkv(q, k, v, quantization=quantization)
         chosen = choose_fp8_backend(problem_of(parts, causal), target_of(q.device), backend).backend
-        out = flash_attn_quantized_func(parts, causal=causal, backend=chosen)
+        out = flash_attn_quantized_func(
+            parts, causal=causal, two_level_accumulation=two_level_accumulation, backend=chosen
+        )
         return Attended(out, computed_by(chosen, q))
 
     return run
@@ -165,6 +169,14 @@ def why_not_emulated(experiment: RmseExperiment, setting: Setting) -> str:
 
     reason = why_not_ampere(target_of(torch.device(experiment.device)))
     return f"ours is the emulation here: {reason}" if reason else ""
+
+
+def why_not_two_level(experiment: RmseExperiment, setting: Setting) -> str:
+    """Without the FP8 kernel it is the same row as with one level."""
+    from hopper_attention.backends import target_of, why_not_hopper
+
+    reason = why_not_hopper(target_of(torch.device(experiment.device)))
+    return f"only the Hopper kernel has two levels of accumulation: {reason}" if reason else ""
 
 
 def why_not_per_head(experiment: RmseExperiment, setting: Setting) -> str:
@@ -260,6 +272,10 @@ METHODS: tuple[Method, ...] = (
         run_fp8(replace(OURS_FP8, granularity="head")), why_unavailable=why_not_per_head,
     ),
     Method("fp8-both", "FP8 ours: block scales and rotation", FP8, run_fp8(OURS_FP8), 9.1e-3),
+    Method(
+        "fp8-two-level", "FP8 ours: the same, two-level accumulation", FP8,
+        run_fp8(OURS_FP8, two_level_accumulation=True), why_unavailable=why_not_two_level,
+    ),
     Method(
         "fp8-emulated", "FP8 ours, emulated", EMULATION, run_fp8(OURS_FP8, "reference"),
         why_unavailable=why_not_emulated,

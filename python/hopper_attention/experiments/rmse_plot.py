@@ -41,6 +41,7 @@ PART_COLOUR = (PALETTE["ours-light"], INK)
 CURVE_COLOURS = {
     "flash": PALETTE["sand"],
     "fp8-both": PALETTE["ours"],
+    "fp8-two-level": PALETTE["blue"],
     "fp8-emulated": PALETTE["ours-light"],
     "fp8-float64": PALETTE["red"],
 }

@@ -23,7 +23,7 @@ from hopper_attention.experiments.rmse import (
 from hopper_attention.experiments.rmse_inputs import RmseExperiment, describe_heads, describe_inputs
 from hopper_attention.experiments.rmse_methods import HOPPER_KERNEL, METHODS, Method
 
-SWEPT = ("flash", "fp8-both", "fp8-emulated")
+SWEPT = ("flash", "fp8-both", "fp8-two-level", "fp8-emulated")
 """Rows that are swept unless others are asked for."""
 
 DEFAULT_LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -155,7 +155,8 @@ def growth(report: SweepReport, method: str) -> float:
 def summarize(report: SweepReport) -> dict[str, float]:
     """Growth of the error of our FP8 from ``SHORT`` to ``LONG`` keys, as far as it was measured.
 
-    "kernel": the kernel's; "emulation": its emulation's; "ratio": the first over the second.
+    "kernel": the kernel's; "emulation": its emulation's; "ratio": the first over the second; "two levels": the
+    kernel's with two-level accumulation.
     """
     on_kernel = any(point.implementation == HOPPER_KERNEL for point in report.curve("fp8-both"))
     factors = {
@@ -165,7 +166,8 @@ def summarize(report: SweepReport) -> dict[str, float]:
     summary = {name: factor for name, factor in factors.items() if factor}
     if len(summary) == len(factors):
         summary["ratio"] = factors["kernel"] / factors["emulation"]
-    return summary
+    two_levels = growth(report, "fp8-two-level")
+    return summary | ({"two levels": two_levels} if two_levels else {})
 
 
 def sweep_as_data(report: SweepReport) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def attention_tiled_fp8(
     kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
     head's V has one scale, it multiplies the output instead.
 
-    S and O accumulate in float32: what FP8 WGMMA drops in its accumulation is not emulated. Memory is linear
-    in the sequence lengths.
+    S and O accumulate in float32: what FP8 WGMMA drops in its accumulation is not emulated, so this stands for the
+    kernel with ``two_level_accumulation`` as for that without. Memory is linear in the sequence lengths.
 
     Args:
         parts: from :func:`quantize_qkv` or :func:`from_descales`.
