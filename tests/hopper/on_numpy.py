@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
@@ -191,7 +192,7 @@ def _finish_forward(arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: f
 
 
 def backward_on_numpy(
-    config: BackwardConfig,
+    config: BackwardConfig | AmpereBackwardConfig,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
@@ -208,11 +209,15 @@ def backward_on_numpy(
     if dlse is not None:
         subtract_lse_gradient(delta, lse, dlse)
 
-    arguments = Arguments()
-    maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
-    arguments.add(*maps)
-    arguments.values += [b"\0" * 16] * len(maps)
-    _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
+    if isinstance(config, AmpereBackwardConfig):
+        tensors = (q, k, v, dout, lse_log2, delta, sums, dk, dv, backward_counter(config, sums))
+        _launch_ampere_gradients(config, tensors, softmax_scale, timing)
+    else:
+        arguments = Arguments()
+        maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
+        arguments.add(*maps)
+        arguments.values += [b"\0" * 16] * len(maps)
+        _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
 
     finish_on_numpy(config, sums, dq, softmax_scale)
     return dq, dk, dv
@@ -239,6 +244,22 @@ def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tens
     batch, heads, padded = delta.shape
     arguments.launch(program_of(BackwardStep("prepare", config)), (padded // config.tile_m, heads, batch))
     return lse_log2, delta
+
+
+def _launch_ampere_gradients(
+    config: AmpereBackwardConfig, tensors: tuple[Tensor, ...], softmax_scale: float, timing: Timing
+) -> None:
+    """The kernel between prepare and finish, of its arguments in their order; all CTAs beside each other if they may
+    wait for each other."""
+    q, k = tensors[:2]
+    arguments = Arguments()
+    for tensor in tensors:
+        # Dq's parts and words are fixed when compiling.
+        sizes = tensor.shape[:3] if tensor.dim() == 5 else tensor.shape
+        arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
+    arguments.add(softmax_scale, q.shape[2] // k.shape[2])
+    ctas = -(-k.shape[1] // config.tile_n) * k.shape[2] * k.shape[0]
+    arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 
 
 def _launch_gradients(

@@ -1,0 +1,73 @@
+"""The shipped backward kernels without WGMMA compile without a GPU, without spills, and without a newer instruction."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig, select_ampere_backward_config
+from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
+from hopper.compile import compile_kernel
+from hopper.inspection import ResourceUsage
+from tests.compile_pool import usage_of_each
+from tests.cute_kernels.ampere.test_forward_compile import NEWER
+
+TABLES = {("sm_80",): (64, 96, 128, 192, 256), ("sm_86", "sm_89", "sm_120"): (64, 96, 128, 192, 256)}
+"""Architectures that share a table of tilings, and the head_dims compiled of it.
+
+Each tile shape is compiled once of each mask, those of a shared table for its architectures in turn, every other one
+with a fixed order of dQ, and in bfloat16 alone. All 240 were without spills when the tilings were chosen.
+"""
+
+SHIPPED = [
+    select_ampere_backward_config(
+        "bfloat16", head_dim, head_dim, causal, archs[(2 * i + causal) % len(archs)], (i + causal) % 2 == 1
+    )
+    for archs, head_dims in TABLES.items()
+    for i, head_dim in enumerate(head_dims)
+    for causal in (False, True)
+]
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[AmpereBackwardConfig, ResourceUsage]:
+    return usage_of_each(SHIPPED)
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_shipped_config_compiles_without_spills(config, usages) -> None:
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads * config.ctas_per_sm <= 65_536
+
+
+def test_kernels_have_no_instruction_newer_than_sm_80(tmp_path) -> None:
+    config = select_ampere_backward_config("bfloat16", 128, 128, True, "sm_90a", ordered=True)
+    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
+    assert ".target sm_90a" in ptx and re.findall(NEWER, ptx) == []
+    # Five products of 64 queries, 128 keys and 128 columns, shared out among 8 warps.
+    assert ptx.count("mma.sync.aligned.m16n8k16") == 5 * (64 // 16) * (128 // 8) * (128 // 16) // 8
+    # dQ of a warp: 64 queries by 128 columns, shared out among 8 warps of 32 lanes.
+    assert ptx.count("red.global.add.f32") == 64 * 128 // 8 // 32
+
+
+def test_the_table_of_the_kernel_is_that_of_its_config() -> None:
+    """Rows of the docstring whose second column is an expression of fields."""
+    config = select_ampere_backward_config("bfloat16", 128, 128, True, "sm_80")
+    fields = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    rows = re.findall(r"^ *\| ([^|]+) \| `([^`]+)` \|", AmpereBackwardKernel.__doc__, re.MULTILINE)
+    values = {name: eval(expression, {}, fields) for name, expression in rows}
+    assert values == {
+        "all": 8,
+        "sK, sV": 2 * 128 * 128 * 2,
+        "sQ, sdO": 2 * 2 * 64 * 128 * 2,
+        "sP": 64 * 128 * 2,
+        "sdS": 64 * 128 * 2,
+        "sLSE, sDelta": 2 * 2 * 64 * 4,
+        "acc_dK, acc_dV": 2 * 128 * 128 // 256,
+        "acc_S, acc_dP": 2 * 64 * 128 // 256,
+        "acc_dQ": 64 * 128 // 256,
+    }
+    bytes_of_tiles = [value for name, value in values.items() if name.startswith("s")]
+    assert sum(bytes_of_tiles) == config.smem_bytes == 164_864
