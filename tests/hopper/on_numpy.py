@@ -257,7 +257,7 @@ def _launch_ampere_gradients(
         # Dq's parts and words are fixed when compiling.
         sizes = tensor.shape[:3] if tensor.dim() == 5 else tensor.shape
         arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
-    arguments.add(softmax_scale, q.shape[2] // k.shape[2])
+    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2])
     ctas = -(-k.shape[1] // config.tile_n) * k.shape[2] * k.shape[0]
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 

@@ -15,6 +15,7 @@ from cute_kernels.ampere.config import (
     SMALL,
     WARP_THREADS,
     SharedMemory,
+    swizzle_span,
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
@@ -35,8 +36,9 @@ class AmpereBackwardConfig:
     A CTA owns ``tile_n`` keys of one key/value head and walks over the queries in tiles of ``tile_m``; Q and dO run
     through ``stages`` buffers. Its warps share out each product in two directions: ``score_warps`` of them stand along
     the keys of S^T and dP^T, the others along the queries; ``gradient_warps`` along the keys of dK and dV, the others
-    along their columns; ``dq_warps`` along the queries of dQ, the others along its columns. With ``ordered`` the parts
-    of dQ are added in an order that does not depend on timing.
+    along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
+    each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
+    depend on timing.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class AmpereBackwardConfig:
     dq_warps: int
     stages: int
     ctas_per_sm: int
+    dq_passes: int = 1
     ordered: bool = False
 
     @property
@@ -97,6 +100,11 @@ class AmpereBackwardConfig:
     def dq_parts(self) -> int:
         """Warps that share out a dQ tile."""
         return self.warps
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warp makes at once."""
+        return self.head_dim // (self.dq_splits * self.dq_passes)
 
     @property
     def dq_words(self) -> int:
@@ -181,6 +189,7 @@ class AmpereBackwardConfig:
         parts += ["causal" if self.causal else "full"]
         warps = f"{self.score_warps}{self.gradient_warps}{self.dq_warps}"
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}_{warps}_s{self.stages}c{self.ctas_per_sm}"]
+        parts += [f"p{self.dq_passes}"] if self.dq_passes > 1 else []
         parts += ["ordered"] if self.ordered else []
         return "_".join(parts)
 
@@ -215,6 +224,16 @@ def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
         ]
         if along not in allowed:
             raise ValueError(f"{name} is {along}, allowed with these tiles and {c.warps} warps: {allowed}")
+    rows_at_once = c.threads // swizzle_span(c.head_dim)
+    for name in ("tile_m", "tile_n"):
+        if getattr(c, name) % rows_at_once:
+            raise ValueError(
+                f"{name} is {getattr(c, name)}, allowed: multiples of {rows_at_once}, what the threads load at once"
+            )
+    if c.dq_passes < 1 or c.head_dim % (MMA_ROWS * c.dq_splits * c.dq_passes):
+        raise ValueError(
+            f"dq_passes is {c.dq_passes}, allowed: what shares out {c.head_dim} columns, 16 at a time"
+        )
     if c.stages not in (1, 2):
         raise ValueError(f"stages is {c.stages}, allowed: 1 or 2")
     smem = ARCHS[c.arch]
@@ -237,11 +256,12 @@ class Tiling:
     dq_warps: int
     stages: int
     ctas_per_sm: int
+    dq_passes: int = 1
 
 
 TILINGS: dict[SharedMemory, dict[int, Tiling]] = {
     HOPPER: {
-        32: Tiling(64, 128, 4, 4, 4, 4, 2, 2),
+        32: Tiling(32, 128, 4, 4, 4, 2, 2, 2),
         64: Tiling(32, 128, 4, 4, 4, 2, 2, 2),
         96: Tiling(64, 128, 8, 8, 8, 4, 2, 1),
         128: Tiling(64, 128, 8, 4, 4, 2, 2, 1),
@@ -249,20 +269,20 @@ TILINGS: dict[SharedMemory, dict[int, Tiling]] = {
         256: Tiling(64, 64, 8, 4, 2, 2, 2, 1),
     },
     LARGE: {
-        32: Tiling(64, 128, 4, 4, 4, 4, 2, 2),
-        64: Tiling(32, 128, 4, 4, 4, 2, 2, 2),
+        32: Tiling(32, 128, 4, 4, 4, 2, 2, 2),
+        64: Tiling(128, 128, 8, 4, 4, 4, 2, 1),
         96: Tiling(64, 128, 8, 8, 8, 4, 2, 1),
         128: Tiling(64, 128, 8, 4, 4, 2, 2, 1),
         192: Tiling(64, 64, 8, 4, 4, 4, 1, 1),
         256: Tiling(64, 64, 8, 4, 2, 2, 1, 1),
     },
     SMALL: {
-        32: Tiling(64, 128, 4, 4, 4, 4, 2, 1),
+        32: Tiling(32, 128, 4, 4, 4, 2, 2, 1),
         64: Tiling(64, 128, 8, 4, 4, 4, 2, 1),
         96: Tiling(64, 64, 8, 4, 4, 4, 2, 1),
         128: Tiling(64, 64, 8, 4, 4, 2, 1, 1),
         192: Tiling(32, 64, 8, 4, 4, 2, 1, 1),
-        256: Tiling(32, 32, 4, 2, 2, 2, 1, 1),
+        256: Tiling(32, 32, 4, 2, 2, 2, 1, 1, dq_passes=2),
     },
 }
 """By shared memory, of which at least so much is there, and head_dim."""

@@ -4,10 +4,14 @@ The part of a warp is made of fragments, 16 rows by 8 columns, of ``WORDS_PER_FR
 then element 1 of each, so that the additions of a warp go to words next to each other.
 """
 
+from collections.abc import Callable
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
+from cute_kernels.ampere.backward.key_tile import KeyTile
 from cute_kernels.ampere.config import WARP_THREADS
 from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.fast_math import pin
@@ -20,31 +24,49 @@ class GradientOfQ(LoopInvariant):
     """Adds a warp's part of dQ of a block to global memory.
 
     ``mdQ`` is float32 (batch, heads, query tiles, parts, words), zero before the launch. With ``ordered``, ``turns`` is
-    int32 (batch, heads, query tiles, parts), zero before the launch: how many key tiles have added to each part.
+    int32 (batch, heads, query tiles, parts), zero before the launch: how many key tiles have added to each part;
+    they do so in the order of their turns.
     """
 
     def __init__(
-        self, config: AmpereBackwardConfig, mdQ: cute.Tensor, turns: cute.Tensor, warp: Int32, lane: Int32
+        self,
+        config: AmpereBackwardConfig,
+        mdQ: cute.Tensor,
+        turns: cute.Tensor,
+        key_tile: KeyTile,
+        warp_and_lane: tuple[Int32, Int32],
     ):
-        self.config, self.mdQ, self.turns, self.warp, self.lane = config, mdQ, turns, warp, lane
+        self.config, self.mdQ, self.turns, self.key_tile = config, mdQ, turns, key_tile
+        self.warp, self.lane = warp_and_lane
 
     @cute.jit
-    def add(self, accs: list[cute.Tensor], place: tuple, turn: Int32):
-        """Add to the tile at ``place``, (batch, head, query tile); in a fixed order once ``turn`` key tiles have."""
-        count = self.turns.iterator + self.turns.layout((*place, self.warp))
-        if const_expr(self.config.ordered):
-            wait_for_count(count, turn)
-            cute.arch.sync_warp()
+    def add(self, make: Callable[[int], list[cute.Tensor]], place: tuple):
+        """Add to the tile at ``place``, (batch, head, query tile), what ``make`` gives for each of ``dq_passes`` parts
+        of the columns: accumulators of bands of 16 rows."""
         # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
-        place = tuple(pin(x, Int32) for x in place)
-        first = self.mdQ[(*place, self.warp, None)].iterator.toint() + Int64(self.lane * WORD_BYTES)
-        for number, x in enumerate([acc[i] for acc in accs for i in range(cute.size(acc))]):
-            cute.arch.inline_ptx(
-                f"red.global.add.f32 [{{$r0}}+{number * WARP_THREADS * WORD_BYTES}], {{$r1}};",
-                read_only_args=[first, x],
-            )
+        *place, warp, lane = (pin(x, Int32) for x in (*place, self.warp, self.lane))
+        count = self.turns.iterator + self.turns.layout((*place, warp))
+        turn = self.key_tile.turn(place[2])
+        first = self.mdQ[(*place, warp, None)].iterator.toint() + Int64(lane * WORD_BYTES)
+        for part in cutlass.range_constexpr(self.config.dq_passes):
+            accs = make(part)
+            if const_expr(self.config.ordered and part == 0):
+                wait_for_count(count, turn)
+                cute.arch.sync_warp()
+            self._add_part(accs, first, part)
         if const_expr(self.config.ordered):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
-            if self.lane == 0:
+            if lane == 0:
                 count_up(count, turn)
+
+    def _add_part(self, accs: list[cute.Tensor], first: Int64, part: int) -> None:
+        c = self.config
+        words_per_band = WARP_THREADS * cute.size(accs[0])
+        for band, acc in enumerate(accs):
+            start = (band * c.dq_passes + part) * words_per_band
+            for i in range(cute.size(acc)):
+                offset = (start + i * WARP_THREADS) * WORD_BYTES
+                cute.arch.inline_ptx(
+                    f"red.global.add.f32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[first, acc[i]]
+                )

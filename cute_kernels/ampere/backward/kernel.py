@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, validate_ampere_backward_config
 from cute_kernels.ampere.backward.dq import GradientOfQ
 from cute_kernels.ampere.backward.epilogue import Epilogue
+from cute_kernels.ampere.backward.key_tile import KeyTile
 from cute_kernels.ampere.backward.loader import QueryLoader, load_keys
 from cute_kernels.ampere.backward.mainloop import Mainloop
 from cute_kernels.ampere.backward.operands import SharedMemory, WarpShare
@@ -90,6 +91,7 @@ class AmpereBackwardKernel:
             mdV,
             mCounter,
             softmax_scale,
+            softmax_scale * Float32(math.log2(math.e)),
             mQ.shape[2] // mK.shape[2],
         ).launch(
             grid=(cute.ceil_div(mK.shape[1], c.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
@@ -114,6 +116,7 @@ class AmpereBackwardKernel:
         mdV: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
+        scale_log2: Float32,
         heads_per_kv_head: Int32,
     ):
         c = self.config
@@ -132,18 +135,19 @@ class AmpereBackwardKernel:
             mCounter.iterator + COUNTS_BEFORE_TURNS,
             cute.make_ordered_layout((*mdQ.shape[:3], c.warps), order=(3, 2, 1, 0)),
         )
-        dq = GradientOfQ(c, mdQ, turns, warp, lane)
-        scale_log2 = softmax_scale * Float32(math.log2(math.e))
+        key_tile = KeyTile(c, n_block, n_blocks, seqlen_q, seqlen_k)
+        dq = GradientOfQ(c, mdQ, turns, key_tile, (warp, lane))
         mainloop = Mainloop(c, self.dtype, smem, share, mask, dq, scale_log2)
         mainloop.clear()
         rows = mQ[batch, None, None, None], mdO[batch, None, None, None]
         loader = QueryLoader(c, smem, rows, (mLSE[batch, None, None], mDelta[batch, None, None]))
-        walk = Walk(c, loader, mainloop, n_block, n_blocks, seqlen_q, seqlen_k)
+        walk = Walk(c, loader, mainloop, key_tile)
         for i in cutlass.range(heads_per_kv_head, unroll=1):
             walk.head(batch, head_kv * heads_per_kv_head + i)
         # All anew and pinned, since from before the loops it would take registers throughout.
         thread = pin(cute.arch.thread_idx()[0], Int32)
         tile = claimed[0] if const_expr(c.ordered) else pin(cute.arch.block_idx()[0], Int32)
+        n_blocks = cute.ceil_div(pin(seqlen_k, Int32), c.tile_n)
         n_block, head_kv, batch = self._coordinates(tile, n_blocks, mK.shape[2])
         targets = mdK[batch, None, head_kv, None], mdV[batch, None, head_kv, None]
         Epilogue(c, smem, thread).store(mainloop, targets, n_block, softmax_scale)

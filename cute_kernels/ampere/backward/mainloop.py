@@ -16,10 +16,11 @@ from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, multiply
 from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
 from cute_kernels.fast_math import pin
-from cute_kernels.fragments import ROWS_PER_THREAD
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 
+COLUMNS_PER_PAIR = 2 * COLUMNS_PER_GROUP
 ReadBlock = Callable[[int, int], tuple]
 """Of (band, step): the words of an A operand."""
 
@@ -61,16 +62,13 @@ class Mainloop(LoopInvariant):
     @cute.jit
     def block(
         self,
-        m_block: Int32,
-        stage: Int32,
         place: tuple,
-        turn: Int32,
+        stage: Int32,
         unmasked: Int32,
     ):
-        """Query tile ``m_block``, whose Q and dO lie in buffer ``stage``.
-
-        ``place`` is (batch, head). All warps of the CTA meet once inside.
-        """
+        """The query tile at ``place``, (batch, head, query tile), whose Q and dO lie in buffer ``stage``; those from
+        ``unmasked`` on need no mask. All warps of the CTA meet once inside."""
+        m_block = place[2]
         acc_S, acc_dP = self._make_scores(), self._make_scores()
         operands = self._operands_in(m_block, stage)
         self._score(acc_S, operands.k, operands.q)
@@ -94,7 +92,7 @@ class Mainloop(LoopInvariant):
             cute.arch.sync_threads()
         else:
             cute.arch.sync_threads()
-        self.dq.add(self._make_dq(operands), (*place, m_block), turn)
+        self.dq.add(partial(self._make_dq, operands), place)
         if const_expr(not self.config.keeps_probabilities):
             self._add_gradients(operands.p.block, operands.ds.block, operands)
 
@@ -127,20 +125,21 @@ class Mainloop(LoopInvariant):
             b = partial(read_columns, columns, c.gradient_splits)
             multiply(accs, c.tile_m // MMA_ROWS, self.dtype, a, b)
 
-    def _make_dq(self, operands: WarpOperands) -> list[cute.Tensor]:
-        """dQ = dS K of this warp's part."""
+    def _make_dq(self, operands: WarpOperands, part: int) -> list[cute.Tensor]:
+        """dQ = dS K of a part of this warp's columns."""
         c = self.config
-        accs = [make_accumulator(c.head_dim // c.dq_splits) for _ in range(c.dq_bands)]
+        accs = [make_accumulator(c.dq_columns) for _ in range(c.dq_bands)]
         for acc in accs:
             acc.fill(0.0)
         ds_t, k_t = operands.ds_t, operands.k_t
+        first_pair = part * c.dq_columns // COLUMNS_PER_PAIR
         multiply(
             accs,
             c.tile_n // MMA_ROWS,
             self.dtype,
             # Keys are the rows of what is read.
             lambda band, step: ds_t.block(step, band),
-            partial(read_columns, k_t, c.dq_splits),
+            lambda pair, step: read_columns(k_t, c.dq_splits, first_pair + pair, step),
         )
         return accs
 
