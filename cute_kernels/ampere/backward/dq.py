@@ -43,25 +43,31 @@ class GradientOfQ(LoopInvariant):
     def add(self, make: Callable[[int], list[cute.Tensor]], place: tuple):
         """Add to the tile at ``place``, (batch, head, query tile), what ``make`` gives for each of ``dq_passes`` parts
         of the columns: accumulators of bands of 16 rows."""
-        # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
-        *place, warp, lane = (pin(x, Int32) for x in (*place, self.warp, self.lane))
-        count = self.turns.iterator + self.turns.layout((*place, warp))
-        turn = self.key_tile.turn(place[2])
-        first = self.mdQ[(*place, warp, None)].iterator.toint() + Int64(lane * WORD_BYTES)
         for part in cutlass.range_constexpr(self.config.dq_passes):
             accs = make(part)
             if const_expr(self.config.ordered and part == 0):
-                wait_for_count(count, turn)
+                wait_for_count(*self._count_and_turn(place))
                 cute.arch.sync_warp()
-            self._add_part(accs, first, part)
+            self._add_part(accs, place, part)
         if const_expr(self.config.ordered):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
-            if lane == 0:
-                count_up(count, turn)
+            if self.lane == 0:
+                count_up(*self._count_and_turn(place))
 
-    def _add_part(self, accs: list[cute.Tensor], first: Int64, part: int) -> None:
+    def _pinned(self, place: tuple) -> tuple[Int32, ...]:
+        """(batch, head, query tile, warp), or else addresses are computed before the loop over blocks and held in
+        registers throughout."""
+        return tuple(pin(x, Int32) for x in (*place, self.warp))
+
+    def _count_and_turn(self, place: tuple) -> tuple[cute.Pointer, Int32]:
+        place = self._pinned(place)
+        return self.turns.iterator + self.turns.layout(place), self.key_tile.turn(place[2])
+
+    def _add_part(self, accs: list[cute.Tensor], place: tuple, part: int) -> None:
         c = self.config
+        offset_of_lane = Int64(pin(self.lane, Int32) * WORD_BYTES)
+        first = self.mdQ[(*self._pinned(place), None)].iterator.toint() + offset_of_lane
         words_per_band = WARP_THREADS * cute.size(accs[0])
         for band, acc in enumerate(accs):
             start = (band * c.dq_passes + part) * words_per_band

@@ -29,7 +29,7 @@ class QueryLoader(LoopInvariant):
         c, smem = self.config, self.smem
         # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
         thread, head = pin(cute.arch.thread_idx()[0], Int32), pin(head, Int32)
-        if const_expr(not c.causal):
+        if const_expr(c.ordered or not c.causal):
             m_block = pin(m_block, Int32)
         first_row = m_block * c.tile_m
         for source, target in zip(self.rows, (smem.q, smem.q + c.do_offset), strict=True):

@@ -6,28 +6,18 @@ import re
 
 import pytest
 
-from cute_kernels.ampere.backward.config import AmpereBackwardConfig, select_ampere_backward_config
+from cute_kernels.ampere.backward.config import (
+    AmpereBackwardConfig,
+    select_ampere_backward_config,
+    shipped_ampere_backward_configs,
+)
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
 from hopper.compile import compile_kernel
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 from tests.cute_kernels.ampere.test_forward_compile import NEWER
 
-TABLES = {("sm_80",): (64, 96, 128, 192, 256), ("sm_86", "sm_89", "sm_120"): (64, 96, 128, 192, 256)}
-"""Architectures that share a table of tilings, and the head_dims compiled of it.
-
-Each tile shape is compiled once of each mask, those of a shared table for its architectures in turn, every other one
-with a fixed order of dQ, and in bfloat16 alone. All 240 were without spills when the tilings were chosen.
-"""
-
-SHIPPED = [
-    select_ampere_backward_config(
-        "bfloat16", head_dim, head_dim, causal, archs[(2 * i + causal) % len(archs)], (i + causal) % 2 == 1
-    )
-    for archs, head_dims in TABLES.items()
-    for i, head_dim in enumerate(head_dims)
-    for causal in (False, True)
-]
+SHIPPED = shipped_ampere_backward_configs()
 
 
 @pytest.fixture(scope="module")

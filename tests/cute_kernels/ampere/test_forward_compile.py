@@ -6,26 +6,16 @@ import re
 
 import pytest
 
-from cute_kernels.ampere.config import AmpereForwardConfig, select_ampere_forward_config
+from cute_kernels.ampere.config import (
+    AmpereForwardConfig,
+    select_ampere_forward_config,
+    shipped_ampere_forward_configs,
+)
 from hopper.compile import compile_kernel
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 
-TABLES = {("sm_80",): (64, 96, 128, 192, 256), ("sm_86", "sm_89", "sm_120"): (64, 96, 128, 192, 256)}
-"""Architectures that share a table of tilings, and the head_dims compiled of it.
-
-Each tile shape is compiled once of each mask, those of a shared table for its architectures in turn, and in bfloat16
-alone: float16 differs in one conversion instruction, and the architectures of a table in how instructions are
-scheduled. Head_dim 32 and head_dim_v 128 of head_dim 192 are left out, which have the tile of 64 and of 192 and fewer
-registers of O. All 56 were without spills when the tilings were chosen.
-"""
-
-SHIPPED = [
-    select_ampere_forward_config("bfloat16", head_dim, head_dim, causal, archs[(2 * i + causal) % len(archs)])
-    for archs, head_dims in TABLES.items()
-    for i, head_dim in enumerate(head_dims)
-    for causal in (False, True)
-]
+SHIPPED = shipped_ampere_forward_configs(("sm_80", "sm_86", "sm_89", "sm_120"))
 
 
 @pytest.fixture(scope="module")

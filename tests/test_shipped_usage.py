@@ -1,0 +1,83 @@
+"""The record of what ptxas made of the shipped kernels: what it is held to, and what it ignores."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hopper.inspection import ResourceUsage
+from tests import compile_pool, shipped_usage
+from tests.shipped_usage import RECORD, code_of, every_shipped_kernel, recorded
+
+ONE = ResourceUsage(128, 0, 0, 0, 1024)
+
+
+FORCED = "ampere_fwd_sm_90a"
+"""Forward kernels without WGMMA for Hopper, where they run if asked for. Those of head_dim 128 spill a few bytes."""
+
+
+def test_every_shipped_kernel_is_recorded_without_spills() -> None:
+    """For sm_80, sm_86, sm_89, sm_120 and sm_90a. If the sources are others by now, the tests compile instead."""
+    names = {config.name for config in every_shipped_kernel()}
+    usage = {name: ResourceUsage(*x) for name, x in json.loads(RECORD.read_text())["usage"].items()}
+    if recorded():
+        assert set(usage) == names and len(names) == len(every_shipped_kernel())
+    spilling = {name: x for name, x in usage.items() if x.spills or x.stack_bytes}
+    assert all(
+        FORCED in name and "_d128_" in name and x.spill_store_bytes <= 48 for name, x in spilling.items()
+    )
+
+
+def test_comments_docstrings_and_layout_are_not_code() -> None:
+    plain = "def f(x):\n    return x + 1\n"
+    documented = '"""Module."""\n\ndef f(x):  # adds\n    """One more."""\n    return (x\n            + 1)\n'
+    assert code_of(plain) == code_of(documented)
+    assert code_of(plain) != code_of(plain.replace("1", "2")) != code_of(plain.replace("x", "y"))
+
+
+class Config:
+    def __init__(self, name: str):
+        self.name = name
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is compiled; "sampled" alone is in the sample."""
+    seen: list[str] = []
+
+    def compile_each(configs):
+        seen.extend(config.name for config in configs)
+        return dict.fromkeys(configs, ONE)
+
+    monkeypatch.setattr(compile_pool, "compile_each", compile_each)
+    monkeypatch.setattr(compile_pool, "is_sampled", lambda name: name == "sampled")
+    return seen
+
+
+def test_only_the_sample_and_what_is_new_are_compiled(compiled, monkeypatch) -> None:
+    other = ResourceUsage(255, 0, 0, 0, 2048)
+    monkeypatch.setattr(compile_pool, "recorded", lambda: {"known": other, "sampled": ONE})
+    configs = [Config(name) for name in ("known", "sampled", "new")]
+    assert list(compile_pool.usage_of_each(configs).values()) == [other, ONE, ONE]
+    assert compiled == ["sampled", "new"]
+
+
+def test_what_is_compiled_must_be_as_recorded(compiled, monkeypatch) -> None:
+    monkeypatch.setattr(compile_pool, "recorded", lambda: {"sampled": ResourceUsage(255, 0, 0, 0, 1024)})
+    with pytest.raises(AssertionError, match=r"sampled: recorded .*255.*, compiled .*128"):
+        compile_pool.usage_of_each([Config("sampled")])
+
+
+def test_a_record_of_other_sources_does_not_count(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"fingerprint": "another", "usage": {"a": [1, 0, 0, 0, 0]}}))
+    monkeypatch.setattr(shipped_usage, "RECORD", path)
+    recorded.cache_clear()
+    assert recorded() == {} and shipped_usage.main(["--check"]) == 1
+    recorded.cache_clear()
+
+
+def test_a_sixteenth_or_so_is_sampled() -> None:
+    sampled = [config for config in every_shipped_kernel() if compile_pool.is_sampled(config.name)]
+    assert len(every_shipped_kernel()) / 32 < len(sampled) < len(every_shipped_kernel()) / 8
