@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from hopper.config import (
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 from tests.hopper import hopper_steps
-from tests.hopper.fp8_sums import wgmma_product, wgmma_step
+from tests.hopper.fp8_sums import add_as_the_tensor_cores, wgmma_product
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy, ptx_of
 from tests.hopper.wgmma_hazards import find_hazards
@@ -169,10 +168,6 @@ def test_errors_of_one_level_grow_with_the_keys_and_those_of_two_do_not(mean: fl
     (short_one, short_two), (long_one, long_two) = errors(1024), errors(16384)
     assert long_one > 3 * short_one and long_one > 10 * long_two
     assert long_two < 2 * short_two < 1e-3
-
-
-def add_as_the_tensor_cores(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return wgmma_step(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (a, b, total))).numpy()
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
