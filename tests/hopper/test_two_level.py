@@ -121,7 +121,7 @@ def test_kernel_is_as_good_as_its_emulation(head_dim: int, causal: bool, block_k
     q, k, v = draw(head_dim)
     k[:, :192] *= 3
     v[:, :160] *= 2.0**-9
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k, smooth_v=False))
     config = select(head_dim, block_k, causal, v_rows)
     out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
     like, like_lse = attention_tiled_fp8(parts, causal=causal)
@@ -140,7 +140,9 @@ def test_where_nothing_is_lost_one_level_gives_the_same(head_dim: int) -> None:
 
     Nor does it matter when a WGMMA is done: a part of P V is read only once it is.
     """
-    parts = quantize_qkv(*draw(head_dim), quantization=Fp8Quantization(block_q=64, block_k=128))
+    parts = quantize_qkv(
+        *draw(head_dim), quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
+    )
     config = select(head_dim, 128, causal=True)
     out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
     again, _ = fp8_forward_on_numpy(config, parts, head_dim**-0.5)
@@ -176,7 +178,9 @@ def test_kernel_with_two_levels_loses_less(head_dim: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(hopper_steps, "add_products", add_as_the_tensor_cores)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, 1, head_dim, generator=generator) for rows in (64, 1536, 1536))
-    parts = quantize_qkv(0.1 * q, k, v.abs() + 1, quantization=Fp8Quantization(block_q=64, block_k=128))
+    parts = quantize_qkv(
+        0.1 * q, k, v.abs() + 1, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
+    )
     parts = replace(parts, dtype=torch.bfloat16)
     exact, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)))
     config = select(head_dim, 128)

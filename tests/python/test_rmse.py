@@ -21,11 +21,13 @@ from hopper_attention.experiments import rmse, rmse_inputs, rmse_oracle
 from hopper_attention.experiments.plots import scientific
 from hopper_attention.experiments.rmse import RmseExperiment, RmseReport, RmseRow
 from hopper_attention.experiments.rmse_methods import (
+    FP8,
     METHODS,
     SIXTEEN_BIT,
     Method,
     parse_methods,
     peer,
+    run_fp8,
 )
 from hopper_attention.experiments.rmse_plot import plot_rmse
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
@@ -249,7 +251,14 @@ def test_rotation_is_what_helps_on_the_papers_inputs() -> None:
 
 def test_block_scales_help_where_the_tokens_of_other_blocks_are_far_larger() -> None:
     tokens = replace(SMALL, dtype="bfloat16", distribution="token-outliers", seeds=2)
-    methods = parse_methods("fp8-rotation,fp8-both")
+    # A mean of V would bring the large tokens to the quiet ones.
+    by_tensor, by_block = (
+        Fp8Quantization(granularity=granularity, smooth_v=False) for granularity in ("tensor", "block")
+    )
+    methods = (
+        Method("by-tensor", "one scale", FP8, run_fp8(by_tensor)),
+        Method("by-block", "block scales", FP8, run_fp8(by_block)),
+    )
 
     def gains(std: float) -> tuple[float, float]:
         rows = rmse.run_rmse(replace(tokens, outlier_std=std), methods=methods).rows
