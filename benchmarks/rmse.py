@@ -3,8 +3,8 @@
 python benchmarks/rmse.py --out rmse.json [--fa3-library PATH] [--peers ours,fa3,fa2] [--lengths 4096,65536]
 
 Three measurements: every 16-bit peer; the paper's table, with the FP8 of every library that is here; and the error
-of our FP8, with one level of accumulation and with two, against the number of keys: on these inputs, and on values with
-an offset, whose sums grow with the keys.
+of our FP8, with one level of accumulation, with two, and on a V without its mean, against the number of keys: on these
+inputs, and on values with an offset, whose sums grow with the keys.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from hopper.config import (
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv
 from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import attention_tiled_fp8
@@ -94,10 +94,9 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     """``run_case`` for FP8: block scales where V comes transposed, else one scale a head."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.out_dtype)
-    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n)
-    parts = quantize_qkv(
-        q, k, v, quantization=Fp8Quantization(granularity="head") if config.v_rows else by_block
-    )
+    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n, smooth_v=False)
+    by_head = Fp8Quantization(granularity="head", smooth_v=False)
+    parts = quantize_qkv(q, k, v, quantization=by_head if config.v_rows else by_block)
     values = parts.v.row_major().data if config.v_rows else parts.v.data
     ones = torch.ones(1, KV_HEADS, 1)
     scales = (
@@ -130,11 +129,13 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
         block_k=config.block_k,
         smooth_k=config.smooth_k,
         rotate_v=config.rotate_v,
+        smooth_v=config.smooth_v,
     )
     twin = quantize_qkv(*inputs, quantization=c)
     on_gpu = [x.to(device) for x in inputs]
     outputs = empty_outputs(config, *on_gpu)
-    fill(outputs, config, c.seed, *on_gpu, torch.empty(0, device=device))
+    means = means_of(*inputs[1:], c)
+    fill(outputs, config, c.seed, *on_gpu, Means(means.k.to(device), means.v.to(device)))
     torch.cuda.synchronize()
     expected = Outputs(
         *(part.data for part in (twin.q, twin.k, twin.v)), *(part.scale for part in (twin.q, twin.k, twin.v))

@@ -20,8 +20,8 @@ def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
 def compile_quantize(config: QuantizeConfig, options: str = ""):
     """Compile the quantizer of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(q, k, v, q8, k8, vt8, q_scale, k_scale, v_scale, signs, signs_v, mean, num_ctas)``
-    that launches on torch's current stream.
+    Returns a TVM FFI function ``fn(q, k, v, q8, k8, vt8, q_scale, k_scale, v_scale, signs, signs_v, mean_k, mean_v,
+    num_ctas)`` that launches on torch's current stream.
 
     - q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv): the config's dtype, the last stride 1, other strides in
       multiples of 8 elements, 16-byte aligned addresses.
@@ -29,8 +29,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
       in the order ``FP8_KEY_ORDER``, zeros behind sk. Strides in multiples of 16, 16-byte aligned addresses.
     - q_scale (b, h, ceil(sq / block_q)), k_scale and v_scale (b, hk, ceil(sk / block_k)): float32.
     - signs int32 (d / 2,), with ``rotate``: what to XOR pairs of columns with; signs_v (dv / 2,) with ``rotate_v``.
-    - mean float32 (b, hk, d), with ``smooth_k``, 16-byte aligned.
-    - Whichever of these three a config does not use is int32 (any,).
+    - mean_k float32 (b, hk, d), with ``smooth_k``; mean_v (b, hk, dv) with ``smooth_v``. Both 16-byte aligned.
+    - Whichever of these four a config does not use is int32 (any,).
     - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
 
     What its callers must check: no size is 0, h is a multiple of hk, there are fewer than 2^30 blocks.
@@ -38,8 +38,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     dtype = DSL_DTYPES[config.dtype]
     d, dv = config.head_dim, config.head_dim_v
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
-    signs, signs_v, unused = (
-        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) for _ in range(3)
+    signs, signs_v, no_mean_k, no_mean_v = (
+        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) for _ in range(4)
     )
     return cute.compile(
         QuantizeKernel(config),
@@ -54,7 +54,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
         _strided(Float32, (b, hk, nk), 1),
         signs,
         signs_v,
-        _strided(Float32, (b, hk, d), 4) if config.smooth_k else unused,
+        _strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
+        _strided(Float32, (b, hk, dv), 4) if config.smooth_v else no_mean_v,
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),

@@ -28,6 +28,9 @@ MAX_BLOCK = 256
 
 DEFAULT_BLOCK_Q = 128
 
+DEFAULT_SMOOTH_V = False
+"""Whether the mean of V is subtracted unless told otherwise."""
+
 BANK_LINE = 128
 """Bytes of shared memory that lie in different banks."""
 
@@ -165,7 +168,7 @@ class QuantizeConfig:
     """Everything that is fixed when a quantizer is compiled.
 
     ``dtype`` is that of the inputs. ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard
-    matrix; ``smooth_k`` subtracts a vector from each row of K before.
+    matrix; ``smooth_k`` and ``smooth_v`` subtract a vector from each row of K, and of V, before.
     """
 
     dtype: str
@@ -176,6 +179,7 @@ class QuantizeConfig:
     rotate: bool = True
     rotate_v: bool = False
     smooth_k: bool = False
+    smooth_v: bool = False
 
     @property
     def lanes(self) -> int:
@@ -248,7 +252,7 @@ class QuantizeConfig:
             f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         )
         parts = ["hopper_quantize", SHORT_NAMES[self.dtype], dims, f"q{self.block_q}k{self.block_k}"]
-        parts += [flag for flag in ("rotate", "rotate_v", "smooth_k") if getattr(self, flag)]
+        parts += [flag for flag in ("rotate", "rotate_v", "smooth_k", "smooth_v") if getattr(self, flag)]
         return "_".join(parts)
 
     def _tilings(self, warps: int) -> tuple[BlockTiling, BlockTiling, BlockTiling]:
@@ -280,7 +284,7 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
 def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
     """The configs of the default options at the native head_dims, each once."""
     return tuple(
-        QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k)
+        QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k, smooth_v=DEFAULT_SMOOTH_V)
         for dtype in DTYPES
         for dims in NATIVE_HEAD_DIMS
         for block_k in default_block_sizes(*dims)

@@ -87,7 +87,8 @@ class QuantizeKernel:
         v_scale: cute.Tensor,
         signs: cute.Tensor,
         signs_v: cute.Tensor,
-        mean: cute.Tensor,
+        mean_k: cute.Tensor,
+        mean_v: cute.Tensor,
         num_ctas: Int32,
         stream,
     ):
@@ -102,7 +103,7 @@ class QuantizeKernel:
             (mQ8, mK8, mVt8),
             (q_scale, k_scale, v_scale),
             (signs, signs_v),
-            mean,
+            (mean_k, mean_v),
             (first_of_k, first_of_k + items_of_k, end),
             tuple(cute.FastDivmodDivisorV2(x) for x in (heads, of_q, kv_heads, of_kv)),
         ).launch(
@@ -121,7 +122,7 @@ class QuantizeKernel:
         data: tuple,
         scales: tuple,
         signs: tuple,
-        mean: cute.Tensor,
+        means: tuple,
         bounds: tuple,
         divisors: tuple,
     ):
@@ -138,11 +139,12 @@ class QuantizeKernel:
         )
         shared_signs = self._share_signs(cta, signs, (storage.signs, storage.signs_v))
         buffer = storage.buffer.get_tensor(cute.make_layout(c.vt.size // 4))
+        (signs_qk, signs_v), (mean_k, mean_v) = shared_signs, means
         q, k, v = (
-            Operand(c.q, sources[0], data[0], scales[0], shared_signs[0], mean, c.rotate, False),
-            Operand(c.k, sources[1], data[1], scales[1], shared_signs[0], mean, c.rotate, c.smooth_k),
+            Operand(c.q, sources[0], data[0], scales[0], signs_qk, mean_k, c.rotate, False),
+            Operand(c.k, sources[1], data[1], scales[1], signs_qk, mean_k, c.rotate, c.smooth_k),
             TransposedOperand(
-                c.v, sources[2], data[2], scales[2], shared_signs[1], mean, c.rotate_v, False, buffer, c.vt
+                c.v, sources[2], data[2], scales[2], signs_v, mean_v, c.rotate_v, c.smooth_v, buffer, c.vt
             ),
         )
         first_of_k, first_of_v, end = bounds

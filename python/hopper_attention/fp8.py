@@ -91,8 +91,9 @@ def flash_attn_quantized_func(
 ) -> Any:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
 
-    The output has the dtype that q had before it was quantized. A rotation of V is undone here, in PyTorch, and the
-    mean of K goes back into the LSE. The same parts serve with and without ``two_level_accumulation``.
+    The output has the dtype that q had before it was quantized. What was done to V is undone here, in PyTorch: a
+    rotation, and a mean that was subtracted. The mean of K goes back into the LSE. The same parts serve with and
+    without ``two_level_accumulation``.
     """
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)

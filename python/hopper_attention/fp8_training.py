@@ -19,8 +19,10 @@ from hopper_attention.quantization import (
     QuantizedQKV,
     QuantizedTensor,
     TransposedV,
+    add_mean,
     default_block_k,
     quantize_qkv,
+    restore_values,
     rotate_back,
     rotate_head_dim,
 )
@@ -28,7 +30,7 @@ from hopper_attention.quantization import (
 OF_THE_TILE = 0
 """``block_k`` as the operator is told to take the kernel's tile."""
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("hopper_attention::forward_fp8_of_16_bits", mutates_args=())
@@ -47,14 +49,15 @@ def forward_fp8_of_16_bits(
     seed: int,
     smooth_k: bool,
     rotate_v: bool,
+    smooth_v: bool,
 ) -> Saved:
     """out (b, sq, h, dv), lse float32 (b, h, sq), and what the gradient needs: data and scales of q, of k, and of v
-    transposed, and what smooth K took from the scores."""
-    c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v))
+    transposed, what smooth K took from the scores, and the mean of v that smooth V took from its rows."""
+    c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v))
     parts = quantize_qkv(q, k, v, quantization=c, backend=quantizer_of(backend))
     out, lse = attend_and_undo(parts, softmax_scale, causal, backend, two_level, wants_lse=True)
     data = (parts.q.data, parts.q.scale, parts.k.data, parts.k.scale, parts.v.data, parts.v.scale)
-    return out, lse, *data, parts.shift
+    return out, lse, *data, parts.shift, parts.mean_v
 
 
 @forward_fp8_of_16_bits.register_fake
@@ -73,6 +76,7 @@ def _(
     seed: int,
     smooth_k: bool,
     rotate_v: bool,
+    smooth_v: bool,
 ) -> Saved:
     (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
 
@@ -85,7 +89,7 @@ def _(
     def float32(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
-    c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v))
+    c = _quantization(k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v))
     blocks_k = blocks(seqlen_k, int(c.block_k))
     return (
         q.new_empty((batch, seqlen_q, heads, head_dim_v)),
@@ -97,6 +101,7 @@ def _(
         e4m3(batch, kv_heads, head_dim_v, -(-seqlen_k // 32) * 32),
         float32(batch, kv_heads, blocks_k),
         float32(batch, heads, seqlen_q) if smooth_k and seqlen_k else float32(0),
+        float32(batch, kv_heads, head_dim_v) if smooth_v and seqlen_k else float32(0),
     )
 
 
@@ -113,14 +118,12 @@ def attend_and_undo(
     two_level: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors, with a rotation of V undone and the mean of K back in the LSE."""
+    """Attention of quantized tensors, with what was done to V undone and the mean of K back in the LSE."""
     out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse)
-    # A row without keys stays at -inf and 0: both steps below leave those as they are.
+    # The LSE of a row without keys stays at -inf.
     if wants_lse and parts.shift.numel():
         lse = lse + softmax_scale * parts.shift
-    if parts.quantization.rotate_v:
-        out = rotate_back(out, parts.quantization.seed).to(out.dtype)
-    return out, lse
+    return restore_values(out, parts, causal).to(out.dtype), lse
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:
@@ -135,7 +138,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None
 def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: None
 ) -> tuple[Tensor | None, ...]:
-    out, lse, q8, q_scale, k8, k_scale, v8, v_scale, shift = ctx.saved_tensors
+    out, lse, q8, q_scale, k8, k_scale, v8, v_scale, shift, mean_v = ctx.saved_tensors
     c: Fp8Quantization = ctx.quantization
     if shift.numel():
         if dlse is not None:
@@ -148,6 +151,9 @@ def _gradients(
     q = QuantizedTensor(q8, q_scale, block_q).dequantize(out.dtype)
     k = QuantizedTensor(k8, k_scale, block_k).dequantize(out.dtype)
     v = TransposedV(v8, v_scale, block_k, ctx.seqlen_k).dequantize(out.dtype)
+    if mean_v.numel():
+        # The output has the mean, and the gradient of a score compares V with it.
+        add_mean(v, rotate_head_dim(mean_v, c.seed) if c.rotate_v else mean_v)
     dout = torch.zeros_like(out) if dout is None else dout
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
@@ -156,7 +162,7 @@ def _gradients(
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
     if c.rotate_v:
         dv = rotate_back(dv, c.seed).to(out.dtype)
-    return dq, dk, dv, *[None] * 11
+    return dq, dk, dv, *[None] * 12
 
 
 def _quantization(k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Fp8Quantization:
@@ -186,5 +192,5 @@ def differentiable_fp8(
     """out and lse through torch's dispatcher, which differentiates and traces."""
     c = quantization
     block_k = c.block_k if isinstance(c.block_k, int) else OF_THE_TILE
-    options = (c.rotate, c.granularity, c.block_q, block_k, c.seed, c.smooth_k, c.rotate_v)
+    options = (c.rotate, c.granularity, c.block_q, block_k, c.seed, c.smooth_k, c.rotate_v, c.smooth_v)
     return forward_fp8_of_16_bits(q, k, v, softmax_scale, causal, backend, two_level, *options)[:2]

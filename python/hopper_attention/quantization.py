@@ -9,7 +9,8 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
-  Hadamard block.
+  Hadamard block. A mean that is subtracted is one of every key: one such element makes NaN of its column in all
+  rows of its head, and of no other head or batch entry.
 - Each of these operations, and each sum and difference of a rotation, is rounded to float32 by itself.
 """
 
@@ -19,12 +20,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from hopper.config import FP8_KEYS_PER_STEP, select_fp8_forward_config
-from hopper.quantize.config import DEFAULT_BLOCK_Q, E4M3_MAX, INVERSE_E4M3_MAX, MIN_SCALE, hadamard_blocks
+from hopper.quantize.config import (
+    DEFAULT_BLOCK_Q,
+    DEFAULT_SMOOTH_V,
+    E4M3_MAX,
+    INVERSE_E4M3_MAX,
+    MIN_SCALE,
+    hadamard_blocks,
+)
 from hopper_attention.shapes import attention_shape
 
 E4M3 = torch.float8_e4m3fn
@@ -39,6 +48,9 @@ EXCHANGED_DIGITS = (-3, -2)
 
 GRANULARITIES = ("tensor", "head", "block")
 QUANTIZERS = ("fused", "torch")
+FLAGS = ("rotate", "smooth_k", "rotate_v", "smooth_v")
+"""Options that are on or off."""
+
 SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -67,6 +79,10 @@ class Fp8Quantization:
             of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
             have offsets of their own get smaller. (SageAttention's name for it.)
         rotate_v: rotate V along head_dim_v as Q and K are, and the output back.
+        smooth_v: subtract from V its mean over the keys, for each head, and add it to the output. A row of P sums
+            to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
+            offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
+            scales of such a V get smaller too.
     """
 
     rotate: bool = True
@@ -76,8 +92,12 @@ class Fp8Quantization:
     seed: int = 0
     smooth_k: bool = False
     rotate_v: bool = False
+    smooth_v: bool = DEFAULT_SMOOTH_V
 
     def __post_init__(self) -> None:
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, allowed: True or False")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}, allowed: {', '.join(GRANULARITIES)}")
         if isinstance(self.block_k, str) and self.block_k != TILE:
@@ -200,7 +220,8 @@ class QuantizedQKV:
 
     ``v`` is transposed where :func:`quantize_qkv` made it, and has rows where it came as FP8. ``shift`` float32
     (batch, heads, seqlen_q) is what every score of a query, not yet scaled, lost with the mean of K; it has no
-    elements where nothing was subtracted.
+    elements where nothing was subtracted. ``mean_v`` float32 (batch, kv_heads, head_dim_v) is what every row of V lost,
+    before it was rotated, and what is to be added to the output of a row that sees a key; it too may have no elements.
     """
 
     q: QuantizedTensor
@@ -209,19 +230,41 @@ class QuantizedQKV:
     quantization: Fp8Quantization
     dtype: torch.dtype
     shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    mean_v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         device = self.q.data.device
         for name, part in (("k", self.k), ("v", self.v)):
             if part.data.device != device:
                 raise ValueError(f"{name} is on {part.data.device}, allowed: the device of q, {device}")
+        if self.mean_v.numel():
+            self._check_mean_v(device)
+
+    def _check_mean_v(self, device: torch.device) -> None:
+        mean, (batch, _, kv_heads, head_dim_v) = self.mean_v, self.v.shape
+        if mean.dtype != torch.float32:
+            raise TypeError(f"mean_v has dtype {mean.dtype}, allowed: torch.float32")
+        if mean.shape != (batch, kv_heads, head_dim_v):
+            raise ValueError(
+                f"mean_v has shape {tuple(mean.shape)}, allowed: no elements or (batch, kv_heads, head_dim_v) = "
+                f"({batch}, {kv_heads}, {head_dim_v})"
+            )
+        if mean.device != device:
+            raise ValueError(f"mean_v is on {mean.device}, allowed: the device of q, {device}")
+
+
+class Means(NamedTuple):
+    """Means over the keys that are subtracted from K and V: float32 (batch, kv_heads, head_dim), or no elements."""
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 Quantizer = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Fp8Quantization, torch.Tensor],
+    [torch.Tensor, torch.Tensor, torch.Tensor, Fp8Quantization, Means],
     tuple[QuantizedTensor, QuantizedTensor, TransposedV],
 ]
-"""(q, k, v, quantization, mean of K or no elements) -> the three in e4m3."""
+"""(q, k, v, quantization, means) -> the three in e4m3."""
 
 
 def padded_keys(seqlen: int) -> int:
@@ -283,9 +326,36 @@ def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)
 
 
-def mean_of_keys(k: torch.Tensor) -> torch.Tensor:
-    """The mean of k (b, s, hk, d) over the keys, float32 (b, hk, d)."""
-    return k.mean(1, dtype=torch.float32)
+def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
+    """The mean of x (b, s, hk, d) over the keys, float32 (b, hk, d)."""
+    return x.mean(1, dtype=torch.float32)
+
+
+def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:
+    """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
+
+    def mean(x: torch.Tensor, is_smoothed: bool) -> torch.Tensor:
+        return mean_of_keys(x) if is_smoothed and x.shape[1] else torch.empty(0, device=x.device)
+
+    return Means(mean(k, quantization.smooth_k), mean(v, quantization.smooth_v))
+
+
+def add_mean(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Add the mean (b, hk, d) of each key/value head to x (b, s, h, d) in place: in float32, rounded once."""
+    x.unflatten(2, (mean.shape[1], -1)).add_(mean[:, None, :, None])
+    return x
+
+
+def restore_values(out: torch.Tensor, parts: QuantizedQKV, causal: bool) -> torch.Tensor:
+    """The output (b, sq, h, dv) of attention on ``parts``, with what was done to V undone. ``out`` may be written to.
+
+    Float32 if there was a rotation, else ``out``. A row without keys stays 0: it has no part in the mean.
+    """
+    values = rotate_back(out, parts.quantization.seed) if parts.quantization.rotate_v else out
+    if parts.mean_v.numel():
+        without_keys = max(out.shape[1] - parts.v.shape[1], 0) if causal else 0
+        add_mean(values[:, without_keys:], parts.mean_v)
+    return values
 
 
 def lost_scores(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -336,12 +406,14 @@ def _quantize(
 
 
 def _quantize_by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, mean: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, means: Means
 ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
-    """The twin of the fused kernel, for every device and option; ``mean`` (b, hk, d) or () is subtracted from k."""
+    """The twin of the fused kernel, for every device and option."""
     c, kv_heads = quantization, k.shape[2]
     block_k = c.keys_per_block(k.shape[3], v.shape[3], k.shape[1])
-    k = k.float() - mean.unsqueeze(1) if mean.numel() else k
+    k, v = (
+        x.float() - mean.unsqueeze(1) if mean.numel() else x for x, mean in zip((k, v), means, strict=True)
+    )
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
@@ -387,14 +459,14 @@ def quantize_qkv(
 ) -> QuantizedQKV:
     """Quantize the inputs of attention to e4m3 by the rules at the top of this module.
 
-    What is asked for is done in this order: the mean of K is subtracted, Q and K are rotated, V is rotated. All is
-    computed in float32.
+    What is asked for is done in this order: the means of K and V are subtracted, Q and K are rotated, V is rotated. All
+    is computed in float32.
 
     On a Hopper GPU one kernel does it in one pass, reading float16 or bfloat16 and writing e4m3, where ``granularity``
     is "block" (the other two need a maximum before anything is written) and the sizes suit it
     (:func:`hopper_attention.quantization_launch.why_not_fused`). Elsewhere PyTorch does it, in several passes, with
-    the same bits. The mean of K may differ in its last bit between devices. A CUDA graph can be captured of the kernel
-    once a call with the same head_dim, options and device has been made, and of PyTorch's passes not at all.
+    the same bits. The means of K and V may differ in their last bit between devices. A CUDA graph can be captured of
+    the kernel once a call with the same head_dim, options and device has been made, and of PyTorch's passes not at all.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, on any device.
@@ -419,11 +491,10 @@ def quantize_qkv(
         quantization, block_k=quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
     )
     run = _choose_quantizer(q, k, v, c, backend)
-    mean = shift = torch.empty(0, device=q.device)
-    if c.smooth_k and shape.seqlen_k:
-        mean = mean_of_keys(k)
-        shift = lost_scores(q, mean)
-    return QuantizedQKV(*run(q, k, v, c, mean), quantization=c, dtype=q.dtype, shift=shift)
+    means = means_of(k, v, c)
+    shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
+    parts = run(q, k, v, c, means)
+    return QuantizedQKV(*parts, quantization=c, dtype=q.dtype, shift=shift, mean_v=means.v)
 
 
 def from_descales(
@@ -475,6 +546,6 @@ def from_descales(
         q=per_head("q_descale", q_descale, q),
         k=per_head("k_descale", k_descale, k),
         v=per_head("v_descale", v_descale, v),
-        quantization=Fp8Quantization(rotate=False, granularity="head"),
+        quantization=Fp8Quantization(rotate=False, granularity="head", smooth_v=False),
         dtype=out_dtype,
     )

@@ -18,6 +18,7 @@ from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable
 from hopper_attention.quantization import (
     E4M3,
     Fp8Quantization,
+    Means,
     QuantizedTensor,
     TransposedV,
     padded_keys,
@@ -89,6 +90,7 @@ def select_quantize_config(
         rotate=quantization.rotate,
         rotate_v=quantization.rotate_v,
         smooth_k=quantization.smooth_k,
+        smooth_v=quantization.smooth_v,
     )
     validate_quantize_config(config)
     return config
@@ -119,19 +121,19 @@ def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Ou
 
 
 def quantize_fused(
-    q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization, mean: Tensor
+    q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization, means: Means
 ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
     """Quantize on a Hopper GPU, on torch's current stream. The problem passes ``why_not_fused``.
 
-    ``mean`` float32 (b, hk, d) is what the rows of k are less with ``smooth_k``; without, it is not read. The first
-    call with a head_dim and seed copies the signs of the rotation to the GPU.
+    Of ``means``, contiguous, only those that ``quantization`` asks for are read. The first call with a head_dim and
+    seed copies the signs of the rotation to the GPU.
 
     Raises:
         RuntimeError: that first call is made while a CUDA graph is captured.
     """
     config = select_quantize_config(q.dtype, q.shape[3], v.shape[3], k.shape[1], quantization)
     outputs = empty_outputs(config, q, k, v)
-    fill(outputs, config, quantization.seed, q, k, v, mean)
+    fill(outputs, config, quantization.seed, q, k, v, means)
     return (
         QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
         QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),
@@ -140,7 +142,7 @@ def quantize_fused(
 
 
 def fill(
-    outputs: Outputs, config: QuantizeConfig, seed: int, q: Tensor, k: Tensor, v: Tensor, mean: Tensor
+    outputs: Outputs, config: QuantizeConfig, seed: int, q: Tensor, k: Tensor, v: Tensor, means: Means
 ) -> None:
     """Launch the kernel of ``config`` on ``outputs``."""
     device = q.device
@@ -153,7 +155,8 @@ def fill(
             *outputs,
             sign_masks(config.head_dim, seed, device) if config.rotate else unused,
             sign_masks(config.head_dim_v, seed, device) if config.rotate_v else unused,
-            mean if config.smooth_k else unused,
+            means.k if config.smooth_k else unused,
+            means.v if config.smooth_v else unused,
             torch.cuda.get_device_properties(index).multi_processor_count * config.ctas_per_sm,
         )
 

@@ -15,7 +15,13 @@ import torch
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.fp8_launch import find_fp8_launch, problem_of
-from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
+from hopper_attention.quantization import (
+    Fp8Quantization,
+    QuantizedQKV,
+    from_descales,
+    quantize_qkv,
+    restore_values,
+)
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_sums import LSE_ROUNDING, allowed_lse_error
 
@@ -59,6 +65,12 @@ def allowed_error(backend: str, like: torch.Tensor, oracle: torch.Tensor) -> flo
     return allowed_ratio(like.numel()) * emulated + 2e-4 * rms(oracle) + 1e-12
 
 
+def oracle_of(parts: QuantizedQKV, causal: bool) -> torch.Tensor:
+    """Attention of the dequantized parts in float64, what was done to V undone."""
+    out, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
+    return restore_values(out, parts, causal)
+
+
 def find_differences(
     parts: QuantizedQKV, causal: bool, backend: str = "hopper", two_level: bool = False
 ) -> list[str]:
@@ -66,7 +78,7 @@ def find_differences(
     options = {"two_level_accumulation": two_level, "backend": backend}
     out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
     like, like_lse = flash_attn_quantized_func(parts, None, causal, True, backend="reference")
-    oracle, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
+    oracle = oracle_of(parts, causal)
     wrong = []
     error, emulated = rms(out.double() - oracle), rms(like.double() - oracle)
     # "not <=" so that NaN counts as wrong.
@@ -277,8 +289,8 @@ def test_two_level_kernel_on_odd_scales_blocks_and_v_in_rows(draw, head_dim: int
 def test_two_levels_lose_no_more_than_one_over_many_keys(draw, head_dim: int, offset: float) -> None:
     """With an offset the terms of P V have one sign, so that their sum grows, and with it what one level drops."""
     x = draw(torch.bfloat16, 1, (256, 65536), (1, 1), head_dim)
-    parts = quantize_qkv(x.q, x.k, x.v + offset)
-    oracle, _ = attention_naive(*(t.dequantize() for t in (parts.q, parts.k, parts.v)))
+    parts = quantize_qkv(x.q, x.k, x.v + offset, quantization=Fp8Quantization(smooth_v=False))
+    oracle = oracle_of(parts, False)
     one, two = (
         rms(flash_attn_quantized_func(parts, two_level_accumulation=levels, backend="hopper") - oracle)
         for levels in (False, True)
@@ -295,3 +307,61 @@ def test_two_level_kernel_repeats_its_bits(draw, head_dim: int) -> None:
     options = {"causal": True, "two_level_accumulation": True, "backend": "hopper"}
     first = flash_attn_quantized_func(parts, **options)
     assert all(torch.equal(first, flash_attn_quantized_func(parts, **options)) for _ in range(19))
+
+
+@both_backends
+@pytest.mark.parametrize("rotate_v", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 192, 256])
+def test_smooth_v_is_as_good_as_its_emulation(
+    draw, head_dim: int, causal: bool, rotate_v: bool, backend: str
+) -> None:
+    failures = {}
+    c = Fp8Quantization(smooth_v=True, rotate_v=rotate_v)
+    for seqlens in LENGTHS:
+        for heads in ((2, 2), (4, 1)):
+            x = draw(torch.bfloat16, 2, seqlens, heads, head_dim)
+            parts = quantize_qkv(x.q, x.k, x.v + 1, quantization=c)
+            assert parts.mean_v.numel()
+            wrong = find_differences(parts, causal, backend)
+            if wrong:
+                failures[seqlens, heads] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_smooth_v_keeps_what_one_level_loses_of_many_keys(draw, head_dim: int) -> None:
+    """N(1, 1) values, against float64 on the inputs themselves."""
+    x = draw(torch.bfloat16, 1, (256, 65536), (1, 1), head_dim)
+    v = x.v + 1
+    oracle, _ = attention_naive(x.q, x.k, v)
+    errors = {}
+    for smooth_v in (False, True):
+        parts = quantize_qkv(x.q, x.k, v, quantization=Fp8Quantization(smooth_v=smooth_v))
+        ours, like = (flash_attn_quantized_func(parts, backend=name) for name in ("hopper", "reference"))
+        errors[smooth_v] = rms(ours - oracle), rms(like - oracle)
+    assert errors[True][0] <= 1.5 * errors[True][1]
+    assert errors[True][0] < errors[False][0] / 10 and errors[True][1] <= 1.1 * errors[False][1]
+
+
+def test_a_captured_graph_adds_the_mean_of_what_its_inputs_hold(draw) -> None:
+    static, fresh = (draw(torch.bfloat16, 2, (300, 517), (4, 2), 128) for _ in range(2))
+    options = {"causal": True, "quantization": Fp8Quantization(smooth_v=True, rotate_v=False)}
+    expected = flash_attn_fp8_func(fresh.q, fresh.k, fresh.v + 1, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_fp8_func(static.q, static.k, static.v, **options)
+    for target, source in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v + 1)):
+        target.copy_(source)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_bad_values_spoil_their_column_of_a_smooth_v(draw) -> None:
+    x = draw(torch.bfloat16, 2, (512, 512), (4, 2), 128)
+    x.v[1, 500, 0, 3] = math.nan
+    out = flash_attn_fp8_func(x.q, x.k, x.v, causal=True, quantization=Fp8Quantization(smooth_v=True))
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[1, :, :2, 3] = True
+    assert bool(out[spoilt].isnan().all()) and bool(out[~spoilt].isfinite().all())

@@ -20,7 +20,7 @@ QUANTIZATIONS = {
     "odd blocks": Fp8Quantization(rotate=False, block_q=48, block_k=80),
     "head": Fp8Quantization(granularity="head"),
     "tensor": Fp8Quantization(granularity="tensor", rotate=False),
-    "all options": Fp8Quantization(rotate_v=True, smooth_k=True),
+    "all options": Fp8Quantization(rotate_v=True, smooth_k=True, smooth_v=True),
 }
 """Odd blocks are no tiles of the FP8 kernel."""
 
@@ -30,11 +30,12 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def without_undoing(parts: QuantizedQKV) -> QuantizedQKV:
-    """Parts whose attention is left as the kernel gives it: V rotated, K without its mean."""
+    """Parts whose attention is left as the kernel gives it: V rotated, K and V without their means."""
     return replace(
         parts,
         quantization=replace(parts.quantization, rotate_v=False),
         shift=torch.empty(0, device=parts.shift.device),
+        mean_v=torch.empty(0, device=parts.mean_v.device),
     )
 
 
@@ -65,7 +66,11 @@ def test_what_was_done_to_the_inputs_is_undone(draw, head_dim: int, causal: bool
     x = draw(torch.bfloat16, 2, (300, 517), (4, 2), head_dim)
     k = (x.k + 4 * torch.linspace(-1, 1, head_dim, device=x.k.device)).to(x.k.dtype)
     oracle, oracle_lse = attention_naive(x.q, k, x.v, causal=causal)
-    for c in (Fp8Quantization(smooth_k=True), Fp8Quantization(smooth_k=True, rotate_v=True, seed=5)):
+    for c in (
+        Fp8Quantization(smooth_k=True),
+        Fp8Quantization(smooth_v=True),
+        Fp8Quantization(smooth_k=True, rotate_v=True, smooth_v=True, seed=5),
+    ):
         out, lse = flash_attn_fp8_func(x.q, k, x.v, None, causal, True, quantization=c, backend="ampere")
         like, like_lse = flash_attn_fp8_func(
             x.q, k, x.v, None, causal, True, quantization=c, backend="reference"

@@ -18,10 +18,11 @@ from hopper.quantize.config import QuantizeConfig, default_block_sizes
 from hopper_attention import compile_cache, flash_attn_fp8_func, quantization, quantization_launch
 from hopper_attention.quantization import (
     Fp8Quantization,
+    Means,
     QuantizedTensor,
     TransposedV,
     _quantize_by_torch,
-    mean_of_keys,
+    means_of,
     quantize_qkv,
 )
 from hopper_attention.quantization_launch import (
@@ -82,8 +83,8 @@ def find_differences(q: Tensor, k: Tensor, v: Tensor, c: Fp8Quantization) -> lis
     """What the kernel makes of a problem and its twin does not."""
     c = resolved(c, k, v)
     assert why_not_fused_here(q, k, v, c) == ""
-    mean = mean_of_keys(k) if c.smooth_k else torch.empty(0, device=q.device)
-    return difference(quantize_fused(q, k, v, c, mean), _quantize_by_torch(q, k, v, c, mean))
+    means = means_of(k, v, c)
+    return difference(quantize_fused(q, k, v, c, means), _quantize_by_torch(q, k, v, c, means))
 
 
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
@@ -93,7 +94,8 @@ OPTIONS = {
     "plain": {"rotate": False},
     "rotate_v": {"rotate_v": True},
     "smooth_k": {"smooth_k": True},
-    "everything": {"smooth_k": True, "rotate_v": True},
+    "smooth_v": {"smooth_v": True},
+    "everything": {"smooth_k": True, "rotate_v": True, "smooth_v": True},
 }
 BLOCK_HEAD_DIMS, BLOCKS_Q, BLOCKS_K = [64, 80, 128, 256], [64, 128, 192], [64, 128, 192, 224]
 
@@ -162,9 +164,10 @@ def test_many_items_for_every_cta(draw, head_dim: int) -> None:
 def test_the_twin_has_the_same_bits_on_the_cpu(draw, head_dim: int, rotate: bool) -> None:
     x = draw(torch.bfloat16, 2, (300, 500), (4, 2), head_dim)
     c = Fp8Quantization(rotate=rotate, rotate_v=rotate, block_k=160)
-    none = torch.empty(0)
-    there = _quantize_by_torch(x.q, x.k, x.v, c, none.to(x.q.device))
-    here = _quantize_by_torch(x.q.cpu(), x.k.cpu(), x.v.cpu(), c, none)
+    means = means_of(x.k, x.v, c)
+    there = _quantize_by_torch(x.q, x.k, x.v, c, means)
+    on_cpu = Means(means.k.cpu(), means.v.cpu())
+    here = _quantize_by_torch(x.q.cpu(), x.k.cpu(), x.v.cpu(), c, on_cpu)
     assert difference(there, here) == []
     public = fused_qkv(x.q, x.k, x.v, quantization=c)
     assert difference((public.q, public.k, public.v), here) == []
@@ -224,9 +227,9 @@ def test_strides_and_addresses_do_not_change_a_bit(draw, relay: Callable[[Tensor
     for head_dim, seqlens in ((64, (113, 203)), (128, (517, 300))):
         x = draw(torch.bfloat16, 2, seqlens, (4, 2), head_dim)
         c = resolved(Fp8Quantization(), x.k, x.v)
-        none = torch.empty(0, device=x.q.device)
-        expected = _quantize_by_torch(x.q, x.k, x.v, c, none)
-        assert difference(quantize_fused(relay(x.q), relay(x.k), relay(x.v), c, none), expected) == []
+        means = means_of(x.k, x.v, c)
+        expected = _quantize_by_torch(x.q, x.k, x.v, c, means)
+        assert difference(quantize_fused(relay(x.q), relay(x.k), relay(x.v), c, means), expected) == []
 
 
 def test_expanded_tensors(draw) -> None:
@@ -249,18 +252,18 @@ def guarded(like: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_all_outputs_are_written_and_nothing_else(draw, head_dim: int, seqlens: tuple[int, int]) -> None:
     x = draw(torch.bfloat16, 2, seqlens, (4, 2), head_dim)
-    c = Fp8Quantization(rotate_v=True, block_k=96)
+    c = Fp8Quantization(rotate_v=True, smooth_v=True, block_k=96)
     config = select_quantize_config(x.q.dtype, head_dim, head_dim, seqlens[1], c)
     tensors, memories = zip(*map(guarded, empty_outputs(config, x.q, x.k, x.v)), strict=True)
     outputs = Outputs(*tensors)
-    none = torch.empty(0, device=x.q.device)
-    fill(outputs, config, c.seed, x.q, x.k, x.v, none)
+    means = means_of(x.k, x.v, c)
+    fill(outputs, config, c.seed, x.q, x.k, x.v, means)
     parts = (
         QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
         QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),
         TransposedV(outputs.vt8, outputs.v_scale, config.block_k, seqlens[1]),
     )
-    assert difference(parts, _quantize_by_torch(x.q, x.k, x.v, c, none)) == []
+    assert difference(parts, _quantize_by_torch(x.q, x.k, x.v, c, means)) == []
     for memory in memories:
         assert bool((memory[:GUARD] == POISON).all()) and bool((memory[-GUARD:] == POISON).all())
 
@@ -268,9 +271,9 @@ def test_all_outputs_are_written_and_nothing_else(draw, head_dim: int, seqlens: 
 def test_twenty_runs_give_the_same_bits(draw) -> None:
     x = draw(torch.bfloat16, 2, (4000, 5000), (16, 4), 128)
     c = resolved(Fp8Quantization(), x.k, x.v)
-    none = torch.empty(0, device=x.q.device)
-    first = quantize_fused(x.q, x.k, x.v, c, none)
-    assert all(difference(quantize_fused(x.q, x.k, x.v, c, none), first) == [] for _ in range(19))
+    means = means_of(x.k, x.v, c)
+    first = quantize_fused(x.q, x.k, x.v, c, means)
+    assert all(difference(quantize_fused(x.q, x.k, x.v, c, means), first) == [] for _ in range(19))
 
 
 def test_the_current_stream_is_the_one_that_is_used(draw) -> None:
@@ -289,7 +292,7 @@ def test_the_current_stream_is_the_one_that_is_used(draw) -> None:
 
 def test_a_captured_graph_quantizes_what_its_inputs_hold_then(draw) -> None:
     static, fresh = (draw(torch.bfloat16, 2, (300, 517), (4, 2), 128) for _ in range(2))
-    c = Fp8Quantization(smooth_k=True)
+    c = Fp8Quantization(smooth_k=True, smooth_v=True)
     expected = fused_qkv(fresh.q, fresh.k, fresh.v, quantization=c)
     fused_qkv(static.q, static.k, static.v, quantization=c)
     torch.cuda.synchronize()
@@ -300,7 +303,7 @@ def test_a_captured_graph_quantizes_what_its_inputs_hold_then(draw) -> None:
         target.copy_(source)
     graph.replay()
     assert difference((parts.q, parts.k, parts.v), (expected.q, expected.k, expected.v)) == []
-    assert torch.equal(parts.shift, expected.shift)
+    assert torch.equal(parts.shift, expected.shift) and torch.equal(parts.mean_v, expected.mean_v)
 
 
 def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
@@ -368,12 +371,13 @@ def test_tensors_above_two_to_the_31_elements(draw, device: str, dimension: str)
     x = draw(torch.bfloat16, batch, seqlens, heads, 64)
     assert max(x.q.numel(), x.k.numel()) > 2**31
     c = resolved(Fp8Quantization(), x.k, x.v)
-    none = torch.empty(0, device=x.q.device)
-    q, k, v = quantize_fused(x.q, x.k, x.v, c, none)
+    means = means_of(x.k, x.v, c)
+    q, k, v = quantize_fused(x.q, x.k, x.v, c, means)
     # The last blocks of the last batch entry lie beyond what 32 bits can address.
     block = int(c.block_k)
     from_q, from_k = (max(seqlens[0] - 1, 0) // 128 * 128, max(seqlens[1] - 1, 0) // block * block)
-    twins = _quantize_by_torch(x.q[-1:, from_q:], x.k[-1:, from_k:], x.v[-1:, from_k:], c, none)
+    of_last = Means(means.k[-1:], means.v[-1:])
+    twins = _quantize_by_torch(x.q[-1:, from_q:], x.k[-1:, from_k:], x.v[-1:, from_k:], c, of_last)
     parts = (
         QuantizedTensor(q.data[-1:, from_q:], q.scale[-1:, :, from_q // 128 :], 128),
         QuantizedTensor(k.data[-1:, from_k:], k.scale[-1:, :, from_k // block :], block),

@@ -17,7 +17,7 @@ from torch import Tensor
 from hopper.inspection import ResourceUsage, parse_ptxas
 from hopper.quantize.compile import compile_quantize
 from hopper.quantize.config import QuantizeConfig
-from hopper_attention.quantization import padded_keys
+from hopper_attention.quantization import Means, padded_keys
 from hopper_attention.quantization_launch import sign_masks
 from tests.hopper import ptx_machine
 
@@ -73,7 +73,7 @@ class Arguments:
 
 
 def quantize_on_numpy(
-    config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, seed: int, mean: Tensor, ctas: int
+    config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means, ctas: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(bytes of q8, k8 and vt8, bits of their scales), as the kernel leaves them in contiguous tensors."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
@@ -93,7 +93,9 @@ def quantize_on_numpy(
     ]
     for head_dim in (config.head_dim, config.head_dim_v):
         arguments.tensor(sign_masks(head_dim, seed, q.device), (0,))
-    arguments.tensor(mean, (0, 1) if config.smooth_k else (0,))
+    for mean, is_subtracted in ((means.k, config.smooth_k), (means.v, config.smooth_v)):
+        unused = torch.zeros(1, dtype=torch.int32)
+        arguments.tensor(mean if is_subtracted else unused, (0, 1) if is_subtracted else (0,))
     of_q, of_kv = -(-seqlen_q // config.q.rows), -(-seqlen_k // config.k.rows)
     of_k = batch * kv_heads * of_kv
     bounds = [batch * heads * of_q + i * of_k for i in range(3)]

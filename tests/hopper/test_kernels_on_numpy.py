@@ -122,7 +122,7 @@ def test_fp8_forward_with_block_scales(head_dim, causal, block_k, seqlen_k) -> N
     q, k, v = draw(torch.bfloat16, (200, 460), (2, 1), head_dim)
     k[:, 192:] *= 3
     v[:, :160] *= 2.0**-9
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k, smooth_v=False))
     check_fp8(parts, causal, block_k, seqlen_k)
 
 
@@ -131,7 +131,9 @@ def test_fp8_forward_finds_the_maximum_of_negative_scores() -> None:
     k = k.abs() + 0.25
     some_rows = torch.where(torch.arange(70).view(1, -1, 1, 1) % 7 == 0, -1, 1) * q.abs()
     for queries in (-q.abs() - 0.25, some_rows):
-        parts = quantize_qkv(queries.half(), k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+        parts = quantize_qkv(
+            queries.half(), k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False)
+        )
         check_fp8(parts, False, 128)
 
 
@@ -153,7 +155,9 @@ def test_fp8_forward_of_scores_whose_scale_vanishes(descale: float) -> None:
 
 def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
     q, k, v = draw(torch.bfloat16, (70, 130), (1, 1), 64)
-    parts = quantize_qkv(q * 0, k * 0, v * 0 + 1, quantization=Fp8Quantization(block_q=64, block_k=128))
+    parts = quantize_qkv(
+        q * 0, k * 0, v * 0 + 1, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
+    )
     assert relative(check_fp8(parts, False, 128), torch.ones(1, 70, 1, 64, dtype=torch.float64)) < 2e-3
 
 
@@ -171,7 +175,7 @@ def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
     q, k, v = draw(torch.float16, (70, 256), (1, 1), 64)
     q[..., 0], k[:, 1, :, 0] = 8, 6
     v[:, :128] *= quiet
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False))
     check_fp8(parts, False, 128)
 
 
@@ -181,7 +185,7 @@ def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
 def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ...]) -> None:
     """The last block is visited first; the quiet ones after it must not blow up what it left. None may be negative."""
     inputs = draw(torch.bfloat16, (70, 384), (1, 1), 64)
-    parts = quantize_qkv(*inputs, quantization=Fp8Quantization(block_k=128))
+    parts = quantize_qkv(*inputs, quantization=Fp8Quantization(block_k=128, smooth_v=False))
     parts = replace(parts, v=replace(parts.v, scale=torch.tensor(scales).view(1, 1, 3)))
     config = select_fp8_forward_config(64, 64, False, "bfloat16", 384, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
@@ -195,7 +199,7 @@ def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ..
 @pytest.mark.parametrize("head_dim,causal", [(64, True), (128, False), (256, True)])
 def test_fp8_forward_transposes_v(head_dim, causal) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), head_dim)
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False))
     dims = head_dim, head_dim
     with_rows = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128, v_rows=True)
     without = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128)
@@ -211,7 +215,7 @@ def test_fp8_forward_transposes_v(head_dim, causal) -> None:
 def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
     q, k, v = draw(torch.float16, (128, 300), (1, 1), 64)
     k[0, 250, 0, 3] = math.nan
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_k=128))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_k=128, smooth_v=False))
     config = select_fp8_forward_config(64, 64, True, "float16", 300, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     # The last query sees the last key.
@@ -223,7 +227,7 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
     """Of the block visited first as of later ones; of columns whose exponentials are polynomials as of the others."""
     q, k, v = draw(torch.float16, (64, 256), (1, 1), 64)
     k[0, key, 0, 3] = math.nan
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False))
     config = select_fp8_forward_config(64, 64, False, "float16", 256, 128)
     assert config.polynomial_pairs > 0
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
@@ -298,7 +302,7 @@ def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
         forward = replace(forward, warp_specialized=False, tile_m=128, registers=Registers(256, 0))
     out, lse = attention_naive(q, k, v)
     rounded = out.bfloat16()
-    quantization = Fp8Quantization(block_k=128)
+    quantization = Fp8Quantization(block_k=128, smooth_v=False)
     parts = quantize_qkv(q, k, v, quantization=quantization)
     fp8 = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
     backward = select_backward_config("bfloat16", 64, 64, False)

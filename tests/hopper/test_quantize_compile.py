@@ -21,17 +21,21 @@ from hopper.quantize.config import (
     shipped_quantize_configs,
     validate_quantize_config,
 )
-from hopper_attention.quantization import Fp8Quantization, _quantize_by_torch, mean_of_keys
+from hopper_attention.quantization import Fp8Quantization, _quantize_by_torch, means_of
 from tests.hopper.ptx_machine import to_e4m3
 from tests.hopper.quantize_on_numpy import compiled, quantize_on_numpy
 
 D64 = QuantizeConfig("bfloat16", 64, 64, 128, 160)
 D128 = QuantizeConfig("bfloat16", 128, 128, 128, 192)
-ALL_OPTIONS = QuantizeConfig("float16", 96, 96, 64, 128, rotate=True, rotate_v=True, smooth_k=True)
+ALL_OPTIONS = QuantizeConfig(
+    "float16", 96, 96, 64, 128, rotate=True, rotate_v=True, smooth_k=True, smooth_v=True
+)
+SMOOTH_V = QuantizeConfig("bfloat16", 64, 64, 128, 160, smooth_v=True)
 PLAIN = QuantizeConfig("float16", 192, 128, 128, 128, rotate=False)
 ODD = QuantizeConfig("bfloat16", 80, 48, 192, 64, rotate_v=True)
-D256 = QuantizeConfig("bfloat16", 256, 256, 128, 128, smooth_k=True)
-CONFIGS = (D64, D128, ALL_OPTIONS, PLAIN, ODD, D256)
+D256 = QuantizeConfig("bfloat16", 256, 256, 128, 128, smooth_k=True, smooth_v=True)
+D128_SMOOTH = replace(D128, rotate_v=True, smooth_k=True, smooth_v=True)
+CONFIGS = (D64, D128, ALL_OPTIONS, SMOOTH_V, PLAIN, ODD, D256)
 
 
 def draw(config: QuantizeConfig, batch=1, seqlens=(300, 500), heads=(2, 1)) -> list[torch.Tensor]:
@@ -55,10 +59,11 @@ def find_differences(config: QuantizeConfig, inputs: list[torch.Tensor], ctas: i
         seed=7,
         smooth_k=config.smooth_k,
         rotate_v=config.rotate_v,
+        smooth_v=config.smooth_v,
     )
-    mean = mean_of_keys(k) if config.smooth_k else torch.zeros(1, dtype=torch.int32)
-    data, scales = quantize_on_numpy(config, q, k, v, c.seed, mean, ctas)
-    twins = _quantize_by_torch(q, k, v, c, mean if config.smooth_k else torch.empty(0))
+    means = means_of(k, v, c)
+    data, scales = quantize_on_numpy(config, q, k, v, c.seed, means, ctas)
+    twins = _quantize_by_torch(q, k, v, c, means)
     wrong = []
     for name, ours, scale, twin in zip("qkv", data, scales, twins, strict=True):
         differing = (ours != twin.data.view(torch.uint8).numpy().reshape(-1)).sum()
@@ -80,7 +85,7 @@ def test_kernel_has_the_bits_of_its_twin(config: QuantizeConfig) -> None:
     assert failures == {}
 
 
-@pytest.mark.parametrize("config", [D128, PLAIN], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [D128, PLAIN, D128_SMOOTH], ids=lambda config: config.name)
 def test_values_that_are_no_numbers_or_hardly_any(config: QuantizeConfig) -> None:
     q, k, v = draw(config)
     q[0, 5, 0, 3], q[0, 200, 1, 77], q[0, 201, 1, 78] = math.inf, -math.inf, math.nan
@@ -146,7 +151,8 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
     assert len({config.name for config in configs}) == len(configs)
     for config in configs:
         validate_quantize_config(config)
-        assert config.rotate and not config.rotate_v and not config.smooth_k
+        for option in ("rotate", "rotate_v", "smooth_k", "smooth_v"):
+            assert getattr(config, option) == getattr(Fp8Quantization(), option)
         assert config.block_k in default_block_sizes(config.head_dim, config.head_dim_v)
     assert {(c.dtype, c.head_dim) for c in configs} >= {("float16", 64), ("bfloat16", 256)}
 
@@ -180,6 +186,7 @@ def test_names_tell_configs_apart() -> None:
         {"rotate": False},
         {"rotate_v": True},
         {"smooth_k": True},
+        {"smooth_v": True},
     ]
     names = {replace(D128, **change).name for change in changes}
     assert len(names) == len(changes) and "hopper_quantize_bf16_d128_q128k192_rotate" in names

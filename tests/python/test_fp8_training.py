@@ -97,10 +97,10 @@ def test_it_gives_what_the_plain_call_gives() -> None:
 
 def test_operator_and_compilation() -> None:
     q, k, v = leaves()
-    options = (0.125, True, None, True, "block", 128, 128, 0, True, False)
+    options = (0.125, True, None, False, True, "block", 128, 128, 0, True, False, True)
     operator = torch.ops.hopper_attention.forward_fp8_of_16_bits.default
     torch.library.opcheck(operator, (q, k, v, *options), test_utils=NO_SCHEMA_CHECK)
-    torch.library.opcheck(operator, (q, k, v, *options[:4], "head", *options[5:]), test_utils=NO_SCHEMA_CHECK)
+    torch.library.opcheck(operator, (q, k, v, *options[:5], "head", *options[6:]), test_utils=NO_SCHEMA_CHECK)
     compiled = torch.compile(
         lambda *x: flash_attn_fp8_func(*x, causal=True), fullgraph=True, backend="aot_eager"
     )

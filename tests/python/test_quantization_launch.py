@@ -19,6 +19,7 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.quantization import (
     Fp8Quantization,
+    Means,
     TransposedV,
     default_block_k,
     quantize_qkv,
@@ -29,7 +30,8 @@ from hopper_attention.quantization_launch import quantize_fused, select_quantize
 fused_qkv = partial(quantize_qkv, backend="fused")
 
 HOPPER = Target("fake H200", (9, 0), assume_installed=True)
-BLOCKS = Fp8Quantization(block_k=96)
+BLOCKS = Fp8Quantization(block_k=96, smooth_v=False)
+NO_MEANS = Means(torch.empty(0), torch.empty(0))
 
 
 def qkv(seqlens=(113, 203), head_dim=64, head_dim_v=64, dtype=torch.float16) -> list[torch.Tensor]:
@@ -47,7 +49,7 @@ def test_the_kernel_serves_blocks_of_sixteen_bit_tensors_on_hopper() -> None:
     for head_dim, head_dim_v in ((64, 64), (80, 16), (192, 128), (256, 256)):
         for dtype in (torch.float16, torch.bfloat16):
             inputs = qkv(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
-            assert reason(inputs, Fp8Quantization(smooth_k=True, rotate_v=True)) == ""
+            assert reason(inputs, Fp8Quantization(smooth_k=True, rotate_v=True, smooth_v=True)) == ""
 
 
 @pytest.mark.parametrize(
@@ -85,10 +87,12 @@ def replace_shape(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def test_config_of_a_problem() -> None:
-    c = Fp8Quantization(rotate=False, block_q=64, smooth_k=True)
+    c = Fp8Quantization(rotate=False, block_q=64, smooth_k=True, smooth_v=False)
     expected = QuantizeConfig(
         "bfloat16", 128, 64, 64, default_block_k(128, 64, 9000), rotate=False, smooth_k=True
     )
+    assert select_quantize_config(torch.bfloat16, 128, 64, 9000, c) == expected
+    c, expected = replace(c, smooth_v=True), replace(expected, smooth_v=True)
     assert select_quantize_config(torch.bfloat16, 128, 64, 9000, c) == expected
 
 
@@ -131,29 +135,32 @@ def test_what_the_kernel_is_given(kernel: FakeKernel) -> None:
     parts = fused_qkv(q, k, v, quantization=replace(BLOCKS, seed=5))
     config = select_quantize_config(torch.float16, 64, 32, 203, BLOCKS)
     *tensors, ctas = kernel.arguments
-    assert ctas == 132 * config.ctas_per_sm and len(tensors) == 12
+    assert ctas == 132 * config.ctas_per_sm and len(tensors) == 13
     assert [x.data_ptr() for x in tensors[:3]] == [x.data_ptr() for x in (q, k, v)]
     assert tensors[3] is parts.q.data and tensors[4] is parts.k.data and tensors[5] is parts.v.data
     assert tensors[6] is parts.q.scale and tensors[7] is parts.k.scale and tensors[8] is parts.v.scale
     assert all(x.is_contiguous() for x in tensors[3:9])
     flipped = torch.ones(64, dtype=torch.float16).view(torch.int32) ^ tensors[9]
     assert torch.equal(flipped.view(torch.float16).float(), rotation_signs(64, 5))
-    assert tensors[10].shape == tensors[11].shape == (0,)
+    assert tensors[10].shape == tensors[11].shape == tensors[12].shape == (0,)
     assert isinstance(parts.v, TransposedV)
     assert parts.v.data.shape == (2, 2, 32, 224) and parts.v.seqlen == 203
     assert parts.q.scale.shape == (2, 4, 1) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
     assert (parts.q.block, parts.k.block, parts.v.block) == (128, 96, 96)
-    assert parts.dtype == torch.float16 and parts.shift.numel() == 0
+    assert parts.dtype == torch.float16
+    assert parts.shift.numel() == parts.mean_v.numel() == 0
 
 
-def test_the_mean_and_the_signs_of_v_are_given_where_they_are_used(kernel: FakeKernel) -> None:
+def test_the_means_and_the_signs_of_v_are_given_where_they_are_used(kernel: FakeKernel) -> None:
     q, k, v = qkv(head_dim_v=32)
-    c = Fp8Quantization(rotate=False, rotate_v=True, smooth_k=True, block_k=96)
+    c = Fp8Quantization(rotate=False, rotate_v=True, smooth_k=True, smooth_v=True, block_k=96)
     parts = fused_qkv(q, k, v, quantization=c)
-    signs, signs_v, mean = kernel.arguments[9:12]
+    signs, signs_v, mean_k, mean_v = kernel.arguments[9:13]
     assert signs.numel() == 0 and signs_v.shape == (16,)
-    torch.testing.assert_close(mean, k.float().mean(1), rtol=0, atol=1e-6)
-    assert mean.is_contiguous() and parts.shift.shape == (2, 4, 113)
+    for mean, x in ((mean_k, k), (mean_v, v)):
+        torch.testing.assert_close(mean, x.float().mean(1), rtol=0, atol=1e-6)
+        assert mean.is_contiguous()
+    assert parts.shift.shape == (2, 4, 113) and parts.mean_v is mean_v
 
 
 def test_what_the_kernel_cannot_address_is_copied(kernel: FakeKernel) -> None:
@@ -163,15 +170,15 @@ def test_what_the_kernel_cannot_address_is_copied(kernel: FakeKernel) -> None:
     columns = torch.empty(2, 203, 64, 2, dtype=k.dtype).transpose(2, 3).copy_(k)
     odd = torch.zeros(2, 203, 2, 67, dtype=v.dtype)[..., :64].copy_(v)
     assert columns.stride(3) != 1 and odd.stride(2) == 67
-    quantize_fused(shifted, columns, odd, BLOCKS, torch.empty(0))
+    quantize_fused(shifted, columns, odd, BLOCKS, NO_MEANS)
     for given, wanted in zip(kernel.arguments[:3], (q, k, v), strict=True):
         assert torch.equal(given, wanted) and given.data_ptr() % 16 == 0
         assert given.stride(3) == 1 and all(stride % 8 == 0 for stride in given.stride()[:3])
     heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
-    quantize_fused(heads_first, k, v, BLOCKS, torch.empty(0))
+    quantize_fused(heads_first, k, v, BLOCKS, NO_MEANS)
     assert kernel.arguments[0] is heads_first
     expanded = k[:, :, :1].expand(-1, -1, 2, -1)
-    quantize_fused(q, expanded, v, BLOCKS, torch.empty(0))
+    quantize_fused(q, expanded, v, BLOCKS, NO_MEANS)
     assert kernel.arguments[1] is expanded
 
 
@@ -189,7 +196,7 @@ def test_attention_on_the_reference_does_not_quantize_with_the_kernel(kernel: Fa
     out = flash_attn_fp8_func(q, k, v, backend="reference")
     q.requires_grad_()
     assert torch.equal(flash_attn_fp8_func(q, k, v, backend="reference"), out) and kernel.arguments == ()
-    assert flash_attn_fp8_func(q, k, v).shape == out.shape and len(kernel.arguments) == 13
+    assert flash_attn_fp8_func(q, k, v).shape == out.shape and len(kernel.arguments) == 14
 
 
 def test_what_is_traced_is_quantized_by_torch(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +252,7 @@ def test_the_compiled_function_takes_what_it_is_given(
     ]
     x = torch.zeros(1, 1, 1, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="expected device_type=cuda") as error:
-        function(*[x] * 12, 1)
+        function(*[x] * 13, 1)
     parameters = re.findall(r"(\w+): (Tensor\(\[.*?\], \w+\)|int32)", str(error.value))
     shapes = [re.sub(r"n\d+", "n", kind) for _, kind in parameters]
     assert shapes == [
@@ -256,6 +263,6 @@ def test_the_compiled_function_takes_what_it_is_given(
         "Tensor([n, n, n, 32], float8_e4m3fn)",
         "Tensor([n, n, 48, n], float8_e4m3fn)",
         *3 * ["Tensor([n, n, n], float32)"],
-        *3 * ["Tensor([n], int32)"],
+        *4 * ["Tensor([n], int32)"],
         "int32",
     ]

@@ -186,7 +186,9 @@ def test_memory_is_linear_in_seqlen():
     with LargestTensor() as largest:
         out, lse = tiled_forward(q, k, v, tile_m=tile, tile_n=tile)
         tiled_backward(out, lse, q, k, v, out, lse, tile_m=tile, tile_n=tile)
-        attention_tiled_fp8(quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=tile, block_k=tile)))
+        attention_tiled_fp8(
+            quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=tile, block_k=tile, smooth_v=False))
+        )
     assert 0 < largest.numel <= seqlen * width
 
 
@@ -198,7 +200,8 @@ def test_nan_in_a_masked_key_does_not_reach_the_queries_before_it():
         out, lse = attention(q, k, v, causal=True)
         torch.testing.assert_close(out[:, :50].half(), expected[:, :50], rtol=1e-3, atol=1e-3)
         assert torch.isnan(out[:, 50:]).all() and torch.isnan(lse[:, :, 50:]).all()
-    out, _ = attention_tiled_fp8(quantize_qkv(q, k, v), causal=True)
+    c = Fp8Quantization(smooth_v=False)
+    out, _ = attention_tiled_fp8(quantize_qkv(q, k, v, quantization=c), causal=True)
     assert torch.isfinite(out[:, :50]).all() and torch.isnan(out[:, 50:]).all()
 
 

@@ -56,7 +56,9 @@ def assert_close_to_dequantized(parts, **options):
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SEQLENS)
 def test_against_the_oracle_on_the_same_fp8_inputs(seqlen_q, seqlen_k, granularity, rotate, causal):
-    quantization = Fp8Quantization(rotate=rotate, granularity=granularity, block_q=64, block_k=48)
+    quantization = Fp8Quantization(
+        rotate=rotate, granularity=granularity, block_q=64, block_k=48, smooth_v=False
+    )
     q, k, v = draw(seqlen_q, seqlen_k, head_dim=40, head_dim_v=24)
     assert_close_to_dequantized(quantize_qkv(q, k, v, quantization=quantization), causal=causal)
 
@@ -72,7 +74,9 @@ def test_output_dtype(dtype):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_descales_by_head(causal):
     generator = torch.Generator().manual_seed(3)
-    parts = quantize_qkv(*draw(113, 203), quantization=Fp8Quantization(rotate=False, granularity="head"))
+    parts = quantize_qkv(
+        *draw(113, 203), quantization=Fp8Quantization(rotate=False, granularity="head", smooth_v=False)
+    )
     descales = [torch.rand(1, 2, generator=generator) * 0.02 + 0.001 for _ in range(3)]
     data = parts.q.data, parts.k.data, parts.v.row_major().data
     scaled = from_descales(*data, *descales, torch.float16)
@@ -92,7 +96,7 @@ def test_queries_without_keys_give_zero_and_minus_infinity():
 def test_v_blocks_of_very_different_scale(ratio, causal):
     q, k, v = draw(96, 96, dtype=torch.float32)
     v[:, 32:64] *= ratio
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=32, block_k=32))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=32, block_k=32, smooth_v=False))
     assert parts.v.scale.min() < max(2 * ratio * parts.v.scale.max(), 1.01 * MIN_SCALE)
     assert_close_to_dequantized(parts, causal=causal)
 
@@ -100,7 +104,7 @@ def test_v_blocks_of_very_different_scale(ratio, causal):
 @pytest.mark.parametrize("seqlen_k", [40, 700])
 def test_a_v_of_zeros_gives_zeros_and_the_lse_of_any_other(seqlen_k):
     q, k, v = draw(50, seqlen_k)
-    c = Fp8Quantization(block_q=32, block_k=32)
+    c = Fp8Quantization(block_q=32, block_k=32, smooth_v=False)
     out, lse = attention_tiled_fp8(quantize_qkv(q, k, torch.zeros_like(v), quantization=c), causal=True)
     _, expected = attention_tiled_fp8(quantize_qkv(q, k, v, quantization=c), causal=True)
     visible = expected > -math.inf
@@ -110,7 +114,7 @@ def test_a_v_of_zeros_gives_zeros_and_the_lse_of_any_other(seqlen_k):
 
 @pytest.mark.parametrize("tile", [96, 224])
 def test_tiles_need_not_be_powers_of_two(tile):
-    quantization = Fp8Quantization(block_k=tile)
+    quantization = Fp8Quantization(block_k=tile, smooth_v=False)
     assert_close_to_dequantized(quantize_qkv(*draw(113, 700), quantization=quantization), causal=True)
 
 
@@ -124,7 +128,7 @@ def test_tiles_of_the_kernel_are_the_default():
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
 def test_a_lone_descale_of_v_multiplies_the_output(sign):
-    parts = quantize_qkv(*draw(50, 90), quantization=Fp8Quantization(granularity="head"))
+    parts = quantize_qkv(*draw(50, 90), quantization=Fp8Quantization(granularity="head", smooth_v=False))
     data = parts.q.data, parts.k.data, parts.v.row_major().data
     descales = [part.scale[:, :: part.shape[2] // 2, 0] for part in (parts.q, parts.k, parts.v)]
     unit, unit_lse = attention_tiled_fp8(from_descales(*data, *descales, torch.float32))
@@ -134,7 +138,7 @@ def test_a_lone_descale_of_v_multiplies_the_output(sign):
 
 
 def test_transposed_v_and_its_rows_are_the_same():
-    parts = quantize_qkv(*draw(50, 91), quantization=Fp8Quantization(block_k=32))
+    parts = quantize_qkv(*draw(50, 91), quantization=Fp8Quantization(block_k=32, smooth_v=False))
     rows = dataclasses.replace(parts, v=parts.v.row_major())
     assert torch.equal(attention_tiled_fp8(parts)[0], attention_tiled_fp8(rows)[0])
 
@@ -143,7 +147,7 @@ def test_an_all_zero_v_block_costs_the_others_nothing():
     q, k, v = draw(40, 96)
     v *= 1e-3
     v[:, 32:64] = 0.0
-    quantization = Fp8Quantization(block_q=32, block_k=32)
+    quantization = Fp8Quantization(block_q=32, block_k=32, smooth_v=False)
     parts = quantize_qkv(q, k, v, quantization=quantization)
     error = (attention_tiled_fp8(parts)[0].double() - attention_naive(q, k, v)[0]).abs().max()
     assert error < 0.05 * v.abs().max()
@@ -154,7 +158,7 @@ def test_the_largest_p_of_a_row_is_exact():
     q, k, v = draw(64, 96, heads=2, dtype=torch.float32)
     v[:, ::2] *= 0.37
     v[:, 32:64] *= 0.1
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=32, block_k=32))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=32, block_k=32, smooth_v=False))
     out, _ = attention_tiled_fp8(parts, softmax_scale=1000.0)
     scores = torch.einsum("bihd,bjhd->bhij", parts.q.dequantize(), parts.k.dequantize())
     winner = scores.argmax(-1)
@@ -164,8 +168,8 @@ def test_the_largest_p_of_a_row_is_exact():
 
 
 def test_a_tile_must_not_straddle_two_scales():
-    parts = quantize_qkv(*draw(64, 64), quantization=Fp8Quantization(block_q=16, block_k=16))
-    parts = dataclasses.replace(parts, quantization=Fp8Quantization(block_q=16, block_k=32))
+    parts = quantize_qkv(*draw(64, 64), quantization=Fp8Quantization(block_q=16, block_k=16, smooth_v=False))
+    parts = dataclasses.replace(parts, quantization=Fp8Quantization(block_q=16, block_k=32, smooth_v=False))
     with pytest.raises(
         ValueError, match=r"k has blocks of 16 rows, allowed: multiples of 32, quantization.block_k"
     ):
@@ -206,7 +210,7 @@ def papers_errors():
             ("rotation", True, "tensor"),
             ("both", True, "block"),
         ):
-            quantization = Fp8Quantization(rotate=rotate, granularity=granularity)
+            quantization = Fp8Quantization(rotate=rotate, granularity=granularity, smooth_v=False)
             outs[name] = attention_tiled_fp8(quantize_qkv(q, k, v, quantization=quantization))[0]
         for name, out in outs.items():
             squares[name] = squares.get(name, 0.0) + rmse(out, expected) ** 2 / 2
@@ -242,7 +246,7 @@ def test_block_scales_keep_the_quiet_part_of_a_sequence():
     expected = attention_naive(q, k, v, causal=True)[0][:, :128]
     relative = {}
     for granularity in ("tensor", "block"):
-        parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity=granularity))
+        parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity=granularity, smooth_v=False))
         out, _ = attention_tiled_fp8(parts, causal=True)
         relative[granularity] = rmse(out[:, :128], expected) / expected.square().mean().sqrt().item()
     assert relative["block"] < 0.06

@@ -21,14 +21,16 @@ from hopper_attention.experiments import rmse, rmse_inputs, rmse_oracle
 from hopper_attention.experiments.plots import scientific
 from hopper_attention.experiments.rmse import RmseExperiment, RmseReport, RmseRow
 from hopper_attention.experiments.rmse_methods import (
+    FP8,
     METHODS,
     SIXTEEN_BIT,
     Method,
     parse_methods,
     peer,
+    run_fp8,
 )
 from hopper_attention.experiments.rmse_plot import plot_rmse
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 from hopper_attention.reference.fp8 import P_EXPONENT
 
@@ -43,6 +45,7 @@ ON_CPU = (
     "fp8-block",
     "fp8-rotation",
     "fp8-both",
+    "fp8-smooth-v",
     "fp8-float64",
 )
 
@@ -173,19 +176,19 @@ def test_oracle_in_pieces_is_the_oracle(causal: bool, queries: int, monkeypatch:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotate_v", [False, True])
+@pytest.mark.parametrize("smooth_v", [False, True])
 def test_float64_emulation_rounds_as_the_emulation_does(
-    causal: bool, rotate_v: bool, monkeypatch: pytest.MonkeyPatch
+    causal: bool, rotate_v: bool, smooth_v: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rmse_oracle, "ORACLE_ROWS", 96)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 150, 4, 64), (2, 250, 2, 64), (2, 250, 2, 48))
     q, k, v = (rmse_inputs.draw(shape, "outliers", generator) for shape in shapes)
-    settings = Fp8Quantization(block_q=64, block_k=64, rotate_v=rotate_v)
+    settings = Fp8Quantization(block_q=64, block_k=64, rotate_v=rotate_v, smooth_v=smooth_v)
     parts = quantize_qkv(q, k, v, quantization=settings)
     exact = rmse_oracle.attention_fp8_float64(parts, causal=causal, tile_n=64)
     tiled = attention_tiled_fp8(parts, causal=causal)[0].double()
-    if rotate_v:
-        tiled = rmse_oracle.rotate_back(tiled, settings.seed)
+    tiled = restore_values(tiled, parts, causal)
     oracle = attention_naive(q, k, v, causal=causal)[0]
     error = (exact - oracle).square().mean().sqrt().item()
     # Float32 may round a P that lies between two e4m3 numbers the other way; all else agrees to 1e-6.
@@ -197,7 +200,7 @@ def test_float64_emulation_is_its_definition_where_one_tile_holds_all_keys() -> 
     generator = torch.Generator().manual_seed(1)
     q, k, v = (rmse_inputs.draw((1, 96, 1, 32), "outliers", generator) for _ in range(3))
     v[:, 40:] *= 50.0  # so that the scales of V's blocks differ
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=32))
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=32, smooth_v=False))
     out = rmse_oracle.attention_fp8_float64(parts, tile_n=96)[0, :, 0]
 
     rounded_q, rounded_k, rounded_v = (x.dequantize()[0, :, 0].double() for x in (parts.q, parts.k, parts.v))
@@ -248,7 +251,14 @@ def test_rotation_is_what_helps_on_the_papers_inputs() -> None:
 
 def test_block_scales_help_where_the_tokens_of_other_blocks_are_far_larger() -> None:
     tokens = replace(SMALL, dtype="bfloat16", distribution="token-outliers", seeds=2)
-    methods = parse_methods("fp8-rotation,fp8-both")
+    # A mean of V would bring the large tokens to the quiet ones.
+    by_tensor, by_block = (
+        Fp8Quantization(granularity=granularity, smooth_v=False) for granularity in ("tensor", "block")
+    )
+    methods = (
+        Method("by-tensor", "one scale", FP8, run_fp8(by_tensor)),
+        Method("by-block", "block scales", FP8, run_fp8(by_block)),
+    )
 
     def gains(std: float) -> tuple[float, float]:
         rows = rmse.run_rmse(replace(tokens, outlier_std=std), methods=methods).rows

@@ -51,10 +51,15 @@ def test_summary_is_growth_of_the_kernel_over_that_of_its_emulation() -> None:
     assert summarize(ON_GPU) == pytest.approx({"kernel": 1.5, "emulation": 1.25, "ratio": 1.2})
 
 
-def test_summary_has_the_growth_of_both_accumulations() -> None:
-    errors = {"fp8-both": (0.04, 0.06), "fp8-two-level": (0.04, 0.05), "fp8-emulated": (0.04, 0.04)}
+def test_summary_has_the_growth_of_both_accumulations_and_without_the_mean_of_v() -> None:
+    errors = {
+        "fp8-both": (0.04, 0.06),
+        "fp8-two-level": (0.04, 0.05),
+        "fp8-smooth-v": (0.04, 0.044),
+        "fp8-emulated": (0.04, 0.04),
+    }
     by = dict.fromkeys(errors, HOPPER_KERNEL) | {"fp8-emulated": "emulation on cuda"}
-    expected = {"kernel": 1.5, "emulation": 1.0, "ratio": 1.5, "two levels": 1.25}
+    expected = {"kernel": 1.5, "emulation": 1.0, "ratio": 1.5, "two levels": 1.25, "smooth V": 1.1}
     assert summarize(synthetic(errors, by, (4096, 65536))) == pytest.approx(expected)
 
 
@@ -69,7 +74,7 @@ def test_points_are_errors_over_the_output() -> None:
     sweep = LengthSweep(TINY, (32, 256))
     seen: list[tuple[int, int, str]] = []
     report = run_sweep(sweep, lambda done, total, label: seen.append((done, total, label)))
-    assert report.methods == ("flash", "fp8-both")
+    assert report.methods == ("flash", "fp8-both", "fp8-smooth-v")
     assert [entry.method for entry in report.left_out] == ["fp8-two-level", "fp8-emulated"]
     assert report.left_out[0].reason.startswith(
         "only the Hopper kernel has two levels of accumulation: cpu is"

@@ -49,7 +49,7 @@ from hopper_attention.quantization import (
     QuantizedQKV,
     default_block_k,
     quantize_qkv,
-    rotate_back,
+    restore_values,
     to_e4m3,
 )
 
@@ -81,13 +81,8 @@ def rounded_by_quantization(quantization: Fp8Quantization) -> Callable[[Inputs],
 
     def rounded(inputs: Inputs) -> Inputs:
         parts = quantize_qkv(inputs.q, inputs.k, inputs.v, quantization=quantization)
-        v = parts.v.dequantize()
-        settings = parts.quantization
-        return Inputs(
-            parts.q.dequantize(),
-            parts.k.dequantize(),
-            rotate_back(v, settings.seed) if settings.rotate_v else v,
-        )
+        v = restore_values(parts.v.dequantize(), parts, causal=False)
+        return Inputs(parts.q.dequantize(), parts.k.dequantize(), v)
 
     return rounded
 

@@ -52,7 +52,13 @@ from hopper_attention.experiments.bench_timing import (
     play_rounds,
 )
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION
-from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, rotate_head_dim
+from hopper_attention.quantization import (
+    Fp8Quantization,
+    QuantizedQKV,
+    quantize_qkv,
+    restore_values,
+    rotate_head_dim,
+)
 
 KIND = "prepass"
 QUANTIZE, COPY = "quantize", "copy"
@@ -116,12 +122,13 @@ def quantized_bytes(parts: QuantizedQKV) -> int:
 
 
 def quantization_error(parts: QuantizedQKV, inputs: Inputs) -> float:
-    """Largest relative error (Frobenius) of q, k and v, against the inputs rotated as the parts are."""
+    """Largest relative error (Frobenius) of q, k and v: of q and k against the inputs rotated as they are, of v with
+    everything undone."""
     c = parts.quantization
     pairs = (
         (parts.q.dequantize(), inputs.q, c.rotate),
         (parts.k.dequantize(), inputs.k, c.rotate),
-        (parts.v.dequantize(), inputs.v, c.rotate_v),
+        (restore_values(parts.v.dequantize(), parts, causal=False), inputs.v, False),
     )
     errors = []
     for found, source, is_rotated in pairs:

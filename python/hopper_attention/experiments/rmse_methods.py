@@ -277,6 +277,10 @@ METHODS: tuple[Method, ...] = (
         run_fp8(OURS_FP8, two_level_accumulation=True), why_unavailable=why_not_two_level,
     ),
     Method(
+        "fp8-smooth-v", "FP8 ours: the same, mean of V subtracted", FP8,
+        run_fp8(replace(OURS_FP8, smooth_v=True)),
+    ),
+    Method(
         "fp8-emulated", "FP8 ours, emulated", EMULATION, run_fp8(OURS_FP8, "reference"),
         why_unavailable=why_not_emulated,
     ),

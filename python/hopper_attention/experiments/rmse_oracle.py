@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.experiments.rmse_inputs import Problem, RmseExperiment
-from hopper_attention.quantization import QuantizedQKV, rotate_back, to_e4m3
+from hopper_attention.quantization import QuantizedQKV, restore_values, to_e4m3
 from hopper_attention.reference import attention_naive
 from hopper_attention.reference.fp8 import P_EXPONENT
 from hopper_attention.reference.tiles import LOG2_E, Mask, Span, default_scale, masked, masked_matmul
@@ -76,9 +76,7 @@ def attention_fp8_float64(
         kv = h // group
         q_rows, keys = q[b, rows.slice, h].double() * scale_log2, k[b, :, kv].double()
         out[b, rows.slice, h] = _attend_rows(q_rows, keys, v[b, :, kv].double(), mask, rows, tile_n)
-    if parts.quantization.rotate_v:
-        out = rotate_back(out, parts.quantization.seed).double()
-    return out
+    return restore_values(out, parts, causal).double()
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, rows: Span, tile_n: int) -> Tensor:

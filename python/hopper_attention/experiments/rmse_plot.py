@@ -42,6 +42,7 @@ CURVE_COLOURS = {
     "flash": PALETTE["sand"],
     "fp8-both": PALETTE["ours"],
     "fp8-two-level": PALETTE["blue"],
+    "fp8-smooth-v": PALETTE["blue-light"],
     "fp8-emulated": PALETTE["ours-light"],
     "fp8-float64": PALETTE["red"],
 }

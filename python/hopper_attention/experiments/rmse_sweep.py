@@ -23,7 +23,7 @@ from hopper_attention.experiments.rmse import (
 from hopper_attention.experiments.rmse_inputs import RmseExperiment, describe_heads, describe_inputs
 from hopper_attention.experiments.rmse_methods import HOPPER_KERNEL, METHODS, Method
 
-SWEPT = ("flash", "fp8-both", "fp8-two-level", "fp8-emulated")
+SWEPT = ("flash", "fp8-both", "fp8-two-level", "fp8-smooth-v", "fp8-emulated")
 """Rows that are swept unless others are asked for."""
 
 DEFAULT_LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -156,7 +156,7 @@ def summarize(report: SweepReport) -> dict[str, float]:
     """Growth of the error of our FP8 from ``SHORT`` to ``LONG`` keys, as far as it was measured.
 
     "kernel": the kernel's; "emulation": its emulation's; "ratio": the first over the second; "two levels": the
-    kernel's with two-level accumulation.
+    kernel's with two-level accumulation; "smooth V": that of FP8 with the mean of V subtracted, on what it ran on.
     """
     on_kernel = any(point.implementation == HOPPER_KERNEL for point in report.curve("fp8-both"))
     factors = {
@@ -166,8 +166,8 @@ def summarize(report: SweepReport) -> dict[str, float]:
     summary = {name: factor for name, factor in factors.items() if factor}
     if len(summary) == len(factors):
         summary["ratio"] = factors["kernel"] / factors["emulation"]
-    two_levels = growth(report, "fp8-two-level")
-    return summary | ({"two levels": two_levels} if two_levels else {})
+    variants = {"two levels": growth(report, "fp8-two-level"), "smooth V": growth(report, "fp8-smooth-v")}
+    return summary | {name: factor for name, factor in variants.items() if factor}
 
 
 def sweep_as_data(report: SweepReport) -> dict[str, Any]:

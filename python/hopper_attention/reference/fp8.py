@@ -114,6 +114,8 @@ def attention_tiled_fp8(
     kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
     head's V has one scale, it multiplies the output instead.
 
+    This is the attention of the data in ``parts``: V stays rotated and without its mean, if it was.
+
     S and O accumulate in float32: what FP8 WGMMA drops in its accumulation is not emulated, so this stands for the
     kernel with ``two_level_accumulation`` as for that without. Memory is linear in the sequence lengths.
 
@@ -157,5 +159,6 @@ def attention_fp8_per_tensor(
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q.
     """
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, granularity="tensor"))
+    baseline = Fp8Quantization(rotate=False, granularity="tensor", smooth_v=False)
+    parts = quantize_qkv(q, k, v, quantization=baseline)
     return _forward(parts, causal, softmax_scale, parts.dtype, p_exponent=0)[0]
