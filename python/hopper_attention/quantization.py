@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -55,10 +55,14 @@ SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def default_block_k(head_dim: int, head_dim_v: int, seqlen_k: int) -> int:
-    """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel."""
+def default_block_k(head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False) -> int:
+    """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
+    accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
+    select = partial(select_fp8_forward_config, head_dim, head_dim_v, False, "bfloat16", seqlen_k)
     try:
-        return select_fp8_forward_config(head_dim, head_dim_v, False, "bfloat16", seqlen_k).tile_n
+        width = select().tile_n
+        is_divided = two_level and select(width, two_level=True).tile_n < width
+        return select(two_level=True).tile_n if is_divided else width
     except ValueError:
         return BLOCK_K_WITHOUT_KERNEL
 

@@ -341,7 +341,8 @@ def test_smooth_v_keeps_what_one_level_loses_of_many_keys(draw, head_dim: int) -
         ours, like = (flash_attn_quantized_func(parts, backend=name) for name in ("hopper", "reference"))
         errors[smooth_v] = rms(ours - oracle), rms(like - oracle)
     assert errors[True][0] <= 1.5 * errors[True][1]
-    assert errors[True][0] < errors[False][0] / 10 and errors[True][1] <= 1.1 * errors[False][1]
+    # Of the emulation mostly the rounding of a bfloat16 output near 1 is left.
+    assert errors[True][0] < errors[False][0] / 10 and errors[True][1] <= 1.5 * errors[False][1]
 
 
 def test_a_captured_graph_adds_the_mean_of_what_its_inputs_hold(draw) -> None:

@@ -19,6 +19,7 @@ from hopper_attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    fp8,
     fp8_launch,
 )
 from hopper_attention.backends import Choice, Target
@@ -206,6 +207,28 @@ def test_two_level_accumulation_reaches_the_kernel_from_every_function(
     assert kernel.arguments[2] is parts.v.data and kernel.arguments[11] == parts.k.block != block_k
     flash_attn_quantized_func(parts, causal=True)
     assert [config.two_level for config in configs] == [True, False]
+
+
+def test_blocks_follow_the_tile_of_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [default_block_k(128, 128, 16384, two) for two in (False, True)] == [192, 128]
+    assert [default_block_k(64, 64, 4096, two) for two in (False, True)] == [128, 128]
+    assert [default_block_k(64, 64, 16384, two) for two in (False, True)] == [160, 160]
+    assert [default_block_k(256, 256, 16384, two) for two in (False, True)] == [128, 128]
+    q, k, v = (torch.randn(1, 8, 1, 128).half() for _ in range(3))
+    k, v = (x.repeat(1, 400, 1, 1) for x in (k, v))
+    seen = []
+    quantize = fp8.quantize_qkv
+
+    def note(*tensors: Any, quantization: Fp8Quantization, **options: Any) -> QuantizedQKV:
+        parts = quantize(*tensors, quantization=quantization, **options)
+        seen.append(parts.k.block)
+        return parts
+
+    monkeypatch.setattr(fp8, "quantize_qkv", note)
+    for options in ({}, {"two_level_accumulation": True}):
+        flash_attn_fp8_func(q, k, v, **options)
+        flash_attn_fp8_func(q, k, v, quantization=Fp8Quantization(block_k=64), **options)
+    assert seen == [192, 64, 128, 64]
 
 
 def test_the_emulation_is_the_same_with_two_level_accumulation() -> None:

@@ -266,7 +266,7 @@ TILINGS: dict[SharedMemory, dict[int, Tiling]] = {
         96: Tiling(64, 128, 8, 8, 8, 4, 2, 1),
         128: Tiling(64, 128, 8, 4, 4, 2, 2, 1),
         192: Tiling(64, 64, 8, 4, 4, 4, 2, 1),
-        256: Tiling(64, 64, 8, 4, 2, 2, 2, 1),
+        256: Tiling(64, 64, 8, 4, 1, 2, 2, 1, dq_passes=2),
     },
     LARGE: {
         32: Tiling(32, 128, 4, 4, 4, 2, 2, 2),

@@ -57,8 +57,11 @@ class GradientOfQ(LoopInvariant):
 
     def _pinned(self, place: tuple) -> tuple[Int32, ...]:
         """(batch, head, query tile, warp), or else addresses are computed before the loop over blocks and held in
-        registers throughout."""
-        return tuple(pin(x, Int32) for x in (*place, self.warp))
+        registers throughout. Where dQ takes fewer, in passes, those for the warp are affordable, and it is faster."""
+        return (*(pin(x, Int32) for x in place), self._pinned_if_scarce(self.warp))
+
+    def _pinned_if_scarce(self, x: Int32) -> Int32:
+        return pin(x, Int32) if self.config.dq_passes == 1 else x
 
     def _count_and_turn(self, place: tuple) -> tuple[cute.Pointer, Int32]:
         place = self._pinned(place)
@@ -66,7 +69,7 @@ class GradientOfQ(LoopInvariant):
 
     def _add_part(self, accs: list[cute.Tensor], place: tuple, part: int) -> None:
         c = self.config
-        offset_of_lane = Int64(pin(self.lane, Int32) * WORD_BYTES)
+        offset_of_lane = Int64(self._pinned_if_scarce(self.lane) * WORD_BYTES)
         first = self.mdQ[(*self._pinned(place), None)].iterator.toint() + offset_of_lane
         words_per_band = WARP_THREADS * cute.size(accs[0])
         for band, acc in enumerate(accs):
