@@ -26,6 +26,11 @@ class KeyMask(LoopInvariant):
     col: Int32
 
     @cute.jit
+    def bits(self, r: cutlass.Constexpr[int]) -> Int32:
+        """All bits set if the thread's key number ``r`` is there, and none if it is past the end."""
+        return Int32(-1) if self.key + r * ROW_STRIDE < self.seqlen_k else Int32(0)
+
+    @cute.jit
     def apply(self, acc_S: cute.Tensor, m_block: Int32):
         """Set the hidden scores of query tile ``m_block`` to -inf."""
         scores = as_rows(acc_S)

@@ -2,6 +2,8 @@
 
     python -m tests.shipped_usage            compile all and write the record; some 500 kernels, 5 s of a core each
     python -m tests.shipped_usage --check    exit with 1 if the record is not of these sources
+    python -m tests.shipped_usage --only X   compile those whose name the regular expression X finds, and keep the rest:
+                                             after a change that reaches no others (a sample of them is held to that)
 
 The record holds for the sources that it was made from, whatever their comments and docstrings, and for one version of
 the DSL and its CUDA flavour. Where it does not hold, the tests compile everything; where it does, they compile a sample
@@ -16,6 +18,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -127,13 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--only", type=re.compile, default="", help="a regular expression")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args(arguments)
     if options.check:
         return 0 if recorded() else 1
-    usage = compile_each(every_shipped_kernel(), options.jobs)
-    by_name = {config.name: astuple(found) for config, found in usage.items()}
+    every = every_shipped_kernel()
+    chosen = [config for config in every if re.search(options.only, config.name)]
+    kept = json.loads(RECORD.read_text())["usage"] if options.only else {}
+    usage = compile_each(chosen, options.jobs)
+    by_name = {config.name: kept[config.name] for config in every if config.name in kept}
+    by_name |= {config.name: astuple(found) for config, found in usage.items()}
     lines = ",\n".join(f'  "{name}": {list(by_name[name])}' for name in sorted(by_name))
     options.out.write_text(f'{{"fingerprint": "{fingerprint()}", "usage": {{\n{lines}\n}}}}\n')
     spilling = sorted(config.name for config, found in usage.items() if found.spills)

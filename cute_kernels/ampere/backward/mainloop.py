@@ -86,6 +86,8 @@ class Mainloop(LoopInvariant):
         for band in cutlass.range_constexpr(self.config.score_bands):
             make_gradient_of_rounded(acc_dP[band], p[band], delta)
         ds = self._round(acc_dP)
+        if const_expr(not self.config.causal and self.dtype is cutlass.Float16):
+            self._hide(words_of(ds), m_block)
         self._share(words_of(ds), operands.ds_target)
         if const_expr(self.config.keeps_probabilities):
             self._add_gradients(partial(operand_of, words_of(p)), partial(operand_of, words_of(ds)), operands)
@@ -106,11 +108,24 @@ class Mainloop(LoopInvariant):
             acc.fill(0.0)
         multiply(accs, steps, self.dtype, keys.block, queries.block)
 
+    def _hide(self, bands: list[cute.Tensor], m_block: Int32) -> None:
+        """Without a causal mask: zero dS of keys past the end. Were it too large for float16, their K, which is zero,
+        would make NaN of it. (bfloat16 has the range of float32.)"""
+        key = self.mask.key + self._zero(m_block)
+        for band, words in enumerate(bands):
+            mask = replace(self.mask, key=key + band * MMA_ROWS)
+            bits = [mask.bits(r) for r in range(ROWS_PER_THREAD)]
+            for i in range(cute.size(words)):
+                words[i] = words[i] & bits[i % ROWS_PER_THREAD]
+
+    def _zero(self, m_block: Int32) -> Int32:
+        """Zero, since the query tile has queries. The compiler does not know that, and so does not hold in registers,
+        throughout the loop, what is computed from it."""
+        return ((m_block * self.config.tile_m - self.mask.seqlen_q) >> 31) + 1
+
     def _operands_in(self, m_block: Int32, stage: Int32) -> WarpOperands:
-        # Zero, since the tile has queries. The compiler does not know that, and so does not hold in registers,
-        # throughout the loop, all the addresses that differ from an operand's by an xor.
-        zero = ((m_block * self.config.tile_m - self.mask.seqlen_q) >> 31) + 1
-        return self.operands.at(stage * self.config.stage_bytes, zero)
+        # With a zero, or else all addresses that differ from an operand's by an xor would be held.
+        return self.operands.at(stage * self.config.stage_bytes, self._zero(m_block))
 
     def _mask(self, accs: list[cute.Tensor], m_block: Int32) -> None:
         # Pinned, or else what is known of the keys is computed before the loop and held in registers.

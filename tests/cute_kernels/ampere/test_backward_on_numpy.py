@@ -118,3 +118,20 @@ def test_a_kernel_without_its_waits_is_caught(instruction: str, monkeypatch: pyt
     monkeypatch.setattr(on_numpy, "program_of", lambda c: parse(steps[c]) if c in steps else program_of(c))
     with pytest.raises(AssertionError):
         check(config, draw(torch.bfloat16, (70, 140), (1, 1), (64, 64)))
+
+
+def test_keys_past_the_end_have_no_part_in_large_gradients() -> None:
+    """P of a key that is not there would be 1 where the LSE is negative, and its dS too large for float16."""
+    q, k, v = draw(torch.float16, (70, 70), (1, 1), (64, 64))
+    q, k, v = q.abs() + 1, -k.abs() - 1, 2 + v / 64
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = attention_naive(*leaves)
+    assert lse.max() < 0
+    dout = torch.full_like(v, 1000)
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    config = select(torch.float16, (64, 64), False)
+    rows = out.detach().half(), lse.detach().float()
+    assert (dout * rows[0].float()).sum(-1).min() > torch.finfo(torch.float16).max
+    ours = backward_on_numpy(config, (dout, q, k, v), *rows, 0.125, LATE)
+    assert ours[0].isfinite().all() and ours[1].isfinite().all()
+    assert (ours[2].double() - exact[2]).norm() < 2**-9 * exact[2].norm()
