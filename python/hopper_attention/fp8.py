@@ -52,8 +52,8 @@ def flash_attn_fp8_func(
         quantization: rotation, what shares a scale, and the block sizes.
         two_level_accumulation: add the products P V of the FP8 kernel's key tiles to the output in float32 (DeepGEMM's
             "promotion", the opposite of PyTorch's use_fast_accum). Otherwise the tensor cores add them, with fewer
-            bits. The gradient stays that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway and
-            give the same with it as without.
+            bits. The gradient stays that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on
+            the same blocks they give the same with it as without. Without ``block_k`` it decides on the blocks too.
         backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
             or None to have one chosen.
 
@@ -68,8 +68,6 @@ def flash_attn_fp8_func(
     checks.check_are_tensors(q=q, k=k, v=v)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    if two_level_accumulation:
-        quantization = with_two_level_blocks(quantization, q, k, v)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wants_grad or torch.compiler.is_compiling():
         attention_shape(q, k, v)
@@ -78,6 +76,8 @@ def flash_attn_fp8_func(
             q, k, v, scale, bool(causal), quantization, backend, two_level_accumulation
         )
         return (out, lse) if return_attn_probs else out
+    if two_level_accumulation:
+        quantization = with_two_level_blocks(quantization, q, k, v)
     parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
     return flash_attn_quantized_func(
         parts,

@@ -253,7 +253,7 @@ def test_two_level_kernel_is_as_good_as_its_emulation(
     draw, head_dim: int, causal: bool, granularity: str
 ) -> None:
     failures = {}
-    # From 2560 keys on at head_dim 128, and 6144 at 64, blocks are wider than a two-level tile can be.
+    # Above 2560 keys at head_dim 128, and 6144 at 64, blocks are wider than a two-level tile can be.
     for seqlens in (*LENGTHS, (131, 2777), (65, 6299)):
         for heads in ((2, 2), (4, 1)):
             x = draw(torch.bfloat16, 2, seqlens, heads, head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -118,3 +119,16 @@ def test_bad_arguments_and_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_attention_makes_the_same_blocks(two_level: bool, dynamic: bool) -> None:
+    """Also where lengths are symbols; 3000 keys have blocks of 192 with one level of accumulation and 128 with two."""
+    q, k, v = (torch.randn(1, n, 1, 128).half() for n in (8, 3000, 3000))
+    attention = partial(flash_attn_fp8_func, causal=True, two_level_accumulation=two_level)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="eager")
+    assert torch.equal(compiled(q, k, v), attention(q, k, v))
+    q.requires_grad_()
+    gradients = [torch.autograd.grad(f(q, k, v).float().sum(), q)[0] for f in (compiled, attention)]
+    assert torch.equal(*gradients)

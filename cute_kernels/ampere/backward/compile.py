@@ -17,7 +17,7 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     Gives a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
     torch's current stream, with arguments as those of ``hopper.backward.compile.compile_backward``: lse and delta
     padded to a multiple of tile_m, dq float32 (b, h, query tiles, dq_parts, dq_words), zeros, added to in the order of
-    ``cute_kernels.ampere.backward.dq.row_and_column``. Only with ``config.ordered`` is counter read: two zeros, and
+    ``config.dq_order``. Only with ``config.ordered`` is counter read: two zeros, and
     ``config.counts_per_tile`` for each query tile of all heads, which are not zero afterwards.
     """
     dtype = DSL_DTYPES[config.dtype]

@@ -1,6 +1,6 @@
 """dQ: summed over key tiles in global memory, in float32 and in the order of the accumulators.
 
-The part of a warp is made of fragments, 16 rows by 8 columns, of ``WORDS_PER_FRAGMENT`` words: element 0 of each lane,
+The part of a warp is made of fragments, 16 rows by 8 columns, of 128 words (``word_order``): element 0 of each lane,
 then element 1 of each, so that the additions of a warp go to words next to each other.
 """
 

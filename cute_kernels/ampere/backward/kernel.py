@@ -47,7 +47,8 @@ class AmpereBackwardKernel:
     | acc_S, acc_dP | `2 * score_bands * score_queries // 2` | scores of a block, their gradients |
     | acc_dQ | `dq_words // 32` | dQ of a block, when the scores are gone |
 
-    One block in time; at each | the CTA's threads meet. Behind the first the next query tile is on its way::
+    One block in time; at each | the CTA's threads meet. Behind the first the next query tile is on its way; with one
+    stage they meet once more at the end, and it is sent for then::
 
         | S^T = K Q^T, P^T, dP^T = V dO^T, dS^T | dV += P^T dO, dK += dS^T Q, dQ = dS K, additions | S^T ...
 
