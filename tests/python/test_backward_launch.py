@@ -305,11 +305,18 @@ def test_a_launch_names_a_backend_or_a_gpu_without_a_kernel(kernels: StandIns) -
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_a_launch_without_wgmma_is_given(kernels: StandIns, ordered: bool) -> None:
+def test_what_a_launch_without_wgmma_is_given(
+    kernels: StandIns, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels.use(A100)
     seen: list[tuple[Any, ...]] = []
     kernel = kernels.kernel
-    kernels.kernel = lambda *arguments: (seen.append(arguments), kernel(*arguments))[1]  # type: ignore[method-assign]
+
+    def note(*arguments: Any) -> None:
+        seen.append(arguments)
+        kernel(*arguments)
+
+    monkeypatch.setattr(kernels, "kernel", note)
     q, k, v = (x.detach() for x in leaves((150, 90), (104, 64)))
     out, lse = OPS.forward(q, k, v, 0.125, True, None, 0, False)
     backward_launch.run_backward(torch.ones_like(out), q, k, v, out, lse, 0.5, True, deterministic=ordered)
