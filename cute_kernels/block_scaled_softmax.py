@@ -90,7 +90,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
         is_first: cutlass.Constexpr[bool],
     ):
         before = Float32(LEAST) if const_expr(is_first) else self.shift[r]
-        shift = multiply_rounded(row_maximum(acc_S, r, of_thread), self.scale[0])
+        shift = multiply_rounded(self._row_maximum(acc_S, r, of_thread), self.scale[0])
         self._move_shift(r, maximum_or_nan(shift, before), is_first)
         if const_expr(not is_first):
             self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
@@ -99,7 +99,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
         """As in ``OnlineSoftmax``. A polynomial pair leaves its two float16 in the register of its first score."""
         if const_expr(r > 0):
-            self._update_max(acc_S, r, self.second_maximum[0], is_first)
+            self._enter_second_row(acc_S, is_first)
         rows = as_rows(acc_S)
         words = as_rows(cute.recast_tensor(acc_S, Int32))
         scale, offset = self.scale[0], Float32(P_EXPONENT) - self.shift[r]
@@ -119,8 +119,21 @@ class BlockScaledSoftmax(OnlineSoftmax):
         if const_expr(len(polynomials) > 0):
             total = total + sum_of_words(polynomials)
         if const_expr(r == 0):
-            self.second_maximum[0] = pin(self.second_maximum[0], Int32)
+            self._leave_first_row(acc_S, is_first)
         self.row_sum[r] = self.row_sum[r] + pin(total)
+
+    def _row_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
+        return row_maximum(acc_S, r, of_thread)
+
+    @cute.jit
+    def _leave_first_row(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """What must be known of the second row's maximum before the wait for P V."""
+        self.second_maximum[0] = pin(self.second_maximum[0], Int32)
+
+    @cute.jit
+    def _enter_second_row(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        """The rest of it."""
+        self._update_max(acc_S, 1, self.second_maximum[0], is_first)
 
     @cute.jit
     def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):

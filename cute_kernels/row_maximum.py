@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from cute_kernels.fast_math import maximum_or_nan
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 
 
@@ -11,7 +12,9 @@ from cute_kernels.fragments import LANES_PER_ROW, as_rows
 def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
     """The largest bits, as signed integers, of a thread's scores in its row ``r``.
 
-    Hopper compares three integers in one instruction (VIMNMX3) but only two floats (FMNMX), at the same rate.
+    Hopper compares three integers in one instruction (VIMNMX3) but only two floats (FMNMX), at the same rate. The bits
+    of floats are ordered as signed integers wherever one of them is positive; a positive NaN, which is what WGMMA
+    gives, is above all. Where none is positive, this is one of the scores, but not the largest.
     """
     return _reduce(_bits_of_row(acc_S, r, Int32), cutlass.max)
 
@@ -20,15 +23,30 @@ def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
 def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
     """The largest score of row ``r`` over all its lanes, from what ``thread_maximum`` found.
 
-    The bits of floats are ordered as signed integers wherever one of them is positive. A warp with a row that has
-    none takes the smallest unsigned bits of that row instead, in a branch. A positive NaN, which is what
-    WGMMA gives, is the maximum of its row.
+    A warp with a row that has no positive score takes the smallest unsigned bits of that row instead, in a branch.
     """
     top = _over_lanes(of_thread, cutlass.max)
     if cute.arch.vote_any_sync(top < 0):
         of_negatives = _over_lanes(_reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
         top = Int32(of_negatives) if top < 0 else top
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[top])
+    return _as_float(top)
+
+
+@cute.jit
+def thread_maximum_of_any(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
+    """The bits of a thread's largest score in its row ``r``, positive or not, for twice as many instructions."""
+    top = thread_maximum(acc_S, r)
+    of_negatives = _reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min)
+    return Int32(of_negatives) if top < 0 else top
+
+
+def maximum_over_lanes(of_thread: Int32) -> Float32:
+    """The largest of the scores whose bits the lanes of a row have, in all of them; NaN if one of them is."""
+    return _over_lanes(_as_float(of_thread), maximum_or_nan)
+
+
+def _as_float(bits: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> list:

@@ -160,13 +160,15 @@ class Fp8ForwardConfig(ForwardConfig):
     """A forward kernel on e4m3 inputs with block scales.
 
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
-    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). With ``v_rows`` V arrives as (keys, head_dim_v) and the
-    producer warpgroup transposes it, else as (head_dim_v, keys). With ``two_level`` the P V of a key block has an
-    accumulator of its own and is added to O in float32, of whose bits FP8 WGMMA keeps only a part in its sums.
+    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). ``eager`` is for few warps: the softmax is ``EagerSoftmax``.
+    With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
+    keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
+    whose bits FP8 WGMMA keeps only a part in its sums.
     """
 
     output: str = "bfloat16"
     polynomial_pairs: int = 0
+    eager: bool = False
     v_rows: bool = False
     two_level: bool = False
 
@@ -182,7 +184,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def name(self) -> str:
-        parts = [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
+        parts = ["eager"] if self.eager else []
+        parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
         return "_".join([super().name, *parts])
@@ -364,6 +367,7 @@ class Fp8Tiling(Tiling):
 
     late_rescale: bool = True
     polynomial_pairs: int = 0
+    eager: bool = False
     pipelined: bool = True
     two_level: bool = False
 
@@ -389,25 +393,27 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=2560),
-        Fp8Tiling(128, 192, 2, polynomial_pairs=2, ping_pong=False),
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=1280),
+        Fp8Tiling(128, 192, 2, polynomial_pairs=2, eager=True, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=2560),
-        Fp8Tiling(128, 192, 2, polynomial_pairs=2, ping_pong=False),
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, eager=True, max_seqlen_k=2560),
+        Fp8Tiling(128, 192, 2, polynomial_pairs=2, eager=True, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
-        Fp8Tiling(128, 128, 2, max_seqlen_k=1536),
-        Fp8Tiling(128, 128, 2, polynomial_pairs=1, ping_pong=False),
+        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False),
         Fp8Tiling(128, 64, 4, ping_pong=False),
     ),
-    (256, True): (Fp8Tiling(128, 128, 2), Fp8Tiling(128, 64, 4, ping_pong=False)),
+    (256, True): (
+        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False),
+        Fp8Tiling(128, 64, 4, ping_pong=False),
+    ),
 }
 """By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
 those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the first. The width that is chosen for
-blocks of any size is the one that our quantizer gives its blocks, so it may not depend on causal."""
+blocks of any size is the one that our quantizer gives its blocks: that without a mask, unless it is told of one."""
 
 
 FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
@@ -514,6 +520,7 @@ def _make_fp8_config(
         late_rescale=tiling.late_rescale,
         output=output,
         polynomial_pairs=tiling.polynomial_pairs,
+        eager=tiling.eager,
         v_rows=v_rows,
         two_level=tiling.two_level,
     )

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
+from cute_kernels.eager_softmax import EagerSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
@@ -60,7 +61,8 @@ class Fp8ForwardKernel(ForwardKernel):
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         s = BlockScales(*scales)
         tile_scales = (s.q, s.o, s.block_q)
-        return BlockScaledSoftmax(scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs)
+        kind = EagerSoftmax if self.config.eager else BlockScaledSoftmax
+        return kind(scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs)
 
     def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         if not self.config.two_level:

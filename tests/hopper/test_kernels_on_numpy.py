@@ -209,7 +209,8 @@ def test_fp8_forward_transposes_v(head_dim, causal) -> None:
     without = replace(without, polynomial_pairs=with_rows.polynomial_pairs)
     out, lse = fp8_forward_on_numpy(with_rows, parts, head_dim**-0.5, LATE)
     expected, expected_lse = fp8_forward_on_numpy(without, parts, head_dim**-0.5, LATE)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    # What the compiler contracts to an FMA in the sums of rows differs between the two.
+    assert torch.equal(out, expected) and torch.allclose(lse, expected_lse, rtol=1e-6, atol=0.0)
 
 
 def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
