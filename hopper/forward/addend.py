@@ -6,7 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    COLUMNS_PER_PAIR,
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+)
 from cute_kernels.invariant import LoopInvariant
 
 

@@ -139,7 +139,7 @@ class Fp8HopperLaunch:
 
 
 def adds_mean(parts: QuantizedQKV) -> bool:
-    """Whether the FP8 kernel adds a mean of V. That of a rotated V is added after PyTorch has rotated the output back."""
+    """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
     return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
 
 
@@ -165,8 +165,9 @@ def attend(
     two_level: bool,
     wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors: out, with what was done to V undone, and lse. Without ``wants_lse`` the lse may lack its rows. ``two_level`` is
-    that of ``Fp8Problem``.
+    """Attention of quantized tensors: out, with what was done to V undone, and lse.
+
+    Without ``wants_lse`` the lse may lack its rows. ``two_level`` is that of ``Fp8Problem``.
 
     Raises:
         ValueError: the tensors do not fit together, or ``backend`` cannot run the problem.

@@ -53,8 +53,8 @@ MEAN_GROUP_KEYS = 33
 """Keys that are read of a group, unless that were fewer than one of ``MEAN_STEP``."""
 
 MEAN_STEP = 8
-"""The mean of a sample is off by about 1 / sqrt(keys read) of the spread of V, and the sums of P V keep as much of it. What
-FP8 tensor cores drop of these grows with the keys, so the sample grows too."""
+"""The mean of a sample is off by about 1 / sqrt(keys read) of the spread of V, and the sums of P V keep that. What FP8
+tensor cores drop of them grows with the keys, so the sample grows too."""
 
 GRANULARITIES = ("tensor", "head", "block")
 QUANTIZERS = ("fused", "torch")
@@ -269,7 +269,8 @@ class QuantizedQKV:
 
 
 class Means(NamedTuple):
-    """Means over the keys, that of V a robust one, which are subtracted from K and V: float32 (batch, kv_heads, head_dim), or no elements."""
+    """Means over the keys, that of V a robust one, which are subtracted from K and V: float32 (batch, kv_heads,
+    head_dim), or no elements."""
 
     k: torch.Tensor
     v: torch.Tensor
