@@ -37,10 +37,10 @@ from hopper.config import (
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv
+from hopper_attention.fp8_launch import EmulationLaunch, adds_mean, empty_vectors
+from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv, restore_values
 from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
-from hopper_attention.reference.fp8 import attention_tiled_fp8
 from hopper_attention.reference.tiled_backward import tiled_backward
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
@@ -92,10 +92,10 @@ def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
 
 
 def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
-    """``run_case`` for FP8: block scales where V comes transposed, else one scale a head."""
+    """``run_case`` for FP8: block scales and a mean of V where it comes transposed, else one scale a head."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.out_dtype)
-    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n, smooth_v=False)
+    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n, smooth_v=True)
     by_head = Fp8Quantization(granularity="head", smooth_v=False)
     parts = quantize_qkv(q, k, v, quantization=by_head if config.v_rows else by_block)
     values = parts.v.row_major().data if config.v_rows else parts.v.data
@@ -104,6 +104,7 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
         parts.q.scale,
         parts.k.scale,
         *((ones, parts.v.scale) if config.v_rows else (parts.v.scale, ones)),
+        parts.mean_v if adds_mean(parts) else empty_vectors(1, KV_HEADS, torch.device("cpu")),
     )
     results = poisoned_results(q, config.head_dim_v, q.dtype)
     on_gpu = [x.to(device) for x in (parts.q.data, parts.k.data, values, *results, *scales)]
@@ -111,9 +112,10 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])
 
-    like, like_lse = attention_tiled_fp8(parts, causal=config.causal, softmax_scale=config.head_dim**-0.5)
+    like, like_lse = EmulationLaunch(config.causal)(parts, config.head_dim**-0.5, wants_lse=True)
     dequantized = (x.dequantize() for x in (parts.q, parts.k, parts.v))
     oracle, _ = attention_naive(*dequantized, causal=config.causal)
+    oracle = restore_values(oracle, parts, config.causal)
     error, emulated = (_rms(x.double() - oracle) for x in (out, like))
     allowed = FP8_TOLERANCE * emulated
     wrong = [f"RMS error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []

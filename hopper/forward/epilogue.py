@@ -10,6 +10,7 @@ from cute_kernels.fragments import ROWS_PER_THREAD, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_ROWS
+from hopper.forward.addend import NoAddend
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import TmaOperand, q_state
@@ -24,12 +25,13 @@ class Epilogue(LoopInvariant):
 
     o: TmaOperand
     mLSE: cute.Tensor
+    addend: NoAddend
     lane: Int32
     warp_in_group: Int32
 
     @cute.jit
     def store(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
-        """Normalise and store O and LSE; release Q where O was staged in its place.
+        """Normalise O, add the addend, store O and LSE; release Q where O was staged in its place.
 
         ``row`` is the query index of the thread's first row.
         """
@@ -38,6 +40,7 @@ class Epilogue(LoopInvariant):
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.output.acc, inverse_sum)
+        self.addend.add(consumer.output.acc, inverse_sum, head_kv, batch)
         store_rows(lse, self.mLSE[None, head, batch], row, self.lane)
 
         is_store_warp = self.warp_in_group == 0

@@ -11,6 +11,7 @@ from cute_kernels.eager_softmax import EagerSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
+from hopper.forward.addend import Addend
 from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
 from hopper.forward.operands import Mmas, TmaOperand, Work
 from hopper.forward.output import Output, TwoLevelOutput
@@ -46,6 +47,7 @@ class Fp8ForwardKernel(ForwardKernel):
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         o_scale: cute.Tensor,
+        addend: cute.Tensor,
         block_q: Int32,
         block_k: Int32,
         softmax_scale: Float32,
@@ -53,9 +55,9 @@ class Fp8ForwardKernel(ForwardKernel):
         stream,
     ):
         """Launch. mQ, mK, mO are (batch, seqlen, heads, head_dim), mVt (batch, kv_heads, head_dim_v, keys); the
-        scales are those of ``BlockScales``."""
+        scales and the addend are those of ``BlockScales``."""
         mVt = cute.make_tensor(mVt.iterator, cute.select(mVt.layout, mode=[2, 3, 1, 0]))
-        scales = (q_scale, k_scale, v_scale, o_scale, block_q, block_k)
+        scales = (q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k)
         self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, scales, softmax_scale, num_ctas, stream)
 
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
@@ -71,6 +73,9 @@ class Fp8ForwardKernel(ForwardKernel):
 
     def _make_scales(self, scales: tuple, storage) -> ScalePublisher:
         return ScalePublisher(BlockScales(*scales), self.config.tile_n, self._slots(storage))
+
+    def _make_addend(self, scales: tuple, lane: Int32) -> Addend:
+        return Addend(BlockScales(*scales).addend, lane)
 
     def _slots(self, storage) -> cute.Tensor:
         layout = cute.make_layout((self.scale_slots, SLOT_FLOATS), stride=(SLOT_FLOATS, 1))
@@ -113,6 +118,7 @@ class Fp8RowsForwardKernel(Fp8ForwardKernel):
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         o_scale: cute.Tensor,
+        addend: cute.Tensor,
         block_q: Int32,
         block_k: Int32,
         softmax_scale: Float32,
@@ -121,7 +127,7 @@ class Fp8RowsForwardKernel(Fp8ForwardKernel):
     ):
         """Launch. As ``Fp8ForwardKernel``, but for mV (batch, seqlen_k, kv_heads, head_dim_v)."""
         mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 3, 2, 0]))
-        scales = (q_scale, k_scale, v_scale, o_scale, block_q, block_k)
+        scales = (q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k)
         self._launch(mQ, mK, mV, mO, mLSE, tile_counter, scales, softmax_scale, num_ctas, stream)
 
     def _rows_layout(self) -> cute.ComposedLayout:

@@ -19,6 +19,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
+from hopper.forward.addend import NoAddend
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.feeder import Feeder, NoFeeder
@@ -136,7 +137,7 @@ class ForwardKernel:
         num_ctas: Int32,
         stream,
     ):
-        """``__call__`` with V as (head_dim_v, seqlen, heads, batch), and the scales of an FP8 problem."""
+        """``__call__`` with V as (head_dim_v, seqlen, heads, batch), and the ``BlockScales`` of an FP8 problem."""
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mO = (
@@ -222,7 +223,7 @@ class ForwardKernel:
             producer = Producer(c, operands, pipes, self._make_scales(scales, storage))
             softmax = self._make_softmax(scale_log2, scales, storage)
             feeder = Feeder(c, producer, warp_idx)
-            self._consume(work, (operands, pipes, softmax, feeder), mLSE, warp_idx)
+            self._consume(work, (operands, pipes, softmax, feeder), mLSE, scales, warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -231,9 +232,8 @@ class ForwardKernel:
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
                 softmax = self._make_softmax(scale_log2, scales, storage)
-                self._consume(
-                    work, (operands, pipes, softmax, NoFeeder()), mLSE, warp_idx - WARPS_PER_WARPGROUP
-                )
+                parts = operands, pipes, softmax, NoFeeder()
+                self._consume(work, parts, mLSE, scales, warp_idx - WARPS_PER_WARPGROUP)
 
     def _make_v_atom(self, mVt: cute.Tensor, layouts: SmemLayouts):
         load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
@@ -268,7 +268,7 @@ class ForwardKernel:
         work.scheduler.finish()
 
     @cute.jit
-    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, warp: Int32):
+    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, scales: tuple, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
         ``parts`` are the operands, their pipelines, the softmax, and the feeder.
@@ -285,7 +285,7 @@ class ForwardKernel:
         )
         output = self._make_output(mmas, operands.v.smem, softmax)
         consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, output, feeder, wg)
-        epilogue = Epilogue(operands.o, mLSE, lane, warp_in_group)
+        epilogue = Epilogue(operands.o, mLSE, self._make_addend(scales, lane), lane, warp_in_group)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -326,6 +326,9 @@ class ForwardKernel:
 
     def _make_scales(self, scales: tuple, storage) -> NoScales:
         return NoScales()
+
+    def _make_addend(self, scales: tuple, lane: Int32) -> NoAddend:
+        return NoAddend()
 
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there

@@ -16,13 +16,15 @@ class BlockScales(NamedTuple):
     """Scales in global memory, float32, and how many rows share one.
 
     ``q`` (batch, heads, blocks of Q) and ``k`` (batch, kv_heads, blocks of K) multiply S, ``v`` (batch, kv_heads,
-    blocks of K) multiplies V and is positive; ``o`` (batch, kv_heads, 1) multiplies the output.
+    blocks of K) multiplies V and is positive; ``o`` (batch, kv_heads, 1) multiplies the output, to whose rows with keys
+    ``addend`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
+    addend: cute.Tensor
     block_q: Int32
     block_k: Int32
 

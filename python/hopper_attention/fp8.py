@@ -52,8 +52,9 @@ def flash_attn_fp8_func(
         quantization: rotation, what shares a scale, and the block sizes.
         two_level_accumulation: add the products P V of the FP8 kernel's key tiles to the output in float32 (DeepGEMM's
             "promotion", the opposite of PyTorch's use_fast_accum). Otherwise the tensor cores add them, with fewer
-            bits. The gradient stays that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on
-            the same blocks they give the same with it as without. Without ``block_k`` it decides on the blocks too.
+            bits, which ``smooth_v`` of the quantization keeps from mattering where V has an offset. The gradient stays
+            that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on the same blocks they give
+            the same with it as without. Without ``block_k`` it decides on the blocks too.
         backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
             or None to have one chosen.
 
@@ -112,10 +113,10 @@ def flash_attn_quantized_func(
 ) -> Any:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
 
-    The output has the dtype that q had before it was quantized. What was done to V is undone here, in PyTorch: a
-    rotation, and a mean that was subtracted. The mean of K goes back into the LSE. The same parts serve with and
-    without ``two_level_accumulation``; with it the kernel is faster at head_dim 128 on blocks of 128 keys, which
-    :func:`flash_attn_fp8_func` then makes.
+    The output has the dtype that q had before it was quantized. What was done to V is undone: the FP8 kernel adds a
+    mean that was subtracted, PyTorch undoes a rotation and then adds the mean itself. The mean of K goes back into the
+    LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 128
+    on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
     """
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)

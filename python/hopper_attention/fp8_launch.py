@@ -27,7 +27,13 @@ from hopper_attention.launch import (
 )
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
-from hopper_attention.quantization import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
+from hopper_attention.quantization import (
+    QuantizedQKV,
+    QuantizedTensor,
+    TransposedV,
+    restore_values,
+    transpose_for_kernel,
+)
 from hopper_attention.reference.fp8 import attention_tiled_fp8
 from hopper_attention.shapes import fit_shapes
 
@@ -42,15 +48,20 @@ class EmulationLaunch:
     causal: bool
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
-        return attention_tiled_fp8(parts, causal=self.causal, softmax_scale=softmax_scale)
+        # As the kernel: a mean is added before the output is rounded, a rotation undone after.
+        dtype = torch.float32 if adds_mean(parts) else parts.dtype
+        out, lse = attention_tiled_fp8(
+            parts, causal=self.causal, softmax_scale=softmax_scale, out_dtype=dtype
+        )
+        return restore_values(out, parts, self.causal).to(parts.dtype), lse
 
 
 @dataclass(frozen=True)
 class DequantizedLaunch:
     """The 16-bit ``backend`` on what the parts stand for, rounded to the dtype of the output.
 
-    Q and K stay rotated, both by the same signs, which leaves their scores as they are; so does V, whose rotation is
-    undone in the output.
+    Q and K stay rotated, both by the same signs, which leaves their scores as they are; so does V, and it stays without
+    its mean: what was done to it is undone in the output.
     """
 
     causal: bool
@@ -59,18 +70,20 @@ class DequantizedLaunch:
     @torch.no_grad()
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
-        return run_forward(q, k, v, softmax_scale, self.causal, self.backend, 0, wants_lse)
+        out, lse = run_forward(q, k, v, softmax_scale, self.causal, self.backend, 0, wants_lse)
+        return restore_values(out, parts, self.causal).to(parts.dtype), lse
 
 
 @dataclass(frozen=True)
 class Fp8HopperLaunch:
     """A compiled kernel on torch's current stream of ``device_index``.
 
-    ``ones`` (batch, kv_heads, 1) float32 stand in for scales that a problem does not have. ``transposes`` says that the
-    kernel takes V in rows.
+    ``ones`` (batch, kv_heads, 1) float32 stand in for scales that a problem does not have, ``no_mean`` (batch,
+    kv_heads, 0) for a mean of V. ``transposes`` says that the kernel takes V in rows.
     """
 
     kernel: Kernel
+    causal: bool
     result: ResultSpec
     device_index: int
     num_ctas: int
@@ -79,6 +92,7 @@ class Fp8HopperLaunch:
     block_k: int
     no_lse: Tensor
     ones: Tensor
+    no_mean: Tensor
     transposes: bool
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -101,6 +115,7 @@ class Fp8HopperLaunch:
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
             v_scale, o_scale = o_scale, v_scale
+        adds = adds_mean(parts)
         out = self.result.empty_out(q)
         lse = self.result.empty_lse() if wants_lse else self.no_lse
         self.kernel(
@@ -114,12 +129,23 @@ class Fp8HopperLaunch:
             parts.k.scale,
             v_scale,
             o_scale,
+            _vectors(parts.mean_v) if adds else self.no_mean,
             self.block_q,
             self.block_k,
             softmax_scale,
             self.num_ctas,
         )
-        return out, lse
+        return out if adds else restore_values(out, parts, self.causal).to(out.dtype), lse
+
+
+def adds_mean(parts: QuantizedQKV) -> bool:
+    """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
+    return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+
+
+def _vectors(mean: Tensor) -> Tensor:
+    """The mean with vectors of neighbouring elements that begin at multiples of 16 bytes."""
+    return mean if mean.is_contiguous() and mean.data_ptr() % TMA_BYTES == 0 else contiguous_copy(mean)
 
 
 Fp8Launch = EmulationLaunch | DequantizedLaunch | Fp8HopperLaunch
@@ -139,8 +165,9 @@ def attend(
     two_level: bool,
     wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors: out and lse. Without ``wants_lse`` the lse may lack its rows. ``two_level`` is
-    that of ``Fp8Problem``.
+    """Attention of quantized tensors: out, with what was done to V undone, and lse.
+
+    Without ``wants_lse`` the lse may lack its rows. ``two_level`` is that of ``Fp8Problem``.
 
     Raises:
         ValueError: the tensors do not fit together, or ``backend`` cannot run the problem.
@@ -205,8 +232,10 @@ def find_fp8_launch(
     with torch.inference_mode(False):
         ones = _unit_scales((batch, kv_heads, 1), device)
         no_lse = torch.empty((batch, heads, 0), dtype=torch.float32, device=device)
+        no_mean = empty_vectors(batch, kv_heads, device)
     return Fp8HopperLaunch(
         kernel=compile_cache.get_forward(config),
+        causal=p.causal,
         result=ResultSpec(out_shape, lse_shape, p.out_dtype, device),
         device_index=index,
         num_ctas=torch.cuda.get_device_properties(index).multi_processor_count,
@@ -215,8 +244,14 @@ def find_fp8_launch(
         block_k=p.block_k or ALL_ROWS,
         no_lse=no_lse,
         ones=ones,
+        no_mean=no_mean,
         transposes=config.v_rows,
     )
+
+
+def empty_vectors(batch: int, kv_heads: int, device: torch.device) -> Tensor:
+    """float32 (batch, kv_heads, 0) with the strides that the kernel asks for, multiples of 16 bytes."""
+    return torch.empty((batch, kv_heads, 4), dtype=torch.float32, device=device)[..., :0]
 
 
 def _unit_scales(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -22,7 +22,6 @@ from hopper_attention.quantization import (
     add_mean,
     default_block_k,
     quantize_qkv,
-    restore_values,
     rotate_back,
     rotate_head_dim,
 )
@@ -122,12 +121,12 @@ def attend_and_undo(
     two_level: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors, with what was done to V undone and the mean of K back in the LSE."""
+    """Attention of quantized tensors, with the mean of K back in the LSE."""
     out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse)
     # The LSE of a row without keys stays at -inf.
     if wants_lse and parts.shift.numel():
         lse = lse + softmax_scale * parts.shift
-    return restore_values(out, parts, causal).to(out.dtype), lse
+    return out, lse
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:

@@ -9,8 +9,8 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
-  Hadamard block. A mean that is subtracted is one of every key: one such element makes NaN of its column in all
-  rows of its head, and of no other head or batch entry.
+  Hadamard block. They do not enter the mean of V either (:func:`robust_mean_of_keys`). The mean of K is one of every
+  key: one such element makes NaN of its column in all rows of its head, and of no other head or batch entry.
 - Each of these operations, and each sum and difference of a rotation, is rounded to float32 by itself.
 """
 
@@ -45,6 +45,16 @@ BLOCK_K_WITHOUT_KERNEL = 128
 
 EXCHANGED_DIGITS = (-3, -2)
 """Digits of a key's number that ``hopper.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
+
+MEAN_GROUPS = 31
+"""Groups of keys in the robust mean of V. An odd number has a middle, and PyTorch sorts 32 or less at once."""
+
+MEAN_GROUP_KEYS = 33
+"""Keys that are read of a group, unless that were fewer than one of ``MEAN_STEP``."""
+
+MEAN_STEP = 8
+"""The mean of a sample is off by about 1 / sqrt(keys read) of the spread of V, and the sums of P V keep that. What FP8
+tensor cores drop of them grows with the keys, so the sample grows too."""
 
 GRANULARITIES = ("tensor", "head", "block")
 QUANTIZERS = ("fused", "torch")
@@ -83,10 +93,11 @@ class Fp8Quantization:
             of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
             have offsets of their own get smaller. (SageAttention's name for it.)
         rotate_v: rotate V along head_dim_v as Q and K are, and the output back.
-        smooth_v: subtract from V its mean over the keys, for each head, and add it to the output. A row of P sums
+        smooth_v: subtract from V a mean over the keys, for each head, and add it to the output. A row of P sums
             to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too.
+            scales of such a V get smaller too. Any vector would do: it is a mean to which tokens of huge values
+            contribute nothing (:func:`robust_mean_of_keys`).
     """
 
     rotate: bool = True
@@ -225,7 +236,7 @@ class QuantizedQKV:
     ``v`` is transposed where :func:`quantize_qkv` made it, and has rows where it came as FP8. ``shift`` float32
     (batch, heads, seqlen_q) is what every score of a query, not yet scaled, lost with the mean of K; it has no
     elements where nothing was subtracted. ``mean_v`` float32 (batch, kv_heads, head_dim_v) is what every row of V lost,
-    before it was rotated, and what is to be added to the output of a row that sees a key; it too may have no elements.
+    before it was rotated, and what attention adds to the output of a row that sees a key; it too may have no elements.
     """
 
     q: QuantizedTensor
@@ -258,7 +269,8 @@ class QuantizedQKV:
 
 
 class Means(NamedTuple):
-    """Means over the keys that are subtracted from K and V: float32 (batch, kv_heads, head_dim), or no elements."""
+    """Means over the keys, that of V a robust one, which are subtracted from K and V: float32 (batch, kv_heads,
+    head_dim), or no elements."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -335,13 +347,34 @@ def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     return x.mean(1, dtype=torch.float32)
 
 
+def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
+    """About the mean of most rows of x (b, s, hk, d), s > 0, over the keys: float32 (b, hk, d), finite.
+
+    The keys are cut into ``MEAN_GROUPS`` segments (or as many as there are keys), evenly spaced ones of each are
+    averaged, and the result is the median over the segments, the lower of two. So an outlier or a NaN takes part in one
+    segment only, and those of fewer than half of them move the median no further than other segments lie apart. A
+    segment whose mean is not finite counts as 0.
+    """
+    groups = min(x.shape[1], MEAN_GROUPS)
+    length = x.shape[1] // groups
+    step = min(max(length // MEAN_GROUP_KEYS, 1), MEAN_STEP)
+    segments = x[:, : groups * length].unflatten(1, (groups, length))
+    means = segments[:, :, ::step].mean(2, dtype=torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    # torch.median would do it, but not under torch.use_deterministic_algorithms.
+    middle = means.sort(1).values[:, (groups - 1) // 2]
+    return middle.clone(memory_format=torch.contiguous_format)
+
+
 def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:
     """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
 
-    def mean(x: torch.Tensor, is_smoothed: bool) -> torch.Tensor:
-        return mean_of_keys(x) if is_smoothed and x.shape[1] else torch.empty(0, device=x.device)
-
-    return Means(mean(k, quantization.smooth_k), mean(v, quantization.smooth_v))
+    nothing = torch.empty(0, device=k.device)
+    if not k.shape[1]:
+        return Means(nothing, nothing)
+    return Means(
+        mean_of_keys(k) if quantization.smooth_k else nothing,
+        robust_mean_of_keys(v) if quantization.smooth_v else nothing,
+    )
 
 
 def add_mean(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

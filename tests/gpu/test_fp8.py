@@ -21,6 +21,7 @@ from hopper_attention.quantization import (
     from_descales,
     quantize_qkv,
     restore_values,
+    robust_mean_of_keys,
 )
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_sums import LSE_ROUNDING, allowed_lse_error
@@ -359,10 +360,46 @@ def test_a_captured_graph_adds_the_mean_of_what_its_inputs_hold(draw) -> None:
     assert torch.equal(out, expected)
 
 
-def test_bad_values_spoil_their_column_of_a_smooth_v(draw) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_values_of_a_smooth_v_reach_the_tiles_that_load_them(draw, bad: float) -> None:
+    """In their column of their head: the mean of that column is finite, so that queries of other tiles are clean."""
     x = draw(torch.bfloat16, 2, (512, 512), (4, 2), 128)
-    x.v[1, 500, 0, 3] = math.nan
+    x.v[1, 500, 0, 3] = bad
     out = flash_attn_fp8_func(x.q, x.k, x.v, causal=True, quantization=Fp8Quantization(smooth_v=True))
-    spoilt = torch.zeros_like(out, dtype=torch.bool)
-    spoilt[1, :, :2, 3] = True
-    assert bool(out[spoilt].isnan().all()) and bool(out[~spoilt].isfinite().all())
+    spoilt, may_be_spoilt = (torch.zeros_like(out, dtype=torch.bool) for _ in range(2))
+    spoilt[1, 500:, :2, 3] = True
+    # No tile of queries, nor a block of keys that it loads, crosses row 384.
+    may_be_spoilt[1, 384:, :2, 3] = True
+    assert bool(out[spoilt].isnan().all()) and bool(out[~may_be_spoilt].isfinite().all())
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_the_kernel_adds_the_mean_in_float32(draw, head_dim: int, two_level: bool) -> None:
+    """As to what it gives without: rounded once, and nothing in rows without keys."""
+    x = draw(torch.bfloat16, 2, (799, 300), (4, 2), head_dim)
+    parts = quantize_qkv(x.q, x.k, x.v + 3)
+    options = {"two_level_accumulation": two_level, "backend": "hopper"}
+    for causal in (False, True):
+        out = flash_attn_quantized_func(parts, causal=causal, **options)
+        without = replace(parts, mean_v=torch.empty(0, device=x.v.device))
+        centred = flash_attn_quantized_func(without, causal=causal, **options)
+        added = restore_values(centred.double(), parts, causal)
+        unit = torch.finfo(out.dtype).eps / 2
+        assert bool(((out - added).abs() <= 1.01 * unit * (added.abs() + centred.abs()) + 1e-6).all())
+        if causal:
+            assert not out[:, :499].any() and bool((out[:, 499:] != 0).any())
+
+
+@pytest.mark.parametrize("seqlen", [1, 31, 500, 2049, 30000])
+def test_the_robust_mean_is_that_of_the_cpu(draw, seqlen: int) -> None:
+    x = draw(torch.float16, 2, (1, seqlen), (4, 2), 64)
+    mean = robust_mean_of_keys(x.v)
+    torch.testing.assert_close(mean.cpu(), robust_mean_of_keys(x.v.cpu()), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(robust_mean_of_keys(x.v), mean) for _ in range(5))
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(robust_mean_of_keys(x.v), mean)
+    finally:
+        torch.use_deterministic_algorithms(was)

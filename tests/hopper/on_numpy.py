@@ -20,7 +20,7 @@ from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardC
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
 from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
-from hopper_attention.fp8_launch import ALL_ROWS
+from hopper_attention.fp8_launch import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
 
@@ -150,7 +150,7 @@ def fp8_forward_on_numpy(
     softmax_scale: float,
     timing: Timing = AT_ONCE,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel of ``config`` leaves them."""
+    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -166,7 +166,8 @@ def fp8_forward_on_numpy(
     )
     ones = torch.ones(*v.scale.shape[:2], 1)
     v_scale, o_scale = (ones, v.scale) if v.scale.shape[2] == 1 else (v.scale, ones)
-    for scale in (q.scale, k.scale, v_scale, o_scale):
+    addend = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
+    for scale in (q.scale, k.scale, v_scale, o_scale, addend):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(arguments, q.data, k.data, softmax_scale)

@@ -1,12 +1,15 @@
-"""Smooth V in the FP8 kernel, on NumPy: truncated sums lose less of values without their mean."""
+"""Smooth V in the FP8 kernel, on NumPy: what its epilogue adds, and that truncated sums lose less without a mean."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hopper.config import select_fp8_forward_config
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
+from hopper_attention.fp8_launch import EmulationLaunch
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.reference import attention_naive
 from tests.hopper import hopper_steps
 from tests.hopper.fp8_sums import add_as_the_tensor_cores, wgmma_product
@@ -31,6 +34,69 @@ def test_truncated_sums_of_values_without_their_mean_stay_small() -> None:
     assert relative(with_mean, exact) > 0.02 and relative(without, exact) < 1e-3
 
 
+def smooth_parts(
+    seqlens: tuple[int, int], heads: tuple[int, int], head_dims: tuple[int, int], batch: int = 1
+) -> QuantizedQKV:
+    """Values with another offset in every column of every head, none of them near 0."""
+    generator = torch.Generator().manual_seed(0)
+    (seqlen_q, seqlen_k), (of_q, of_kv), (d, dv) = seqlens, heads, head_dims
+    shapes = (batch, seqlen_q, of_q, d), (batch, seqlen_k, of_kv, d), (batch, seqlen_k, of_kv, dv)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    offset = 4 + torch.arange(batch * of_kv * dv).view(batch, 1, of_kv, dv) / 16
+    parts = quantize_qkv(q, k, v + offset, quantization=Fp8Quantization(block_q=64, block_k=128))
+    return replace(parts, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "causal", "seqlens", "heads", "options"),
+    [
+        ((64, 64), False, (65, 129), (4, 2), {}),
+        ((64, 64), True, (200, 70), (2, 1), {}),
+        ((64, 48), False, (3, 1), (1, 1), {}),
+        ((96, 80), True, (70, 131), (2, 1), {}),
+        ((128, 128), True, (150, 70), (2, 2), {}),
+        ((128, 128), False, (65, 130), (2, 1), {"two_level": True}),
+        ((128, 112), False, (65, 130), (2, 1), {"v_rows": True}),
+        ((256, 256), True, (140, 67), (1, 1), {}),
+        ((256, 240), False, (65, 130), (1, 1), {"two_level": True}),
+    ],
+)
+def test_the_epilogue_adds_the_mean(
+    head_dims: tuple[int, int],
+    causal: bool,
+    seqlens: tuple[int, int],
+    heads: tuple[int, int],
+    options: dict[str, bool],
+) -> None:
+    """To rows that have a key, in float32, of the head and the batch entry of each."""
+    parts = smooth_parts(seqlens, heads, head_dims, batch=2 if heads[0] > heads[1] else 1)
+    assert parts.mean_v.abs().min() > 2
+    scale = head_dims[0] ** -0.5
+    config = select_fp8_forward_config(*head_dims, causal, "bfloat16", seqlens[1], 128, **options)
+    out, lse = fp8_forward_on_numpy(config, parts, scale)
+    centred, same_lse = fp8_forward_on_numpy(config, replace(parts, mean_v=torch.empty(0)), scale)
+    assert torch.equal(lse, same_lse)
+    like, _ = EmulationLaunch(causal)(parts, scale, wants_lse=True)
+    assert relative(out, like.double()) < 5e-3
+
+    visible = (lse > -torch.inf).transpose(1, 2)
+    assert bool((~visible).any()) == (causal and seqlens[0] > seqlens[1])
+    assert not out[~visible].any() and not centred[~visible].any()
+    added = (out.double() - restore_values(centred.double(), parts, causal))[visible].abs().max()
+    # Half a unit of the last of bfloat16's 8 digits, of either output.
+    assert added <= 2**-8 * (out.abs().max() + centred.abs().max())
+
+
+def test_the_mean_is_added_before_the_output_is_rounded() -> None:
+    """One key is its own mean: its values less that are 0, and come back with the bits that they had in float32."""
+    parts = smooth_parts((70, 1), (2, 1), (64, 64))
+    parts = replace(parts, mean_v=parts.mean_v * (1 + 2**-12))
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 1, 128)
+    out, _ = fp8_forward_on_numpy(config, parts, 0.125)
+    expected = parts.mean_v.repeat_interleave(2, 1).unsqueeze(1).bfloat16()
+    assert torch.equal(out, expected.expand_as(out))
+
+
 @pytest.mark.parametrize(("causal", "rotate_v"), [(False, False), (True, True)])
 def test_one_level_is_as_good_as_two_on_values_with_an_offset(
     causal: bool, rotate_v: bool, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +113,8 @@ def test_one_level_is_as_good_as_two_on_values_with_an_offset(
         parts = quantize_qkv(q, k, v, quantization=c)
         config = select_fp8_forward_config(64, 64, causal, "bfloat16", 1000, 128, two_level=two_level)
         out, _ = fp8_forward_on_numpy(config, parts, 0.125)
-        return relative(restore_values(out, parts, causal).to(out.dtype), exact)
+        restored = restore_values(out, parts, causal) if rotate_v else out
+        return relative(restored.to(out.dtype), exact)
 
     one_level, two_levels, smooth = error(False, False), error(False, True), error(True, False)
     assert one_level > 4 * two_levels and smooth < two_levels < 3e-3

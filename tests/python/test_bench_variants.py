@@ -77,9 +77,23 @@ def right_kernel(q, k, v, out, lse, counter, softmax_scale, num_ctas) -> None:
 
 
 def right_fp8_kernel(
-    q, k, vt, out, lse, counter, q_scale, k_scale, v_scale, o_scale, block_q, block_k, softmax_scale, num_ctas
+    q,
+    k,
+    vt,
+    out,
+    lse,
+    counter,
+    q_scale,
+    k_scale,
+    v_scale,
+    o_scale,
+    mean_v,
+    block_q,
+    block_k,
+    softmax_scale,
+    num_ctas,
 ) -> None:
-    assert num_ctas == CTAS and block_k == FP8.tile_n and bool((o_scale == 1).all())
+    assert num_ctas == CTAS and block_k == FP8.tile_n and bool((o_scale == 1).all()) and not mean_v.numel()
     parts = (
         QuantizedTensor(q, q_scale, block_q),
         QuantizedTensor(k, k_scale, block_k),

@@ -171,16 +171,49 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     kernel, configs = hopper
     parts = quantize_qkv(*qkv())
     out, lse = flash_attn_quantized_func(parts, causal=True, return_attn_probs=True)
-    q, k, vt, _, _, _, q_scale, k_scale, v_scale, o_scale, block_q, block_k, scale, ctas = kernel.arguments
+    q, k, vt, _, _, _, q_scale, k_scale, v_scale, o_scale, mean_v, *numbers = kernel.arguments
     assert q is parts.q.data and k is parts.k.data and vt is parts.v.data and vt.shape == (2, 2, 64, 224)
     assert q_scale is parts.q.scale and k_scale is parts.k.scale and v_scale is parts.v.scale
     assert o_scale.tolist() == [[[1.0], [1.0]]] * 2
     config = select_fp8_forward_config(64, 64, True, "float16", 203)
-    assert (block_q, block_k, scale, ctas) == (fp8_launch.ALL_ROWS, config.tile_n, 0.125, 132)
+    assert numbers == [fp8_launch.ALL_ROWS, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
     assert kernel.arguments[4].shape == (2, 4, 0) and len(configs) == 1
+
+
+def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
+    """By the kernel, or after it where V is rotated; the kernel's argument is empty where it has nothing to add."""
+    kernel, configs = hopper
+    mean_v = quantize_qkv(*qkv()).mean_v
+    for options, of_kernel, of_torch in (
+        ({}, True, False),
+        ({"granularity": "head"}, True, False),
+        ({"rotate_v": True}, False, True),
+        ({"smooth_v": False}, False, False),
+    ):
+        parts = quantize_qkv(*qkv(), quantization=Fp8Quantization(**options))
+        assert (parts.mean_v.numel() > 0) == (of_kernel or of_torch)
+        out = flash_attn_quantized_func(parts)
+        given = kernel.arguments[10]
+        assert given.shape == ((2, 2, 64) if of_kernel else (2, 2, 0)) and given.dtype == torch.float32
+        assert all(stride % 4 == 0 for stride in given.stride()[:2])
+        added = mean_v.repeat_interleave(2, 1).unsqueeze(1) if of_torch else torch.zeros(1)
+        assert torch.equal(out, added.to(out.dtype).expand_as(out))
+    assert len(set(configs)) == 1
+
+
+def test_a_mean_that_the_kernel_cannot_read_is_copied(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
+) -> None:
+    parts = quantize_qkv(*qkv())
+    shifted = torch.empty(parts.mean_v.numel() + 1)[1:].view_as(parts.mean_v).copy_(parts.mean_v)
+    by_column = parts.mean_v.mT.contiguous().mT
+    for mean in (shifted, by_column):
+        flash_attn_quantized_func(replace(parts, mean_v=mean))
+        given = hopper[0].arguments[10]
+        assert torch.equal(given, mean) and given.is_contiguous() and given.data_ptr() % 16 == 0
 
 
 def test_two_level_accumulation_reaches_the_kernel_from_every_function(
@@ -202,9 +235,9 @@ def test_two_level_accumulation_reaches_the_kernel_from_every_function(
         fp8_launch.find_fp8_launch.cache_clear()
         call()
         assert configs.pop().two_level and configs == []
-    block_k = kernel.arguments[11]
+    block_k = kernel.arguments[12]
     flash_attn_quantized_func(parts, **both)
-    assert kernel.arguments[2] is parts.v.data and kernel.arguments[11] == parts.k.block != block_k
+    assert kernel.arguments[2] is parts.v.data and kernel.arguments[12] == parts.k.block != block_k
     flash_attn_quantized_func(parts, causal=True)
     assert [config.two_level for config in configs] == [True, False]
 
@@ -264,7 +297,7 @@ def test_lone_scales_of_v_are_factors_of_the_output(
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
     descale = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
     flash_attn_quantized_func(from_descales(q, k, v, None, None, descale, torch.bfloat16))
-    rows, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 11))
+    rows, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 12))
     assert rows is v and [config.v_rows for config in configs] == [True]
     assert torch.equal(v_scale, torch.ones(2, 2, 1)) and torch.equal(o_scale[..., 0], descale)
     assert block_k == fp8_launch.ALL_ROWS

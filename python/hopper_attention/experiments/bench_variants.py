@@ -23,7 +23,7 @@ from hopper_attention.experiments.bench_peers import (
     needs_gpu,
 )
 from hopper_attention.experiments.bench_results import Problem
-from hopper_attention.fp8_launch import ALL_ROWS, Fp8HopperLaunch
+from hopper_attention.fp8_launch import ALL_ROWS, Fp8HopperLaunch, empty_vectors
 from hopper_attention.launch import HopperLaunch, ResultSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 
@@ -129,6 +129,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
     of_heads = (problem.batch, problem.heads_kv, 1)
     launch = Fp8HopperLaunch(
         kernel=get_forward(config),
+        causal=problem.causal,
         result=keep_result(problem, inputs.q.dtype, device),
         device_index=index,
         num_ctas=count_ctas(config, index),
@@ -137,6 +138,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
         block_k=parts.k.block if parts.k.block < problem.seqlen_k else ALL_ROWS,
         no_lse=inputs.q.new_empty((problem.batch, problem.heads, 0), dtype=torch.float32),
         ones=torch.ones(of_heads, dtype=torch.float32, device=device),
+        no_mean=empty_vectors(problem.batch, problem.heads_kv, device),
         transposes=False,
     )
     scale = problem.head_dim**-0.5
