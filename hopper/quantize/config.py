@@ -295,4 +295,7 @@ def default_block_sizes(head_dim: int, head_dim_v: int) -> list[int]:
     """Rows that K and V have in a block unless told otherwise: the key tiles of the attention kernel."""
     lengths = {tiling.max_seqlen_k for tilings in FP8_TILINGS.values() for tiling in tilings}
     dims = head_dim, head_dim_v
-    return sorted({select_fp8_forward_config(*dims, False, DTYPES[0], length).tile_n for length in lengths})
+    masks = False, True
+    return sorted(
+        {select_fp8_forward_config(*dims, causal, DTYPES[0], n).tile_n for n in lengths for causal in masks}
+    )

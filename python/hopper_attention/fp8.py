@@ -77,8 +77,7 @@ def flash_attn_fp8_func(
             q, k, v, scale, bool(causal), quantization, backend, two_level_accumulation
         )
         return (out, lse) if return_attn_probs else out
-    if two_level_accumulation:
-        quantization = with_two_level_blocks(quantization, q, k, v)
+    quantization = with_blocks_for(quantization, (q, k, v), bool(causal), two_level_accumulation)
     parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
     return flash_attn_quantized_func(
         parts,
@@ -90,15 +89,18 @@ def flash_attn_fp8_func(
     )
 
 
-def with_two_level_blocks(quantization: Fp8Quantization, q: Tensor, k: Tensor, v: Tensor) -> Fp8Quantization:
-    """Blocks of K and V as wide as the tile of the kernel with two levels, where nothing else was asked for.
+def with_blocks_for(
+    quantization: Fp8Quantization, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, two_level: bool
+) -> Fp8Quantization:
+    """Blocks of K and V as wide as the tile of the kernel that will attend, where nothing else was asked for.
 
-    Those of one level would do, but at head_dim 128 that kernel would then go through them in halves.
+    Those of ``quantize_qkv``, which knows neither the mask nor the levels, would do; but that kernel might
+    then go through them in halves, or have a tile of another width.
     """
     if quantization.block_k != TILE:
         return quantization
-    shape = attention_shape(q, k, v)
-    block_k = default_block_k(shape.head_dim, shape.head_dim_v, shape.seqlen_k, two_level=True)
+    shape = attention_shape(*qkv)
+    block_k = default_block_k(shape.head_dim, shape.head_dim_v, shape.seqlen_k, two_level, causal)
     return replace(quantization, block_k=block_k)
 
 

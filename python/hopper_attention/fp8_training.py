@@ -53,7 +53,7 @@ def forward_fp8_of_16_bits(
     """out (b, sq, h, dv), lse float32 (b, h, sq), and what the gradient needs: data and scales of q, of k, and of v
     transposed, what smooth K took from the scores, and the mean of v that smooth V took from its rows."""
     c = _quantization(
-        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level
+        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level, causal
     )
     parts = quantize_qkv(q, k, v, quantization=c, backend=quantizer_of(backend))
     out, lse = attend_and_undo(parts, softmax_scale, causal, backend, two_level, wants_lse=True)
@@ -91,7 +91,7 @@ def _(
         return q.new_empty(shape, dtype=torch.float32)
 
     c = _quantization(
-        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level
+        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level, causal
     )
     blocks_k = blocks(seqlen_k, int(c.block_k))
     return (
@@ -131,7 +131,7 @@ def attend_and_undo(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:
     _, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, two_level, *options = inputs
-    ctx.quantization, ctx.seqlen_k = _quantization(k, v, tuple(options), two_level), v.shape[1]
+    ctx.quantization, ctx.seqlen_k = _quantization(k, v, tuple(options), two_level, ctx.causal), v.shape[1]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[2:])
     # An unused LSE has no gradient; None saves adding zeros.
@@ -168,12 +168,14 @@ def _gradients(
     return dq, dk, dv, *[None] * 12
 
 
-def _quantization(k: Tensor, v: Tensor, options: tuple[Any, ...], two_level: bool) -> Fp8Quantization:
+def _quantization(
+    k: Tensor, v: Tensor, options: tuple[Any, ...], two_level: bool, causal: bool
+) -> Fp8Quantization:
     """What the operator's arguments say, with ``block_k`` as a number."""
     rotate, granularity, block_q, block_k, *others = options
     # Numbers, also where sizes are symbols, which cannot be looked up.
     sizes = (int(n) for n in (k.shape[3], v.shape[3], k.shape[1]))
-    block_k = block_k or default_block_k(*sizes, two_level)
+    block_k = block_k or default_block_k(*sizes, two_level, causal)
     return Fp8Quantization(rotate, granularity, block_q, block_k, *others)
 
 

@@ -65,10 +65,12 @@ SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def default_block_k(head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False) -> int:
+def default_block_k(
+    head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False, causal: bool = False
+) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
     accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
-    select = partial(select_fp8_forward_config, head_dim, head_dim_v, False, "bfloat16", seqlen_k)
+    select = partial(select_fp8_forward_config, head_dim, head_dim_v, causal, "bfloat16", seqlen_k)
     try:
         width = select().tile_n
         is_divided = two_level and select(width, two_level=True).tile_n < width
