@@ -44,11 +44,14 @@ class Addend(NoAddend):
             rows = as_rows(acc)
             of_head = self.vector[batch, head_kv, None]
             last_group = columns // COLUMNS_PER_GROUP - 1
-            pair = cute.make_rmem_tensor(COLUMNS_PER_PAIR, Float32)
-            for j in cutlass.range_constexpr(rows.shape[1][1]):
+            groups = rows.shape[1][1]
+            pairs = cute.make_rmem_tensor((COLUMNS_PER_PAIR, groups), Float32)
+            # All loads before the first addition, or each would wait for the one before it.
+            for j in cutlass.range_constexpr(groups):
                 number = cutlass.min(last_group, j) * LANES_PER_ROW + self.lane % LANES_PER_ROW
-                cute.autovec_copy(cute.local_tile(of_head, (COLUMNS_PER_PAIR,), (number,)), pair)
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    is_empty = inverse_sum[r] == Float32(0.0)
+                cute.autovec_copy(cute.local_tile(of_head, (COLUMNS_PER_PAIR,), (number,)), pairs[None, j])
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                is_empty = inverse_sum[r] == Float32(0.0)
+                for j in cutlass.range_constexpr(groups):
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
-                        rows[r, (e, j)] = rows[r, (e, j)] + (Float32(0.0) if is_empty else pair[e])
+                        rows[r, (e, j)] = rows[r, (e, j)] + (Float32(0.0) if is_empty else pairs[e, j])

@@ -403,9 +403,10 @@ def test_blocks_choose_the_tile(head_dim: int, seqlen_k: int) -> None:
     def select(causal: bool, block_k: int = 0) -> Fp8ForwardConfig:
         return select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, block_k)
 
-    width = select(False).tile_n
-    assert select(True).tile_n == width == default_block_k(head_dim, head_dim, seqlen_k)
-    assert select(False, 2 * width) == select(False)
+    for causal in (False, True):
+        width = select(causal).tile_n
+        assert width == default_block_k(head_dim, head_dim, seqlen_k, causal=causal)
+        assert select(causal, 2 * width) == select(causal)
     for block_k in (64, 128, 192, 1024):
         assert block_k % select(True, block_k).tile_n == 0
     with pytest.raises(ValueError, match="block_k is 96, allowed at head_dim"):
