@@ -394,12 +394,13 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     ),
     (128, False): (
         Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=1280),
+        Fp8Tiling(128, 192, 3, polynomial_pairs=2, eager=True, ping_pong=False, max_seqlen_k=2560),
         Fp8Tiling(128, 192, 2, polynomial_pairs=2, eager=True, ping_pong=False),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, eager=True, max_seqlen_k=2560),
-        Fp8Tiling(128, 192, 2, polynomial_pairs=2, eager=True, ping_pong=False),
+        Fp8Tiling(128, 128, 4, polynomial_pairs=2, eager=True, max_seqlen_k=1792),
+        Fp8Tiling(128, 192, 3, polynomial_pairs=2, eager=True),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (

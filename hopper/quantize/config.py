@@ -28,7 +28,7 @@ MAX_BLOCK = 256
 
 DEFAULT_BLOCK_Q = 128
 
-DEFAULT_SMOOTH_V = True
+DEFAULT_SMOOTH_V = False
 """Whether the mean of V is subtracted unless told otherwise."""
 
 BANK_LINE = 128

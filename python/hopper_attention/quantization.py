@@ -46,15 +46,11 @@ BLOCK_K_WITHOUT_KERNEL = 128
 EXCHANGED_DIGITS = (-3, -2)
 """Digits of a key's number that ``hopper.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
 
-MEAN_GROUPS = 31
-"""Groups of keys in the robust mean of V. An odd number has a middle, and PyTorch sorts 32 or less at once."""
+MEAN_GROUPS, MEAN_GROUP_KEYS = 31, 32
+"""Most groups of keys in the robust mean of V, and fewest keys of one where there are several."""
 
-MEAN_GROUP_KEYS = 33
-"""Keys that are read of a group, unless that were fewer than one of ``MEAN_STEP``."""
-
-MEAN_STEP = 8
-"""The mean of a sample is off by about 1 / sqrt(keys read) of the spread of V, and the sums of P V keep that. What FP8
-tensor cores drop of them grows with the keys, so the sample grows too."""
+OUTLYING = 16.0
+"""Median distances from the median beyond which the mean of a group does not count."""
 
 GRANULARITIES = ("tensor", "head", "block")
 QUANTIZERS = ("fused", "torch")
@@ -98,8 +94,8 @@ class Fp8Quantization:
         smooth_v: subtract from V a mean over the keys, for each head, and add it to the output. A row of P sums
             to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too. Any vector would do: it is a mean to which tokens of huge values
-            contribute nothing (:func:`robust_mean_of_keys`).
+            scales of such a V get smaller too. Tokens of huge values contribute nothing to it
+            (:func:`robust_mean_of_keys`).
     """
 
     rotate: bool = True
@@ -350,21 +346,20 @@ def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
 
 
 def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
-    """About the mean of most rows of x (b, s, hk, d), s > 0, over the keys: float32 (b, hk, d), finite.
+    """The mean of x (b, s, hk, d), s > 0, over the keys, without outliers: float32 (b, hk, d), finite.
 
-    The keys are cut into ``MEAN_GROUPS`` segments (or as many as there are keys), evenly spaced ones of each are
-    averaged, and the result is the median over the segments, the lower of two. So an outlier or a NaN takes part in one
-    segment only, and those of fewer than half of them move the median no further than other segments lie apart. A
-    segment whose mean is not finite counts as 0.
+    The keys are cut into equal segments; less than one at the end is left out. Those whose mean is not finite or lies
+    far from the others do not count; without any, the result is 0. Of normal values none is left out: what lies further
+    from their mean than this would bring back some of the sums that it is to keep small.
     """
-    groups = min(x.shape[1], MEAN_GROUPS)
+    groups = min(max(x.shape[1] // MEAN_GROUP_KEYS, 1), MEAN_GROUPS)
     length = x.shape[1] // groups
-    step = min(max(length // MEAN_GROUP_KEYS, 1), MEAN_STEP)
-    segments = x[:, : groups * length].unflatten(1, (groups, length))
-    means = segments[:, :, ::step].mean(2, dtype=torch.float32).nan_to_num(0.0, 0.0, 0.0)
-    # torch.median would do it, but not under torch.use_deterministic_algorithms.
-    middle = means.sort(1).values[:, (groups - 1) // 2]
-    return middle.clone(memory_format=torch.contiguous_format)
+    means = x[:, : groups * length].unflatten(1, (groups, length)).mean(2, dtype=torch.float32)
+    means = torch.where(means.isfinite(), means, math.nan)
+    # torch.median would do it, but not under torch.use_deterministic_algorithms. NaN is sorted to the end.
+    distances = (means - means.sort(1).values[:, groups // 2, None]).abs()
+    counts = distances <= OUTLYING * distances.sort(1).values[:, groups // 2, None]
+    return torch.where(counts, means, 0.0).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:

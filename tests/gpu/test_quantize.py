@@ -94,7 +94,7 @@ OPTIONS = {
     "plain": {"rotate": False},
     "rotate_v": {"rotate_v": True},
     "smooth_k": {"smooth_k": True},
-    "with its mean": {"smooth_v": False},
+    "smooth_v": {"smooth_v": True},
     "everything": {"smooth_k": True, "rotate_v": True, "smooth_v": True},
 }
 BLOCK_HEAD_DIMS, BLOCKS_Q, BLOCKS_K = [64, 80, 128, 256], [64, 128, 192], [64, 128, 192, 224]

@@ -36,6 +36,7 @@ from hopper_attention.quantization import (
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 
 HOPPER = Target("fake H200", (9, 0), assume_installed=True)
+SMOOTH = Fp8Quantization(smooth_v=True)
 
 
 def qkv(
@@ -169,7 +170,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKernel, list[Fp8Forward
 
 def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
     kernel, configs = hopper
-    parts = quantize_qkv(*qkv())
+    parts = quantize_qkv(*qkv(), quantization=SMOOTH)
     out, lse = flash_attn_quantized_func(parts, causal=True, return_attn_probs=True)
     q, k, vt, _, _, _, q_scale, k_scale, v_scale, o_scale, mean_v, *numbers = kernel.arguments
     assert q is parts.q.data and k is parts.k.data and vt is parts.v.data and vt.shape == (2, 2, 64, 224)
@@ -186,14 +187,14 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
 def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
     """By the kernel, or after it where V is rotated; the kernel's argument is empty where it has nothing to add."""
     kernel, configs = hopper
-    mean_v = quantize_qkv(*qkv()).mean_v
+    mean_v = quantize_qkv(*qkv(), quantization=SMOOTH).mean_v
     for options, of_kernel, of_torch in (
         ({}, True, False),
         ({"granularity": "head"}, True, False),
         ({"rotate_v": True}, False, True),
         ({"smooth_v": False}, False, False),
     ):
-        parts = quantize_qkv(*qkv(), quantization=Fp8Quantization(**options))
+        parts = quantize_qkv(*qkv(), quantization=replace(SMOOTH, **options))
         assert (parts.mean_v.numel() > 0) == (of_kernel or of_torch)
         out = flash_attn_quantized_func(parts)
         given = kernel.arguments[10]
@@ -207,7 +208,7 @@ def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardCo
 def test_a_mean_that_the_kernel_cannot_read_is_copied(
     hopper: tuple[FakeKernel, list[Fp8ForwardConfig]],
 ) -> None:
-    parts = quantize_qkv(*qkv())
+    parts = quantize_qkv(*qkv(), quantization=SMOOTH)
     shifted = torch.empty(parts.mean_v.numel() + 1)[1:].view_as(parts.mean_v).copy_(parts.mean_v)
     by_column = parts.mean_v.mT.contiguous().mT
     for mean in (shifted, by_column):
@@ -363,7 +364,7 @@ def test_tensors_that_do_not_fit_are_refused(hopper: tuple[FakeKernel, list[Fp8F
 
 def test_misaligned_inputs_are_copied(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
     kernel, _ = hopper
-    parts = quantize_qkv(*qkv())
+    parts = quantize_qkv(*qkv(), quantization=SMOOTH)
     shifted = torch.empty(parts.k.data.numel() + 8, dtype=torch.uint8)[8:].view(torch.float8_e4m3fn)
     shifted = shifted.view(parts.k.data.shape).copy_(parts.k.data)
     flash_attn_quantized_func(replace(parts, k=replace(parts.k, data=shifted)))

@@ -50,8 +50,8 @@ def rms(x: Tensor) -> float:
 
 def test_the_default() -> None:
     """The one place that says what it is."""
-    assert Fp8Quantization().smooth_v is True
-    assert all(config.smooth_v for config in shipped_quantize_configs())
+    assert Fp8Quantization().smooth_v is False
+    assert not any(config.smooth_v for config in shipped_quantize_configs())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -60,8 +60,8 @@ def test_parts_hold_the_values_less_their_mean(options: dict[str, Any]) -> None:
     parts = quantize_qkv(q, k, v, quantization=replace(SMOOTH, **options))
     assert parts.mean_v.dtype == torch.float32 and torch.equal(parts.mean_v, robust_mean_of_keys(v))
     centred = parts.v.dequantize()
-    # That of all keys and the median of their segments' means differ.
-    assert rms(centred.mean(1)) < 0.1
+    # Where the keys are not a multiple of the segments, and rounded, a little is left.
+    assert rms(centred.mean(1)) < 0.02
     values = restore_values(centred.clone(), parts, causal=False)
     # Values as large as 4 would cost 2^-4 of themselves each; these are N(0, 1).
     assert rms(values.double() - v.double()) < 0.03
@@ -150,7 +150,7 @@ def test_the_robust_mean_is_near_the_mean(seqlen: int, dtype: torch.dtype) -> No
     if seqlen == 1:
         assert torch.equal(mean, x[:, 0].float())
     else:
-        assert spread(x, mean) < 6 / math.sqrt(min(seqlen, 1023))
+        assert spread(x, mean) < 6 * math.sqrt(31) / seqlen
     assert torch.equal(mean, robust_mean_of_keys(x))
     # Any strides.
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -159,9 +159,8 @@ def test_the_robust_mean_is_near_the_mean(seqlen: int, dtype: torch.dtype) -> No
 
 def test_the_robust_mean_of_skewed_values_is_no_median() -> None:
     """That of N(0, 1) above 0, else 0, is 0.4 and its median 0; sums of values without that would grow."""
-    x = torch.randn(1, 16384, 2, 64, generator=torch.Generator().manual_seed(0)).relu()
-    assert spread(x, robust_mean_of_keys(x)) < 0.15
-    assert (robust_mean_of_keys(x) - x.mean(1)).mean().abs() < 0.01
+    x = torch.randn(1, 31 * 512, 2, 64, generator=torch.Generator().manual_seed(0)).relu()
+    assert spread(x, robust_mean_of_keys(x)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -245,7 +244,9 @@ def test_the_mean_can_be_traced() -> None:
         x = torch.randn(2, seqlen, 2, 16)
         assert torch.equal(compiled(x), robust_mean_of_keys(x))
     with FakeTensorMode():
-        parts = quantize_qkv(*(torch.empty(2, 100, 2, 64, dtype=torch.bfloat16) for _ in range(3)))
+        parts = quantize_qkv(
+            *(torch.empty(2, 100, 2, 64, dtype=torch.bfloat16) for _ in range(3)), quantization=SMOOTH
+        )
         assert parts.mean_v.shape == (2, 2, 64)
 
 

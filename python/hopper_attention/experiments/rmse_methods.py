@@ -29,8 +29,8 @@ from hopper_attention.quantization import Fp8Quantization, quantize_qkv, rotate_
 HOPPER_KERNEL = "Hopper kernel"
 AMPERE_KERNEL = "16-bit kernel without WGMMA"
 
-OURS_FP8 = Fp8Quantization(smooth_v=False)
-"""The paper's method. ``flash_attn_fp8_func`` subtracts a mean of V too unless told otherwise: "fp8-smooth-v"."""
+OURS_FP8 = Fp8Quantization()
+"""The library's default: what a user of ``flash_attn_fp8_func`` gets."""
 
 SIXTEEN_BIT, FP8, EMULATION, PEERS = "16 bit", "FP8", "emulation", "peers"
 """Groups of rows."""
