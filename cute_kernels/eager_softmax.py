@@ -17,7 +17,7 @@ class EagerSoftmax(BlockScaledSoftmax):
     - The maximum of a thread's second row is final before the wait for P V. So the exponentials of that row can start
       behind it at once, while the first row is converted, and MUFU does not rest.
 
-    With two warpgroups, of which each scheduler has a warp, this gains; with three, where there mostly is another warp
+    With two warpgroups, of which each scheduler has a warp, this mostly gains; with three, where there is another warp
     to issue from, it loses (docs/performance-log.md).
     """
 

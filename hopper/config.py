@@ -413,8 +413,11 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     ),
 }
 """By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
-those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the first. The width that is chosen for
-blocks of any size is the one that our quantizer gives its blocks: that without a mask, unless it is told of one."""
+those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the last; those of ``NARROW_KEYS`` serve
+blocks that no other divides. The width that is chosen for blocks of any size is the one that our quantizer gives its
+blocks: that without a mask, unless it is told of one."""
+
+NARROW_KEYS = 64
 
 
 FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
@@ -488,8 +491,8 @@ def select_fp8_forward_config(
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
-    long_enough = (tiling for tiling in dividing if seqlen_k <= tiling.max_seqlen_k)
-    tiling = next(long_enough, dividing[0])
+    wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
+    tiling = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
     return _make_fp8_config(min(fits), causal, output, tiling, v_rows)
 
 

@@ -40,7 +40,6 @@ HOPPER = SharedMemory(cta=227 * KIB, sm=228 * KIB)
 ARCHS = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": HOPPER, "sm_120": SMALL}
 """Shared memory by what a kernel is compiled for."""
 
-OLDEST_CAPABILITY = (8, 0)
 ARCH_OF_CAPABILITY = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",

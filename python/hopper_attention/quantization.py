@@ -46,8 +46,8 @@ BLOCK_K_WITHOUT_KERNEL = 128
 EXCHANGED_DIGITS = (-3, -2)
 """Digits of a key's number that ``hopper.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
 
-MEAN_GROUPS, MEAN_GROUP_KEYS = 31, 32
-"""Most groups of keys in the robust mean of V, and fewest keys of one where there are several."""
+FEWEST_MEAN_GROUPS, MEAN_GROUPS, MEAN_GROUP_KEYS = 3, 31, 32
+"""Fewest and most groups of keys in the robust mean of V, and fewest keys of a group where there are more."""
 
 OUTLYING = 16.0
 """Median distances from the median beyond which the mean of a group does not count."""
@@ -348,18 +348,24 @@ def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
 def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     """The mean of x (b, s, hk, d), s > 0, over the keys, without outliers: float32 (b, hk, d), finite.
 
-    The keys are cut into equal segments; less than one at the end is left out. Those whose mean is not finite or lies
-    far from the others do not count; without any, the result is 0. Of normal values none is left out: what lies further
-    from their mean than this would bring back some of the sums that it is to keep small.
+    The keys are cut into equal segments; fewer keys than segments are left out at the end. Segments whose mean is not
+    finite or lies far from the others do not count; without any, the result is 0. Of many normal values none is left
+    out: what lies further from their mean than this would bring back some of the sums that it is to keep small.
     """
-    groups = min(max(x.shape[1] // MEAN_GROUP_KEYS, 1), MEAN_GROUPS)
+    groups = min(max(x.shape[1] // MEAN_GROUP_KEYS, FEWEST_MEAN_GROUPS), MEAN_GROUPS, x.shape[1])
     length = x.shape[1] // groups
     means = x[:, : groups * length].unflatten(1, (groups, length)).mean(2, dtype=torch.float32)
     means = torch.where(means.isfinite(), means, math.nan)
-    # torch.median would do it, but not under torch.use_deterministic_algorithms. NaN is sorted to the end.
-    distances = (means - means.sort(1).values[:, groups // 2, None]).abs()
-    counts = distances <= OUTLYING * distances.sort(1).values[:, groups // 2, None]
+    distances = (means - _median_of_numbers(means)).abs()
+    counts = distances <= OUTLYING * _median_of_numbers(distances)
     return torch.where(counts, means, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+
+
+def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
+    """The upper median of x over dimension 1, which stays, without its NaN; NaN if there is nothing else."""
+    # torch.nanmedian would do it, but not under torch.use_deterministic_algorithms. NaN is sorted to the end.
+    middle = (~x.isnan()).sum(1, keepdim=True) // 2
+    return x.sort(1).values.gather(1, middle.clamp(max=x.shape[1] - 1))
 
 
 def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:

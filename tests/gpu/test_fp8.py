@@ -378,7 +378,8 @@ def test_bad_values_of_a_smooth_v_reach_the_tiles_that_load_them(draw, bad: floa
 def test_the_kernel_adds_the_mean_in_float32(draw, head_dim: int, two_level: bool) -> None:
     """As to what it gives without: rounded once, and nothing in rows without keys."""
     x = draw(torch.bfloat16, 2, (799, 300), (4, 2), head_dim)
-    parts = quantize_qkv(x.q, x.k, x.v + 3)
+    parts = quantize_qkv(x.q, x.k, x.v + 3, quantization=Fp8Quantization(smooth_v=True))
+    assert parts.mean_v.numel()
     options = {"two_level_accumulation": two_level, "backend": "hopper"}
     for causal in (False, True):
         out = flash_attn_quantized_func(parts, causal=causal, **options)

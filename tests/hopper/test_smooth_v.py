@@ -43,7 +43,9 @@ def smooth_parts(
     shapes = (batch, seqlen_q, of_q, d), (batch, seqlen_k, of_kv, d), (batch, seqlen_k, of_kv, dv)
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     offset = 4 + torch.arange(batch * of_kv * dv).view(batch, 1, of_kv, dv) / 16
-    parts = quantize_qkv(q, k, v + offset, quantization=Fp8Quantization(block_q=64, block_k=128))
+    parts = quantize_qkv(
+        q, k, v + offset, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=True)
+    )
     return replace(parts, dtype=torch.bfloat16)
 
 

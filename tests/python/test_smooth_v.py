@@ -177,6 +177,15 @@ def test_outliers_leave_the_robust_mean_where_it_was(tokens: list[int], value: f
     assert (mean - clean).abs().max() < 0.2
 
 
+@pytest.mark.parametrize("seqlen", [3, 40, 64, 95, 128, 300])
+@pytest.mark.parametrize("value", [1e4, math.nan])
+def test_one_outlier_among_few_keys_leaves_the_robust_mean(seqlen: int, value: float) -> None:
+    x = torch.randn(1, seqlen, 2, 16, generator=torch.Generator().manual_seed(0)) + 3
+    mean = x.mean(1)
+    x[:, seqlen // 2] = value
+    assert (robust_mean_of_keys(x) - mean).abs().max() < 4 / seqlen**0.5
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_robust_mean_is_finite(value: float) -> None:
     x = torch.ones(1, 100, 1, 16)

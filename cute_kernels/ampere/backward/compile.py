@@ -1,6 +1,5 @@
 """Compile a backward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -8,7 +7,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
 from cute_kernels.ampere.forward.compile import CHUNK_ELEMENTS
-from cute_kernels.ampere.forward.kernel import DSL_DTYPES
+from cute_kernels.backward.compile import strided
+from cute_kernels.dtypes import DSL_DTYPES
 
 
 def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
@@ -25,25 +25,17 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     d, dv = (cute.sym_int(divisibility=CHUNK_ELEMENTS) for _ in range(2))
     return cute.compile(
         AmpereBackwardKernel(config),
-        _strided(dtype, (b, sq, h, d), CHUNK_ELEMENTS),
-        _strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
-        _strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
-        _strided(dtype, (b, sq, h, dv), CHUNK_ELEMENTS),
-        _strided(Float32, (b, h, padded), 4),
-        _strided(Float32, (b, h, padded), 4),
-        _strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
-        _strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
-        _strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
+        strided(dtype, (b, sq, h, d), CHUNK_ELEMENTS),
+        strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
+        strided(dtype, (b, sq, h, dv), CHUNK_ELEMENTS),
+        strided(Float32, (b, h, padded), 4),
+        strided(Float32, (b, h, padded), 4),
+        strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
         make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
         Float32(0.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),
-    )
-
-
-def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
-    """A tensor of free strides in multiples of ``divisibility`` elements, its last one 1."""
-    strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
-    return make_fake_tensor(
-        dtype, shape, (*strides, 1), assumed_align=max(4, divisibility * dtype.width // 8)
     )

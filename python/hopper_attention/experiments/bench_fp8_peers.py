@@ -91,10 +91,9 @@ rounded_by_default = rounded_by_quantization(DEFAULT_QUANTIZATION)
 
 
 def shipped_fp8_config(problem: Problem, two_level: bool = False) -> Fp8ForwardConfig:
-    """The config that serves a problem quantized by default."""
+    """The config that serves a problem quantized by ``quantize_qkv``, which knows neither its mask nor the levels."""
     p = problem
-    width = default_block_k(p.head_dim, p.head_dim_v, p.seqlen_k, two_level, p.causal)
-    block_k = block_of(width, p.seqlen_k)
+    block_k = block_of(default_block_k(p.head_dim, p.head_dim_v, p.seqlen_k), p.seqlen_k)
     sizes = p.head_dim, p.head_dim_v, p.causal, p.dtype, p.seqlen_k
     return select_fp8_forward_config(*sizes, block_k, two_level=two_level)
 

@@ -147,7 +147,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
 
 @lru_cache(maxsize=64)
 def quantization_for(tile_n: int) -> Fp8Quantization:
-    """Its V keeps its mean, which a launch of the kernel alone would not put back."""
+    """Its V keeps its mean, so that what is timed adds none."""
     return Fp8Quantization(block_k=tile_n, smooth_v=False)
 
 
