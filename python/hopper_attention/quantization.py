@@ -94,7 +94,7 @@ class Fp8Quantization:
         smooth_v: subtract from V a mean over the keys, for each head, and add it to the output. A row of P sums
             to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too. Tokens of huge values contribute nothing to it
+            scales of such a V get smaller too. Runs of keys with tokens of huge values contribute nothing to it
             (:func:`robust_mean_of_keys`).
     """
 
