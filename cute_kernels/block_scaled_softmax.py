@@ -41,7 +41,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
     since the quantizer's are powers of two; then this costs nothing. P depends on the scores alone.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
-    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. Of each 8 column pairs ``polynomial_pairs`` take
+    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. A thread's two rows may have scales of their own. Of each 8 column pairs ``polynomial_pairs`` take
     their exponentials from the FMA pipe. Those add nothing below 2^-23 of the row's largest to the row sum: less than a
     part in 64 after 2^17 keys, all of them that small, and one that is not.
     """
@@ -50,24 +50,39 @@ class BlockScaledSoftmax(OnlineSoftmax):
         super().__init__(scale_log2)
         self.q_scale, self.o_scale, self.block_q = tile_scales
         self.slots, self.polynomial_pairs = slots, polynomial_pairs
-        self.tile_scale, self.scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        self.tile_scale, self.scale = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         self.unit, self.unit_change, self.largest_unit = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
-    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
-        self.tile_scale[0] = self.q_scale[batch, head, row // self.block_q] * self.scale_log2
+    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.tile_scale[r] = self.q_scale[batch, head, rows[r] // self.block_q] * self.scale_log2
         self.unit[0], self.largest_unit[0] = Float32(0.0), Float32(0.0)
 
     @cute.jit
     def enter_block(self, slot: Int32):
+        scale_k, scale_v = self._read_slot(slot)
+        self._take_scale(scale_k)
+        self._take_unit(scale_v)
+
+    @cute.jit
+    def _read_slot(self, slot: Int32) -> tuple[Float32, Float32]:
         scale_k, scale_v = self.slots[slot, 0], self.slots[slot, 1]
         # All lanes have read before one of them releases the stage, and with it the slot.
         cute.arch.sync_warp()
-        scale = scale_k * self.tile_scale[0]
-        # No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so.
-        scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
-        self.scale[0] = scale
+        return scale_k, scale_v
+
+    @cute.jit
+    def _take_scale(self, scale_k: Float32):
+        """No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            scale = scale_k * self.tile_scale[r]
+            scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
+            self.scale[r] = scale
+
+    @cute.jit
+    def _take_unit(self, scale_v: Float32):
         scale_v = scale_v if scale_v >= Float32(0.0) else Float32.nan
         unit = maximum_or_nan(scale_v, self.largest_unit[0] * Float32(UNIT_RANGE))
         self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
@@ -90,7 +105,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
         is_first: cutlass.Constexpr[bool],
     ):
         before = Float32(LEAST) if const_expr(is_first) else self.shift[r]
-        shift = multiply_rounded(self._row_maximum(acc_S, r, of_thread), self.scale[0])
+        shift = multiply_rounded(self._row_maximum(acc_S, r, of_thread), self.scale[r])
         self._move_shift(r, maximum_or_nan(shift, before), is_first)
         if const_expr(not is_first):
             self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
@@ -100,27 +115,37 @@ class BlockScaledSoftmax(OnlineSoftmax):
         """As in ``OnlineSoftmax``. A polynomial pair leaves its two float16 in the register of its first score."""
         if const_expr(r > 0):
             self._enter_second_row(acc_S, is_first)
-        rows = as_rows(acc_S)
-        words = as_rows(cute.recast_tensor(acc_S, Int32))
-        scale, offset = self.scale[0], Float32(P_EXPONENT) - self.shift[r]
-        total = Float32(0.0)
-        polynomials = []
-        pair_scale = scale * Float32(1.0 / PAIR_RANGE)
-        pair_offset = (offset + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            if const_expr(is_polynomial(j, self.polynomial_pairs)):
-                pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
-                polynomials.append(pair)
-                words[r, (0, j)] = pair
-            else:
-                for e in cutlass.range_constexpr(2):
-                    rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale + offset)
-                total = total + (rows[r, (0, j)] + rows[r, (1, j)])
-        if const_expr(len(polynomials) > 0):
-            total = total + sum_of_words(polynomials)
+        first, second = self._exponentials(acc_S, r)
         if const_expr(r == 0):
             self._leave_first_row(acc_S, is_first)
-        self.row_sum[r] = self.row_sum[r] + pin(total)
+        self.row_sum[r] = self.row_sum[r] + pin(first + second)
+
+    @cute.jit
+    def _exponentials(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> tuple[Float32, Float32]:
+        """Those of row ``r``, in place. Returns their sums in the two halves of the columns."""
+        rows = as_rows(acc_S)
+        words = as_rows(cute.recast_tensor(acc_S, Int32))
+        scale, offset = self.scale[r], Float32(P_EXPONENT) - self.shift[r]
+        pair_scale = scale * Float32(1.0 / PAIR_RANGE)
+        pair_offset = (offset + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
+        pairs = rows.shape[1][1]
+        sums = []
+        for half in cutlass.range_constexpr(2):
+            total = Float32(0.0)
+            polynomials = []
+            for j in cutlass.range_constexpr(pairs * half // 2, pairs * (half + 1) // 2):
+                if const_expr(is_polynomial(j, self.polynomial_pairs)):
+                    pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
+                    polynomials.append(pair)
+                    words[r, (0, j)] = pair
+                else:
+                    for e in cutlass.range_constexpr(2):
+                        rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale + offset)
+                    total = total + (rows[r, (0, j)] + rows[r, (1, j)])
+            if const_expr(len(polynomials) > 0):
+                total = total + sum_of_words(polynomials)
+            sums.append(total)
+        return sums[0], sums[1]
 
     def _row_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
         return row_maximum(acc_S, r, of_thread)

@@ -26,8 +26,8 @@ class EagerSoftmax(BlockScaledSoftmax):
         self.has_negative = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
-    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
-        super().enter_tile(row, head, batch)
+    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+        super().enter_tile(rows, head, batch)
         self.shift.fill(
             0.0
         )  # ``enter_block`` reads it, though the first block of a tile does not use what comes of it

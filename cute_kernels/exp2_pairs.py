@@ -17,8 +17,8 @@ PAIRS_PER_PATTERN = 8
 PAIR_ZERO = 15.0
 """2^-15 and everything below becomes 0: the bits of float16's zero."""
 
-PAIR_RANGE = 24.0
-"""From 2^-15 to 2^9; more saturates."""
+PAIR_RANGE = 28.0
+"""From 2^-15 to 2^13; more saturates."""
 
 QUADRATIC = ("0x338a338a", "0xb9a5b9a5", "0x3de13de1")
 """Coefficients of m^2, m and 1 as pairs of float16: 0.2356, -0.7056, 1.4697. They add up to 1, so that 1 stays 1."""
@@ -51,7 +51,7 @@ def exp2_of_pair(low: Float32, high: Float32, scale: Float32, offset: Float32) -
 
 @cute.jit
 def sum_of_words(words: list) -> Float32:
-    """Sum of pairs of float16 below 2^9, added in float16 and widened before 4 of them could lose bits that matter."""
+    """Sum of pairs of float16 up to 2^13, added in float16 and widened before 4 of them could lose bits that matter."""
     total = Float32(0.0)
     for i in cutlass.range_constexpr(0, len(words), 4):
         group = words[i : i + 4]
@@ -62,6 +62,26 @@ def sum_of_words(words: list) -> Float32:
             ]
         total = total + _sum_of_pair(group[0])
     return total
+
+
+def scale_words(word: Int32, factor: Float32) -> Int32:
+    """A pair of float16 times a power of two."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; .reg .b32 f; cvt.rn.f16.f32 h, {$r1}; mov.b32 f, {h, h}; mul.rn.f16x2 {$w0}, {$r0}, f; }",
+        write_only_types=[Int32],
+        read_only_args=[word, factor],
+    )
+
+
+@cute.jit
+def largest_pair(words: list) -> Int32:
+    """The largest of the low and of the high halves of pairs of float16 that are not negative."""
+    largest = words[0]
+    for word in words[1:]:
+        largest = cute.arch.inline_ptx(
+            "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[largest, word]
+        )
+    return largest
 
 
 def _add_pairs(a: Int32, b: Int32) -> Int32:

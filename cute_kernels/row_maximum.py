@@ -16,7 +16,12 @@ def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
     of floats are ordered as signed integers wherever one of them is positive; a positive NaN, which is what WGMMA
     gives, is above all. Where none is positive, this is one of the scores, but not the largest.
     """
-    return _reduce(_bits_of_row(acc_S, r, Int32), cutlass.max)
+    return largest_bits(_bits_of_row(acc_S, r, Int32))
+
+
+def largest_bits(values: list) -> Int32:
+    """Of signed integers, three at a time."""
+    return _reduce(values, cutlass.max)
 
 
 @cute.jit
@@ -25,9 +30,9 @@ def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32)
 
     A warp with a row that has no positive score takes the smallest unsigned bits of that row instead, in a branch.
     """
-    top = _over_lanes(of_thread, cutlass.max)
+    top = over_lanes(of_thread, cutlass.max)
     if cute.arch.vote_any_sync(top < 0):
-        of_negatives = _over_lanes(_reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
+        of_negatives = over_lanes(_reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
         top = Int32(of_negatives) if top < 0 else top
     return _as_float(top)
 
@@ -42,7 +47,7 @@ def thread_maximum_of_any(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int3
 
 def maximum_over_lanes(of_thread: Int32) -> Float32:
     """The largest of the scores whose bits the lanes of a row have, in all of them; NaN if one of them is."""
-    return _over_lanes(_as_float(of_thread), maximum_or_nan)
+    return over_lanes(_as_float(of_thread), maximum_or_nan)
 
 
 def _as_float(bits: Int32) -> Float32:
@@ -68,7 +73,7 @@ def _reduce_three(values: list, operation):
     return first
 
 
-def _over_lanes(x, operation):
+def over_lanes(x, operation):
     """Of the lanes that hold a row, in each of them."""
     for i in range(LANES_PER_ROW.bit_length() - 1):
         x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=LANES_PER_ROW >> (i + 1)))

@@ -31,8 +31,9 @@ class OnlineSoftmax(LoopInvariant):
             cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4)
         )
 
-    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
-        """Called once a tile: what a subclass has to look up for it. ``row`` is the first of the warpgroup."""
+    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+        """Called once a tile: what a subclass has to look up for it. ``rows`` are the thread's, clipped to those that
+        exist."""
 
     def enter_block(self, slot: Int32):
         """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
@@ -113,9 +114,14 @@ class OnlineSoftmax(LoopInvariant):
 @cute.jit
 def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
     """Multiply each of the thread's rows of an accumulator by its factor."""
-    rows = as_rows(acc)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        rows[r, None].store(rows[r, None].load() * row_scale[r])
+        scale_row(acc, r, row_scale[r])
+
+
+@cute.jit
+def scale_row(acc: cute.Tensor, r: cutlass.Constexpr[int], factor: Float32):
+    row = as_rows(acc)[r, None]
+    row.store(row.load() * factor)
 
 
 @cute.jit

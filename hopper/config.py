@@ -161,6 +161,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
     FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). ``eager`` is for few warps: the softmax is ``EagerSoftmax``.
+    With ``lagging`` it is ``LaggingSoftmax``, which takes few maxima.
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
     whose bits FP8 WGMMA keeps only a part in its sums.
@@ -169,6 +170,7 @@ class Fp8ForwardConfig(ForwardConfig):
     output: str = "bfloat16"
     polynomial_pairs: int = 0
     eager: bool = False
+    lagging: bool = False
     v_rows: bool = False
     two_level: bool = False
 
@@ -185,6 +187,7 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def name(self) -> str:
         parts = ["eager"] if self.eager else []
+        parts += ["lagging"] if self.lagging else []
         parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
@@ -241,6 +244,22 @@ def _validate_fp8(config: Fp8ForwardConfig) -> None:
         raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed: 0 to 8")
     if config.two_level:
         _validate_two_level(config)
+    if config.lagging:
+        _validate_lagging(config)
+
+
+def _validate_lagging(config: Fp8ForwardConfig) -> None:
+    """P V of a block is awaited in that block, as the softmax may multiply O, and K until its end."""
+    required = {
+        "pipelined": True,
+        "warp_specialized": True,
+        "late_rescale": False,
+        "eager": False,
+        "two_level": False,
+    }
+    for name, value in required.items():
+        if getattr(config, name) is not value:
+            raise ValueError(f"{name} is {not value}, allowed with lagging: {value}")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:
@@ -368,6 +387,7 @@ class Fp8Tiling(Tiling):
     late_rescale: bool = True
     polynomial_pairs: int = 0
     eager: bool = False
+    lagging: bool = False
     pipelined: bool = True
     two_level: bool = False
 
@@ -380,27 +400,36 @@ class TwoLevelTiling(Fp8Tiling):
     two_level: bool = True
 
 
+@dataclass(frozen=True)
+class LaggingTiling(Fp8Tiling):
+    """``Fp8Tiling`` with the softmax that takes few maxima."""
+
+    ping_pong: bool = False
+    late_rescale: bool = False
+    polynomial_pairs: int = 3
+    lagging: bool = True
+
+
 FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     (64, False): (
-        Fp8Tiling(192, 128, 4, polynomial_pairs=3, max_seqlen_k=6144),
+        LaggingTiling(192, 128, 4, ping_pong=True),
         Fp8Tiling(192, 160, 3, polynomial_pairs=3),
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
     (64, True): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=3, max_seqlen_k=1536),
-        Fp8Tiling(192, 128, 4, polynomial_pairs=3, max_seqlen_k=6144),
+        LaggingTiling(128, 128, 4, max_seqlen_k=1536),
+        LaggingTiling(192, 128, 4),
         Fp8Tiling(192, 160, 3, polynomial_pairs=3),
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, max_seqlen_k=1280),
-        Fp8Tiling(128, 192, 3, polynomial_pairs=2, eager=True, ping_pong=False, max_seqlen_k=2560),
-        Fp8Tiling(128, 192, 2, polynomial_pairs=2, eager=True, ping_pong=False),
+        LaggingTiling(128, 128, 4, max_seqlen_k=1280),
+        LaggingTiling(128, 192, 3),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        Fp8Tiling(128, 128, 4, polynomial_pairs=2, eager=True, max_seqlen_k=1792),
-        Fp8Tiling(128, 192, 3, polynomial_pairs=2, eager=True),
+        LaggingTiling(128, 128, 4, max_seqlen_k=2560),
+        LaggingTiling(128, 192, 3),
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
@@ -526,6 +555,7 @@ def _make_fp8_config(
         output=output,
         polynomial_pairs=tiling.polynomial_pairs,
         eager=tiling.eager,
+        lagging=tiling.lagging,
         v_rows=v_rows,
         two_level=tiling.two_level,
     )

@@ -83,9 +83,7 @@ class Consumer(LoopInvariant):
             for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
                 kv_state = self._overlapped_block(mask, n_block, kv_state, True)
                 n_block -= 1
-        for _ in cutlass.range(n_block + 1, unroll=1):
-            kv_state = self._overlapped_block(mask, n_block, kv_state, False)
-            n_block -= 1
+        kv_state = self._unmasked_blocks(mask, n_block, kv_state)
         self._release_q(q_phase)
         self.output.enter_product()
         self.output.start(self.tOrP, kv_state.index)
@@ -93,6 +91,14 @@ class Consumer(LoopInvariant):
         self.pipes.v.consumer_release(kv_state)
         self.output.collect()
         kv_state.advance()
+        return kv_state
+
+    @cute.jit
+    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:
+        """Those from ``n_block`` down to 0."""
+        for _ in cutlass.range(n_block + 1, unroll=1):
+            kv_state = self._overlapped_block(mask, n_block, kv_state, False)
+            n_block -= 1
         return kv_state
 
     @cute.jit
@@ -219,3 +225,43 @@ class Consumer(LoopInvariant):
         """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
         self.softmax.exponentiate(acc_S, r, is_first)
         self.softmax.store_P(self.tOrP, acc_S, r)
+
+
+class LaggingConsumer(Consumer):
+    """``Consumer`` with a ``LaggingSoftmax``, whose blocks without a mask have no maximum.
+
+    A block's K is released at its end, since its scores may be wanted again.
+    """
+
+    @cute.jit
+    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:
+        for _ in cutlass.range(n_block + 1, unroll=1):
+            kv_state = self._lagging_block(kv_state)
+        return kv_state
+
+    @cute.jit
+    def _lagging_block(self, v_state: PipelineState) -> PipelineState:
+        """``_overlapped_block`` without a maximum."""
+        k_state = v_state.clone()
+        k_state.advance()
+        acc_S = self._make_acc_S()
+        self.pipes.k.consumer_wait(k_state)
+        self.ping_pong.take_turn()
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        self.output.start(self.tOrP, v_state.index)
+        self.ping_pong.pass_turn()
+        self.softmax.enter_block(consumer_slot(k_state))
+        warpgroup.wait_group(1)
+        self.softmax.exponentiate_by_last(acc_S, 0)
+        self.pipes.v.consumer_wait(k_state)
+        self.output.wait(self.tOrP, v_state.index)
+        self.pipes.v.consumer_release(v_state)
+        self.softmax.store_P(self.tOrP, acc_S, 0)
+        self.softmax.exponentiate_by_last(acc_S, 1)
+        self.softmax.store_P(self.tOrP, acc_S, 1)
+        if self.softmax.is_settled():
+            self.softmax.add_totals()
+        else:
+            self.softmax.recover(self.tOrP, acc_S, self.output.acc, k_state.index)
+        self.pipes.k.consumer_release(k_state)
+        return k_state

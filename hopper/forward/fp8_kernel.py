@@ -8,10 +8,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.eager_softmax import EagerSoftmax
+from cute_kernels.lagging_softmax import LaggingSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from cute_kernels.warp_scores import WarpScores
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
 from hopper.forward.addend import Addend
+from hopper.forward.consumer import Consumer, LaggingConsumer
 from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
 from hopper.forward.operands import Mmas, TmaOperand, Work
 from hopper.forward.output import Output, TwoLevelOutput
@@ -29,6 +32,10 @@ class Fp8ForwardKernel(ForwardKernel):
     """
 
     v_major = OperandMajorMode.K
+
+    @property
+    def consumer_type(self) -> type[Consumer]:
+        return LaggingConsumer if self.config.lagging else Consumer
 
     def __init__(self, config: Fp8ForwardConfig):
         super().__init__(config)
@@ -63,8 +70,16 @@ class Fp8ForwardKernel(ForwardKernel):
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         s = BlockScales(*scales)
         tile_scales = (s.q, s.o, s.block_q)
-        kind = EagerSoftmax if self.config.eager else BlockScaledSoftmax
-        return kind(scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs)
+        common = scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs
+        if self.config.lagging:
+            return LaggingSoftmax(*common, self._warp_scores(storage))
+        return (EagerSoftmax if self.config.eager else BlockScaledSoftmax)(*common)
+
+    def _warp_scores(self, storage) -> WarpScores:
+        layouts = self._smem_layouts()
+        sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
+        sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
+        return WarpScores(_as_words(sQ, layouts.q.inner), _as_words(sK, layouts.k.inner), other_warpgroups=1)
 
     def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         if not self.config.two_level:
@@ -89,6 +104,12 @@ class Fp8ForwardKernel(ForwardKernel):
             vt=swizzled_layout(c.head_dim_v, c.tile_n, c.stages, self.dtype),
             o=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype),
         )
+
+
+def _as_words(tensor: cute.Tensor, swizzle: cute.Swizzle) -> cute.Tensor:
+    """Four e4m3 a word. Left to itself a change of the type drops the swizzle, which counts bytes for any."""
+    words = cute.recast_tensor(tensor, Int32)
+    return cute.make_tensor(cute.recast_ptr(words.iterator, swizzle), words.layout)
 
 
 class Fp8RowsForwardKernel(Fp8ForwardKernel):

@@ -14,7 +14,12 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.block_range import BlockRange
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
+from cute_kernels.fragments import (
+    ROW_STRIDE,
+    ROWS_PER_THREAD,
+    first_column_of_thread,
+    first_row_of_thread,
+)
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
@@ -301,9 +306,9 @@ class ForwardKernel:
             feeder.begin((m_block, head, batch), head_kv, n_end, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
             mask = TileMask(c.causal, c.tile_n, work.seqlen_q, work.seqlen_k, row, col_in_block)
-            # A warpgroup may lie past the end altogether, where no scale belongs to its rows.
-            first_row = cutlass.min(m_block * c.tile_m + wg * WARPGROUP_ROWS, work.seqlen_q - 1)
-            softmax.enter_tile(first_row, head, batch)
+            last_row = work.seqlen_q - 1
+            rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
+            softmax.enter_tile(rows, head, batch)
             kv_state = consumer.attend(mask, n_end, work.n_unmasked(m_block), kv_state, q_phase)
             epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
             q_phase ^= 1

@@ -206,6 +206,9 @@ def _cvt(name: str, ops: list[str]) -> Step:
             else:
                 high, low = (warp.get(x, np.float32) for x in ops[1:])
             result = to_e4m3(low) | to_e4m3(high) << np.uint16(8)
+        elif source == "e4m3x2":
+            pair = np.ascontiguousarray(warp.get(ops[1], np.uint16)).view(np.uint8).reshape(-1, 2, 1)
+            result = np.ascontiguousarray(widen(pair, "e4m3").astype(np.float16)).view(np.uint32)[:, 0]
         elif source == "bf16":
             result = from_bf16(warp.get(ops[1], np.uint16))
         elif to == "bf16":
@@ -490,10 +493,22 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     )
 
 
+def _max(name: str, ops: list[str]) -> Step:
+    if name.endswith("u16x2"):
+        return lambda warp, mask: warp.set(
+            ops[0], _larger_halves(*(warp.get(x, np.uint32) for x in ops[1:])), mask
+        )
+    return _plain(np.maximum if ".NaN" in name else np.fmax)(name, ops)
+
+
+def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(*(np.ascontiguousarray(x).view(np.uint16) for x in (a, b))).view(np.uint32)
+
+
 SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "add": _by_type(np.add, np.add), "sub": _plain(np.subtract), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "not": _plain(np.invert), "neg": _plain(np.negative),
-    "max": lambda name, ops: _plain(np.maximum if ".NaN" in name else np.fmax)(name, ops),
+    "max": _max,
     "min": _plain(np.fmin), "abs": _plain(np.abs), "div": _plain(_divide),
     "rem": _plain(lambda a, b: (a - _divide(a, b) * b).astype(a.dtype)), "shl": _shift(np.left_shift),
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),

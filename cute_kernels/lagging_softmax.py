@@ -1,0 +1,269 @@
+"""The softmax of FP8 scores without a maximum in most blocks: the sum that is taken anyway says whether one is due."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
+
+from cute_kernels.block_scaled_softmax import P_EXPONENT, BlockScaledSoftmax
+from cute_kernels.exp2_pairs import PAIR_RANGE, PAIR_ZERO, is_polynomial, largest_pair, scale_words
+from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows, store_row_as_operand_a_e4m3
+from cute_kernels.row_maximum import largest_bits, over_lanes
+from cute_kernels.softmax import scale_row
+from cute_kernels.warp_scores import WarpScores
+
+LARGEST_P = 448.0
+"""Of e4m3."""
+
+LARGEST_POLYNOMIAL = 2.0 ** (PAIR_RANGE - PAIR_ZERO)
+"""Where a polynomial saturates."""
+
+SETTLED_SUM = 6
+"""Wherever a maximum is taken, no thread's sum of half a row stays above 2^6: those of later blocks may be seven times
+as large."""
+
+FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
+
+
+class LaggingSoftmax(BlockScaledSoftmax):
+    """``BlockScaledSoftmax`` whose exponents are measured from a maximum of earlier blocks while that will do.
+
+    P may be as large as e4m3 allows, and float32 sums it whatever it is. So a block needs no maximum, and O no factor,
+    unless a P is above 448; and none is where no sum of a few is: one comparison of sums that are taken anyway
+    (``is_settled``). Where one might be, ``recover`` takes the maximum of P instead of the scores, which P has
+    replaced, and divides by it what came of them. Only where a P has lost its value, because a polynomial saturated or
+    float32 did, the block's scores are computed once more. So it is exact for any input.
+
+    Whenever a maximum is taken, P of a row with many large ones is lowered by a power of two besides, so that the sums
+    of later blocks have room. What all this costs in accuracy: the largest P of a row is 2^8, which e4m3 has, only if
+    it is in a block with a maximum.
+
+    ``scores`` are the warp's, ``halves`` the larger sum of half a row, for each row, and ``totals`` those of all of it.
+    """
+
+    def __init__(
+        self,
+        scale_log2: Float32,
+        tile_scales: tuple,
+        slots: cute.Tensor,
+        polynomial_pairs: int,
+        scores: WarpScores,
+    ):
+        super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
+        self.scores = scores
+        self.scale_v = cute.make_rmem_tensor(1, Float32)
+        self.halves, self.totals = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
+
+    @cute.jit
+    def enter_block(self, slot: Int32):
+        scale_k, scale_v = self._read_slot(slot)
+        self._take_scale(scale_k)
+        self.scale_v[0] = scale_v
+
+    @cute.jit
+    def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
+        self._take_unit(self.scale_v[0])
+        super().take_scores(acc_S, is_first)
+
+    @cute.jit
+    def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
+        """With a maximum, as in ``BlockScaledSoftmax``."""
+        if const_expr(r > 0):
+            self._enter_second_row(acc_S, is_first)
+        first, second = self._exponentials(acc_S, r)
+        if const_expr(r == 0):
+            self._leave_first_row(acc_S, is_first)
+        self.row_sum[r] = self.row_sum[r] + (first + second)
+        half = max_over_lanes(cute.arch.fmax(first, second), LANES_PER_ROW)
+        if cute.arch.vote_any_sync(half >= Float32(2.0**SETTLED_SUM)):
+            self.row_scale[r] = self.row_scale[r] * self._raise_shift(
+                acc_S, r, _octaves_over(half), self.polynomial_pairs
+            )
+
+    @cute.jit
+    def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """By the maximum of the last block that has had one."""
+        nothing = self._zero_or_nan(acc_S, r)
+        first, second = self._exponentials(acc_S, r)
+        self.halves[r] = pin(cute.arch.fmax(first, second))
+        self.totals[r] = pin(first + second + nothing)
+
+    @cute.jit
+    def is_settled(self) -> Boolean:
+        """Whether the block's P, and O as it is, will do."""
+        is_new_unit = self.scale_v[0] != self.unit[0]
+        is_over = cute.arch.fmax(self.halves[0], self.halves[1]) > Float32(LARGEST_P)
+        return not cute.arch.vote_any_sync(is_new_unit or is_over)
+
+    @cute.jit
+    def add_totals(self):
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.row_sum[r] = self.row_sum[r] + self.totals[r]
+
+    @cute.jit
+    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32):
+        """Make P, ``row_sum`` and O right after a block that is not settled."""
+        self._take_unit(self.scale_v[0])
+        self.row_scale.fill(1.0)
+        if cute.arch.vote_any_sync(self._has_overflowed() | self._has_saturated(acc_S)):
+            self._replace_lost(acc_S, stage)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
+        else:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if cute.arch.vote_any_sync(self.halves[r] > Float32(LARGEST_P)):
+                    self._take_largest(operand, acc_S, acc_O, r, self.polynomial_pairs)
+                else:
+                    self.row_sum[r] = self.row_sum[r] + self.totals[r]
+                    scale_row(acc_O, r, self.unit_change[0])
+
+    def _has_overflowed(self) -> Boolean:
+        return cute.arch.fmax(self.halves[0], self.halves[1]) == Float32.inf
+
+    def _has_saturated(self, acc_S: cute.Tensor) -> Boolean:
+        """Whether a polynomial of the thread has."""
+        words = as_rows(cute.recast_tensor(acc_S, Int32))
+        pairs = [j for j in range(words.shape[1][1]) if is_polynomial(j, self.polynomial_pairs)]
+        if not pairs:
+            return Boolean(False)
+        largest = largest_pair([words[r, (0, j)] for r in range(ROWS_PER_THREAD) for j in pairs])
+        return cute.arch.fmax(*unpack(largest, Float16)) >= Float32(LARGEST_POLYNOMIAL)
+
+    @cute.jit
+    def _replace_lost(self, acc_S: cute.Tensor, stage: Int32):
+        """All of P in float32, and ``row_scale``: what polynomials had made is made from scores again, or everything."""
+        groups = tuple(range(as_rows(acc_S).shape[1][1]))
+        of_polynomials = tuple(j for j in groups if is_polynomial(j, self.polynomial_pairs))
+        others = tuple(j for j in groups if not is_polynomial(j, self.polynomial_pairs))
+        if const_expr(len(of_polynomials) == 0):
+            self._replace(acc_S, stage, groups, ())
+        else:
+            if cute.arch.vote_any_sync(self._has_overflowed()):
+                self._replace(acc_S, stage, groups, ())
+            else:
+                self._replace(acc_S, stage, of_polynomials, others)
+
+    @cute.jit
+    def _replace(
+        self,
+        acc_S: cute.Tensor,
+        stage: Int32,
+        groups: cutlass.Constexpr[tuple[int, ...]],
+        others: cutlass.Constexpr[tuple[int, ...]],
+    ):
+        """P of some groups of 8 keys from their scores, measured from their maximum if it is a new one."""
+        rows = as_rows(acc_S)
+        self.scores.compute(acc_S, stage, groups)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            top = rows[r, (0, groups[0])]
+            for i in cutlass.range_constexpr(len(groups)):
+                for e in cutlass.range_constexpr(2):
+                    top = maximum_or_nan(top, rows[r, (e, groups[i])])
+            top = over_lanes(top, maximum_or_nan)
+            shift = maximum_or_nan(multiply_rounded(top, self.scale[r]), self.shift[r])
+            self._move_shift(r, shift, is_first=False)
+            _multiply(acc_S, r, self.row_scale[r], others)
+            offset = Float32(P_EXPONENT) - shift
+            for i in cutlass.range_constexpr(len(groups)):
+                for e in cutlass.range_constexpr(2):
+                    rows[r, (e, groups[i])] = exp2(rows[r, (e, groups[i])] * self.scale[r] + offset)
+            self._sum(acc_S, r)
+
+    @cute.jit
+    def _sum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """Set ``totals`` and ``halves`` of a row that is all in float32."""
+        rows = as_rows(acc_S)
+        pairs = rows.shape[1][1]
+        sums = []
+        for half in cutlass.range_constexpr(2):
+            total = Float32(0.0)
+            for j in cutlass.range_constexpr(pairs * half // 2, pairs * (half + 1) // 2):
+                total = total + (rows[r, (0, j)] + rows[r, (1, j)])
+            sums.append(total)
+        self.halves[r] = cute.arch.fmax(*sums)
+        self.totals[r] = sums[0] + sums[1]
+
+    @cute.jit
+    def _take_largest(
+        self,
+        operand: cute.Tensor,
+        acc_S: cute.Tensor,
+        acc_O: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        polynomial_pairs: cutlass.Constexpr[int],
+    ):
+        """Bring the largest P of row ``r`` down to 2^8, if it is above, and the sums of half a row below 2^6.
+
+        ``polynomial_pairs`` says which pairs are two float16.
+        """
+        largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
+        rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - Float32(P_EXPONENT), Float32(0.0))
+        half = max_over_lanes(self.halves[r], LANES_PER_ROW) * exp2(-rise)
+        self.row_sum[r] = self.row_sum[r] + self.totals[r]
+        factor = self._raise_shift(acc_S, r, rise + _octaves_over(half), polynomial_pairs)
+        store_row_as_operand_a_e4m3(operand, acc_S, r, polynomial_pairs)
+        scale_row(acc_O, r, self.row_scale[r] * factor * self.unit_change[0])
+
+    @cute.jit
+    def _raise_shift(
+        self,
+        acc_S: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        octaves: Float32,
+        polynomial_pairs: cutlass.Constexpr[int],
+    ) -> Float32:
+        """Lower what has come of row ``r`` so far, but for O; returns the factor, which O is to be multiplied with."""
+        shift = self.shift[r] + octaves
+        factor = exp2(self.shift[r] - shift)
+        self.shift[r] = shift
+        self.row_sum[r] = self.row_sum[r] * factor
+        words = as_rows(cute.recast_tensor(acc_S, Int32))
+        groups = range(words.shape[1][1])
+        for j in cutlass.range_constexpr(len(groups)):
+            if const_expr(is_polynomial(j, polynomial_pairs)):
+                words[r, (0, j)] = scale_words(words[r, (0, j)], factor)
+        _multiply(acc_S, r, factor, tuple(j for j in groups if not is_polynomial(j, polynomial_pairs)))
+        return factor
+
+    @cute.jit
+    def _zero_or_nan(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        """NaN if one of the scores is NaN that a polynomial would turn into 0."""
+        words = as_rows(cute.recast_tensor(acc_S, Int32))
+        pairs = [j for j in range(words.shape[1][1]) if is_polynomial(j, self.polynomial_pairs)]
+        if const_expr(len(pairs) == 0):
+            return Float32(0.0)
+        return largest_bits([words[r, (e, j)] for j in pairs for e in range(2)]).bitcast(Float32) * Float32(
+            0.0
+        )
+
+
+def _octaves_over(half: Float32) -> Float32:
+    """By how many powers of two a sum is to be divided, so that it is below 2^6."""
+    exponent = (half.bitcast(Int32) >> FLOAT32_MANTISSA_BITS) - (FLOAT32_BIAS + SETTLED_SUM - 1)
+    return Float32(cutlass.max(exponent, 0))
+
+
+@cute.jit
+def _multiply(
+    acc: cute.Tensor, r: cutlass.Constexpr[int], factor: Float32, groups: cutlass.Constexpr[tuple[int, ...]]
+):
+    """Some groups of 8 columns of row ``r``."""
+    rows = as_rows(acc)
+    for i in cutlass.range_constexpr(len(groups)):
+        for e in cutlass.range_constexpr(2):
+            rows[r, (e, groups[i])] = rows[r, (e, groups[i])] * factor
+
+
+@cute.jit
+def _largest(
+    acc_S: cute.Tensor, r: cutlass.Constexpr[int], polynomial_pairs: cutlass.Constexpr[int]
+) -> Float32:
+    """A thread's largest P of row ``r``: as integers, values of one sign keep their order."""
+    words = as_rows(cute.recast_tensor(acc_S, Int32))
+    pairs = range(words.shape[1][1])
+    others = [words[r, (e, j)] for j in pairs if not is_polynomial(j, polynomial_pairs) for e in range(2)]
+    largest = largest_bits(others).bitcast(Float32) if const_expr(len(others) > 0) else Float32(0.0)
+    polynomials = [words[r, (0, j)] for j in pairs if is_polynomial(j, polynomial_pairs)]
+    if const_expr(len(polynomials) > 0):
+        largest = cute.arch.fmax(largest, cute.arch.fmax(*unpack(largest_pair(polynomials), Float16)))
+    return largest
