@@ -92,10 +92,10 @@ def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
 
 
 def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
-    """``run_case`` for FP8: block scales and a mean of V where it comes transposed, else one scale a head."""
+    """``run_case`` for FP8: scales of rows and blocks and a mean of V if it comes transposed, else one scale a head."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.out_dtype)
-    by_block = Fp8Quantization(block_q=config.tile_m, block_k=config.tile_n, smooth_v=True)
+    by_block = Fp8Quantization(block_k=config.tile_n, smooth_v=True)
     by_head = Fp8Quantization(granularity="head", smooth_v=False)
     parts = quantize_qkv(q, k, v, quantization=by_head if config.v_rows else by_block)
     values = parts.v.row_major().data if config.v_rows else parts.v.data
@@ -124,7 +124,7 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
 
 def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     """The fused quantizer, whose twin in PyTorch has the same bits."""
-    lengths = config.block_q + 17, 2 * config.block_k + 5
+    lengths = config.q.rows + 17, 2 * config.block_k + 5
     inputs = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
     c = Fp8Quantization(
         rotate=config.rotate,

@@ -27,13 +27,15 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
       multiples of 8 elements, 16-byte aligned addresses.
     - q8, k8: e4m3 of the shapes of q and k. vt8: e4m3 (b, hk, dv, keys), keys a multiple of 32 that covers sk, each 32
       in the order ``FP8_KEY_ORDER``, zeros behind sk. Strides in multiples of 16, 16-byte aligned addresses.
-    - q_scale (b, h, ceil(sq / block_q)), k_scale and v_scale (b, hk, ceil(sk / block_k)): float32.
+    - q_scale (b, h, ceil(sq / block_q)), which is one a row with block_q = 1; k_scale and v_scale
+      (b, hk, ceil(sk / block_k)): float32.
     - signs int32 (d / 2,), with ``rotate``: what to XOR pairs of columns with; signs_v (dv / 2,) with ``rotate_v``.
     - mean_k float32 (b, hk, d), with ``smooth_k``; mean_v (b, hk, dv) with ``smooth_v``. Both 16-byte aligned.
     - Whichever of these four a config does not use is int32 (any,).
     - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
 
-    What its callers must check: no size is 0, h is a multiple of hk, there are fewer than 2^30 blocks.
+    What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
+    as many of V make no more than 2^30 items.
     """
     dtype = DSL_DTYPES[config.dtype]
     d, dv = config.head_dim, config.head_dim_v

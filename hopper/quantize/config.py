@@ -26,7 +26,9 @@ BLOCK_STEP = FP8_KEYS_PER_STEP
 MAX_BLOCK = 256
 """Blocks are whole steps of the transposed V, and a CTA holds one in its registers."""
 
-DEFAULT_BLOCK_Q = 128
+DEFAULT_BLOCK_Q = 1
+ROWS_PER_ITEM = 128
+"""Rows of Q that a CTA takes at once, or some times that, where each is a block."""
 
 DEFAULT_SMOOTH_V = False
 """Whether the mean of V is subtracted unless told otherwise."""
@@ -60,7 +62,8 @@ def hadamard_blocks(head_dim: int) -> list[int]:
 
 @dataclass(frozen=True)
 class BlockTiling:
-    """How the threads of a CTA hold an item: ``rows`` rows of ``head_dim`` elements, which are ``blocks`` blocks.
+    """How the threads of a CTA hold an item: ``rows`` rows of ``head_dim`` elements, which are ``blocks`` blocks, or
+    each row one (then ``blocks`` is not used).
 
     ``lanes`` neighbouring threads share a row: thread t of them holds the chunks t, t + lanes, ..., so that neighbours
     load neighbouring bytes. A warp takes ``rows_per_warp`` rows at once, the CTA ``rows_per_pass``.
@@ -167,8 +170,9 @@ class TransposeTiling:
 class QuantizeConfig:
     """Everything that is fixed when a quantizer is compiled.
 
-    ``dtype`` is that of the inputs. ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard
-    matrix; ``smooth_k`` and ``smooth_v`` subtract a vector from each row of K, and of V, before.
+    ``dtype`` is that of the inputs. ``block_q`` rows of Q and ``block_k`` rows of K and of V share a scale.
+    ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard matrix; ``smooth_k`` and
+    ``smooth_v`` subtract a vector from each row of K, and of V, before.
     """
 
     dtype: str
@@ -180,6 +184,11 @@ class QuantizeConfig:
     rotate_v: bool = False
     smooth_k: bool = False
     smooth_v: bool = False
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of Q has a scale of its own."""
+        return self.block_q == 1
 
     @property
     def lanes(self) -> int:
@@ -197,7 +206,7 @@ class QuantizeConfig:
             if max(tiling.elements for tiling in self._tilings(warps)) <= elements:
                 return warps
         raise ValueError(
-            f"blocks of {self.block_q} x {self.head_dim} and {self.block_k} x {self.head_dim_v} are more than the "
+            f"blocks of {self._rows_q} x {self.head_dim} and {self.block_k} x {self.head_dim_v} are more than the "
             "registers of a CTA hold"
         )
 
@@ -212,11 +221,11 @@ class QuantizeConfig:
 
     @property
     def q(self) -> BlockTiling:
-        """That of Q. An item has as many blocks as give a thread no more to do than one of K: they share what is done
-        once an item."""
+        """That of Q. An item has as many blocks, or ROWS_PER_ITEM rows, as give a thread no more to do than one of K:
+        they share what is done once an item."""
         one = self._tilings(self.warps)[0]
-        blocks = self.elements // one.elements if one.is_full(one.passes - 1) else 1
-        return replace(one, rows=blocks * one.rows, blocks=blocks)
+        count = self.elements // one.elements if one.is_full(one.passes - 1) else 1
+        return replace(one, rows=count * one.rows, blocks=1 if self.scales_rows else count)
 
     @property
     def k(self) -> BlockTiling:
@@ -255,10 +264,15 @@ class QuantizeConfig:
         parts += [flag for flag in ("rotate", "rotate_v", "smooth_k", "smooth_v") if getattr(self, flag)]
         return "_".join(parts)
 
+    @property
+    def _rows_q(self) -> int:
+        """Rows of the smallest item of Q."""
+        return ROWS_PER_ITEM if self.scales_rows else self.block_q
+
     def _tilings(self, warps: int) -> tuple[BlockTiling, BlockTiling, BlockTiling]:
         """Those of Q, K and V."""
         return (
-            BlockTiling(self.head_dim, self.block_q, self.lanes, warps),
+            BlockTiling(self.head_dim, self._rows_q, self.lanes, warps),
             BlockTiling(self.head_dim, self.block_k, self.lanes, warps),
             BlockTiling(self.head_dim_v, self.block_k, self.lanes, warps),
         )
@@ -268,15 +282,16 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
     """Raise ValueError naming the first field that no quantizer can be built from."""
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype is {config.dtype!r}, allowed: {', '.join(DTYPES)}")
-    for name, step, largest in (
-        ("head_dim", HEAD_DIM_STEP, MAX_HEAD_DIM),
-        ("head_dim_v", HEAD_DIM_STEP, MAX_HEAD_DIM),
-        ("block_q", BLOCK_STEP, MAX_BLOCK),
-        ("block_k", BLOCK_STEP, MAX_BLOCK),
+    for name, step, largest, other in (
+        ("head_dim", HEAD_DIM_STEP, MAX_HEAD_DIM, ()),
+        ("head_dim_v", HEAD_DIM_STEP, MAX_HEAD_DIM, ()),
+        ("block_q", BLOCK_STEP, MAX_BLOCK, (1,)),
+        ("block_k", BLOCK_STEP, MAX_BLOCK, ()),
     ):
         value = getattr(config, name)
-        if value % step or not step <= value <= largest:
-            raise ValueError(f"{name} is {value}, allowed: multiples of {step} from {step} to {largest}")
+        if value not in other and (value % step or not step <= value <= largest):
+            allowed = "".join(f"{x} or " for x in other) + f"multiples of {step} from {step} to {largest}"
+            raise ValueError(f"{name} is {value}, allowed: {allowed}")
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
         raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 

@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
 from hopper.quantize.config import CHUNK, QuantizeConfig, validate_quantize_config
-from hopper.quantize.operand import CHUNK_WORDS, Cta, Operand, TransposedOperand
+from hopper.quantize.operand import CHUNK_WORDS, Cta, Operand, RowScaledOperand, TransposedOperand
 
 PHASES = 4
 """Groups of CTAs that are at different parts of their work at any time."""
@@ -20,8 +20,8 @@ PHASES = 4
 class Grid(LoopInvariant):
     """Numbers the items of Q, then those of K, then those of V, and shares them out.
 
-    An item is a block, or some blocks that follow each other. Neighbours are heads of the same rows, whose memory is
-    neighbouring too. ``of_q`` and ``of_kv`` divide by the heads, and by the items of a sequence.
+    An item is a block, or some blocks or rows that follow each other. Neighbours are heads of the same rows, whose
+    memory is neighbouring too. ``of_q`` and ``of_kv`` divide by the heads, and by the items of a sequence.
 
     CTA c takes the items c, c + ctas, c + 2 ctas and so on, but begins in the middle of them and comes to the first
     ones last, each quarter of the CTAs a quarter later: a rotation keeps the ALUs busy and V the memory, so the two
@@ -64,7 +64,8 @@ class QuantizeKernel:
 
     The grid is persistent, and a CTA takes whole blocks. Each thread copies its part of the next item to where in
     shared memory only it reads (``Cta.slots``), while it works on the current one in registers: no barrier and no
-    register waits for memory. One barrier an item joins the maxima, a second one precedes the transpose of V.
+    register waits for memory. One barrier an item joins the maxima, a second one precedes the transpose of V. Rows of Q
+    with a scale each need no barrier (``RowScaledOperand``).
 
     A row lies across a few lanes (``BlockTiling``), so most butterflies of a rotation stay within a thread.
     """
@@ -140,8 +141,9 @@ class QuantizeKernel:
         shared_signs = self._share_signs(cta, signs, (storage.signs, storage.signs_v))
         buffer = storage.buffer.get_tensor(cute.make_layout(c.vt.size // 4))
         (signs_qk, signs_v), (mean_k, mean_v) = shared_signs, means
+        operand_q = RowScaledOperand if c.scales_rows else Operand
         q, k, v = (
-            Operand(c.q, sources[0], data[0], scales[0], signs_qk, mean_k, c.rotate, False),
+            operand_q(c.q, sources[0], data[0], scales[0], signs_qk, mean_k, c.rotate, False),
             Operand(c.k, sources[1], data[1], scales[1], signs_qk, mean_k, c.rotate, c.smooth_k),
             TransposedOperand(
                 c.v, sources[2], data[2], scales[2], signs_v, mean_v, c.rotate_v, c.smooth_v, buffer, c.vt
@@ -174,12 +176,12 @@ class QuantizeKernel:
                     v.start_loads(cta, next_place)
             cute.arch.cp_async_commit_group()
             if item < first_of_k:
-                q.quantize(cta, words, place, turn)
+                turn = q.quantize(cta, words, place, turn)
             elif item < first_of_v:
-                k.quantize(cta, words, place, turn)
+                turn = k.quantize(cta, words, place, turn)
             else:
-                v.quantize(cta, words, place, turn)
-            item, place, turn, left = following, next_place, turn ^ 1, left - 1
+                turn = v.quantize(cta, words, place, turn)
+            item, place, left = following, next_place, left - 1
 
     @cute.jit
     def _share_signs(self, cta: Cta, signs: tuple, memory: tuple) -> tuple:

@@ -36,7 +36,9 @@ class Cta(LoopInvariant):
     """A thread's place in its CTA, and the shared memory that no operand owns.
 
     ``slots`` are 16 bytes a thread and chunk, which only that thread reads and writes: (4 words, thread, chunk).
-    ``amax`` is (warp, 2, block): items take turns, so that one barrier an item is enough.
+    ``amax`` is (warp, 2, block): items that join take turns, so that one barrier each is enough. A warp that writes has
+    passed the barrier of the item which had the other turn, and no warp came there before it had read what is now
+    written over. An item without a barrier must not take a turn: nothing would stand between its two neighbours.
     """
 
     warps: int
@@ -117,8 +119,11 @@ class Operand(LoopInvariant):
                     load_async(slot, address + c * t.lanes * CHUNK_BYTES, size)
 
     @cute.jit
-    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32):
-        """Turn the words of an item, as ``Cta.take_slots`` gives them, into e4m3 and scales, and store both."""
+    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:
+        """Turn the words of an item, as ``Cta.take_slots`` gives them, into e4m3 and scales, and store both.
+
+        ``turn`` is the half of ``Cta.amax`` that is free; returns the half for the next item.
+        """
         t = self.tiling
         values = cute.make_rmem_tensor((CHUNK * t.chunks, t.passes), Float32)
         amax = cute.make_rmem_tensor(t.blocks, Float32)
@@ -128,15 +133,23 @@ class Operand(LoopInvariant):
             if const_expr(not t.is_full(p)):
                 row.fill(0.0)  # else what idle warps do not set would be carried around the loop of the grid
             if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
-                self._widen(cta, row, words, p, place)
-                if const_expr(self.rotate):
-                    self._rotate(cta, row)
+                self._prepare(cta, row, words, p, place)
                 amax[t.block(p)] = cute.arch.fmax(amax[t.block(p)], finite_amax(row))
         cta.join(amax, turn)
         inverse = self._store_scales(cta, amax, place)
         for p in cutlass.range_constexpr(t.passes):
             self._put(cta, values[None, p], inverse[t.block(p)], p, place)
         self._finish(cta, place)
+        return turn ^ 1
+
+    @cute.jit
+    def _prepare(
+        self, cta: Cta, row: cute.Tensor, words: cute.Tensor, p: cutlass.Constexpr[int], place: tuple
+    ):
+        """What is rounded of the row of pass ``p``, but for a factor: less the mean, rotated, in float32."""
+        self._widen(cta, row, words, p, place)
+        if const_expr(self.rotate):
+            self._rotate(cta, row)
 
     @cute.jit
     def _widen(self, cta: Cta, row: cute.Tensor, words: cute.Tensor, p: cutlass.Constexpr[int], place: tuple):
@@ -186,12 +199,16 @@ class Operand(LoopInvariant):
         blocks = self.tiling.blocks
         inverse = cute.make_rmem_tensor(blocks, Float32)
         for b in cutlass.range_constexpr(blocks):
-            largest = amax[b] * Float32(self._late_factor)
-            scale = self._final_scale(cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE)))
-            inverse[b] = reciprocal(scale) * Float32(self._late_factor)
+            scale, inverse[b] = self._scale_of(amax[b])
             if cta.thread == 0 and number * blocks + b < self.scale.shape[2]:
                 self.scale[batch, head, number * blocks + b] = scale
         return inverse
+
+    def _scale_of(self, amax: Float32) -> tuple[Float32, Float32]:
+        """(the scale of values with this maximum, what they are to be multiplied with)."""
+        largest = amax * Float32(self._late_factor)
+        scale = self._final_scale(cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE)))
+        return scale, reciprocal(scale) * Float32(self._late_factor)
 
     def _final_scale(self, scale: Float32) -> Float32:
         return scale
@@ -215,6 +232,45 @@ class Operand(LoopInvariant):
 
     def _finish(self, cta: Cta, place: tuple):
         """What is left to do once every row is put."""
+
+
+@dataclass(frozen=True)
+class RowScaledOperand(Operand):
+    """Q with a scale for each row: ``scale`` is (batch, heads, seqlen).
+
+    A row lies in one warp, so warps do not wait for each other, and what is done to one row is done before the next.
+    """
+
+    @cute.jit
+    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:
+        """As that of ``Operand``; without a barrier it takes no turn."""
+        t = self.tiling
+        for p in cutlass.range_constexpr(t.passes):
+            if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
+                row = cute.make_rmem_tensor(CHUNK * t.chunks, Float32)
+                self._prepare(cta, row, words, p, place)
+                inverse = self._store_scale(cta, self._join_lanes(finite_amax(row)), p, place)
+                self._put(cta, row, inverse, p, place)
+        return turn
+
+    def _join_lanes(self, amax: Float32) -> Float32:
+        """The largest among the lanes of a row."""
+        distance = 1
+        while distance < self.tiling.lanes:
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+            distance *= 2
+        return amax
+
+    @cute.jit
+    def _store_scale(self, cta: Cta, amax: Float32, p: cutlass.Constexpr[int], place: tuple) -> Float32:
+        """Store the scale of the row of pass ``p``; returns what the row is to be multiplied with."""
+        t = self.tiling
+        number, head, batch = place
+        row_of_item = t.row(p, cta.warp, cta.lane)
+        scale, inverse = self._scale_of(amax)
+        if cta.lane % t.lanes == 0 and row_of_item < self.rows_present(place):
+            self.scale[batch, head, number * t.rows + row_of_item] = scale
+        return inverse
 
 
 @dataclass(frozen=True)

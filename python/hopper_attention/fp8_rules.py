@@ -8,7 +8,6 @@ import torch
 
 from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.config import (
-    WARPGROUP_ROWS,
     Fp8ForwardConfig,
     check_problem_size,
     select_fp8_forward_config,
@@ -116,8 +115,6 @@ def why_not_kernel(problem: Fp8Problem) -> str:
         return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP}"
     if 0 in (*p.q_shape, *p.k_shape):
         return "the problem is empty"
-    if p.block_q % WARPGROUP_ROWS:
-        return f"q has blocks of {p.block_q} rows, which must be a multiple of {WARPGROUP_ROWS}"
     if p.block_v != p.block_k:
         return f"k has blocks of {p.block_k} rows and v of {p.block_v}, which must be the same"
     try:

@@ -1,16 +1,19 @@
-"""FP8 (e4m3) inputs for attention: scales by block, and the rotation that spreads outliers.
+"""FP8 (e4m3) inputs for attention: scales of rows and blocks, and the rotation that spreads outliers.
 
 Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are the
 definition that the fused kernel follows to the bit, and its twin in PyTorch:
 
+- A block is some rows of a head that share a scale: of Q one row, of K and V the keys of the attention kernel's tile,
+  unless told otherwise.
 - scale = amax * (1 / 448) over the finite values of a block, and at least 2^-80, which an all-zero block gets.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
-  Hadamard block. They do not enter the mean of V either (:func:`robust_mean_of_keys`). The mean of K is one of every
-  key: one such element makes NaN of its column in all rows of its head, and of no other head or batch entry.
+  Hadamard block. Where each row of Q has a scale, they change nothing of the other rows; a row without finite values
+  gets the scale of zeros. They do not enter the mean of V either (:func:`robust_mean_of_keys`). The mean of K is one
+  of every key: one such element makes NaN of its column in all rows of its head, and of no other head or batch entry.
 - Each of these operations, and each sum and difference of a rotation, is rounded to float32 by itself.
 """
 
@@ -84,7 +87,10 @@ class Fp8Quantization:
         granularity: what shares a scale. "tensor": everything; "head": a batch entry's key/value head, or the
             group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
             a key/value head.
-        block_q: rows of Q in a block, and queries of the FP8 kernel's tile.
+        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-448, which costs it no
+            digits, and no row with outliers decides for its neighbours. Scales of Q are (batch, heads,
+            ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
+            ceil(seqlen_k / block_k)).
         block_k: rows of K and V in a block, and keys of the FP8 kernel's tile; "tile" for :func:`default_block_k`.
         seed: of the rotation's signs.
         smooth_k: subtract from K its mean over the keys, for each head. The softmax does not notice, because a row

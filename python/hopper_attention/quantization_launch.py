@@ -25,8 +25,8 @@ from hopper_attention.quantization import (
     rotation_signs,
 )
 
-MAX_BLOCKS = 2**30
-"""Block numbers are 32 bits wide, with room for a grid past the end."""
+MAX_ITEMS = 2**30
+"""Numbers of what a CTA takes at once are 32 bits wide, with room for a grid past the end."""
 
 
 def why_not_fused(
@@ -52,9 +52,9 @@ def why_not_fused(
         config = select_quantize_config(q.dtype, head_dim, head_dim_v, k.shape[1], c)
     except ValueError as error:
         return f"the fused kernel cannot be built: {error}"
-    blocks = q.shape[0] * q.shape[2] * -(-q.shape[1] // config.block_q)
-    blocks += 2 * k.shape[0] * k.shape[2] * -(-k.shape[1] // config.block_k)
-    return f"{blocks} blocks are more than {MAX_BLOCKS}" if blocks > MAX_BLOCKS else ""
+    items = q.shape[0] * q.shape[2] * -(-q.shape[1] // config.q.rows)
+    items += 2 * k.shape[0] * k.shape[2] * -(-k.shape[1] // config.k.rows)
+    return f"{items} groups of rows are more than {MAX_ITEMS}" if items > MAX_ITEMS else ""
 
 
 def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
@@ -98,7 +98,7 @@ def select_quantize_config(
 
 class Outputs(NamedTuple):
     """What the kernel fills, contiguous: e4m3 q8 (b, sq, h, d), k8 (b, sk, hk, d) and vt8 (b, hk, dv, keys), float32
-    scales (b, heads, blocks)."""
+    scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
 
     q8: Tensor
     k8: Tensor

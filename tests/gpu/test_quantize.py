@@ -97,7 +97,7 @@ OPTIONS = {
     "smooth_v": {"smooth_v": True},
     "everything": {"smooth_k": True, "rotate_v": True, "smooth_v": True},
 }
-BLOCK_HEAD_DIMS, BLOCKS_Q, BLOCKS_K = [64, 80, 128, 256], [64, 128, 192], [64, 128, 192, 224]
+BLOCK_HEAD_DIMS, BLOCKS_Q, BLOCKS_K = [64, 80, 128, 256], [1, 64, 128, 192], [64, 128, 192, 224]
 
 
 def configs_of_the_grids() -> Iterator[QuantizeConfig]:
@@ -156,7 +156,8 @@ def test_head_dim_v_differs(draw, head_dim: int, head_dim_v: int) -> None:
 def test_many_items_for_every_cta(draw, head_dim: int) -> None:
     for block_k in default_block_sizes(head_dim, head_dim):
         x = draw(torch.bfloat16, 2, (8192, 8000), (2048 // head_dim, 2048 // head_dim), head_dim)
-        assert find_differences(x.q, x.k, x.v, Fp8Quantization(block_k=block_k)) == []
+        for block_q in (1, 128):
+            assert find_differences(x.q, x.k, x.v, Fp8Quantization(block_q=block_q, block_k=block_k)) == []
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -184,7 +185,8 @@ def test_values_that_are_no_numbers_or_hardly_any(draw, dtype: torch.dtype, rota
     k[0, 384:] *= 2.0**-126 if dtype == torch.bfloat16 else 2.0**-20
     v[0, 0], v[0, 230, 0, 9], v[0, 499, 0, 127] = -math.inf, math.inf, math.nan
     v[0, 256:384] = torch.finfo(dtype).max
-    for c in (Fp8Quantization(rotate=rotate, rotate_v=rotate, block_k=block_k) for block_k in (64, 192)):
+    for block_q, block_k in product((1, 128), (64, 192)):
+        c = Fp8Quantization(rotate=rotate, rotate_v=rotate, block_q=block_q, block_k=block_k)
         assert find_differences(q, k, v, c) == []
         assert find_differences(q, k, -v.sign(), c) == []
         assert find_differences(q * math.nan, k * 0, v * 0, c) == []
@@ -250,9 +252,12 @@ def guarded(like: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seqlens", [(1, 1), (129, 33), (300, 500)])
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_all_outputs_are_written_and_nothing_else(draw, head_dim: int, seqlens: tuple[int, int]) -> None:
+@pytest.mark.parametrize("block_q", [1, 128])
+def test_all_outputs_are_written_and_nothing_else(
+    draw, block_q: int, head_dim: int, seqlens: tuple[int, int]
+) -> None:
     x = draw(torch.bfloat16, 2, seqlens, (4, 2), head_dim)
-    c = Fp8Quantization(rotate_v=True, smooth_v=True, block_k=96)
+    c = Fp8Quantization(rotate_v=True, smooth_v=True, block_q=block_q, block_k=96)
     config = select_quantize_config(x.q.dtype, head_dim, head_dim, seqlens[1], c)
     tensors, memories = zip(*map(guarded, empty_outputs(config, x.q, x.k, x.v)), strict=True)
     outputs = Outputs(*tensors)
@@ -268,9 +273,10 @@ def test_all_outputs_are_written_and_nothing_else(draw, head_dim: int, seqlens: 
         assert bool((memory[:GUARD] == POISON).all()) and bool((memory[-GUARD:] == POISON).all())
 
 
-def test_twenty_runs_give_the_same_bits(draw) -> None:
+@pytest.mark.parametrize("block_q", [1, 128])
+def test_twenty_runs_give_the_same_bits(draw, block_q: int) -> None:
     x = draw(torch.bfloat16, 2, (4000, 5000), (16, 4), 128)
-    c = resolved(Fp8Quantization(), x.k, x.v)
+    c = resolved(Fp8Quantization(block_q=block_q), x.k, x.v)
     means = means_of(x.k, x.v, c)
     first = quantize_fused(x.q, x.k, x.v, c, means)
     assert all(difference(quantize_fused(x.q, x.k, x.v, c, means), first) == [] for _ in range(19))
@@ -373,24 +379,24 @@ def test_tensors_above_two_to_the_31_elements(draw, device: str, dimension: str)
     c = resolved(Fp8Quantization(), x.k, x.v)
     means = means_of(x.k, x.v, c)
     q, k, v = quantize_fused(x.q, x.k, x.v, c, means)
-    # The last blocks of the last batch entry lie beyond what 32 bits can address.
+    # The last rows and blocks of the last batch entry lie beyond what 32 bits can address.
     block = int(c.block_k)
     from_q, from_k = (max(seqlens[0] - 1, 0) // 128 * 128, max(seqlens[1] - 1, 0) // block * block)
     of_last = Means(means.k[-1:], means.v[-1:])
     twins = _quantize_by_torch(x.q[-1:, from_q:], x.k[-1:, from_k:], x.v[-1:, from_k:], c, of_last)
     parts = (
-        QuantizedTensor(q.data[-1:, from_q:], q.scale[-1:, :, from_q // 128 :], 128),
+        QuantizedTensor(q.data[-1:, from_q:], q.scale[-1:, :, from_q:], 1),
         QuantizedTensor(k.data[-1:, from_k:], k.scale[-1:, :, from_k // block :], block),
         TransposedV(
             v.data[-1:, :, :, from_k:], v.scale[-1:, :, from_k // block :], block, seqlens[1] - from_k
         ),
     )
     contiguous = (
-        QuantizedTensor(parts[0].data.contiguous(), parts[0].scale.contiguous(), 128),
+        QuantizedTensor(parts[0].data.contiguous(), parts[0].scale.contiguous(), 1),
         QuantizedTensor(parts[1].data.contiguous(), parts[1].scale.contiguous(), block),
         TransposedV(parts[2].data.contiguous(), parts[2].scale.contiguous(), block, parts[2].seqlen),
     )
     assert difference(contiguous, twins) == []
-    # Every scale of N(0, 1) inputs is about as large, so that none was left out.
-    for tensor in (q, k, v):
-        assert bool((tensor.scale > 2.0 / 448).all()) and bool((tensor.scale < 8.0 / 448).all())
+    # Every scale of N(0, 1) inputs is about as large, so that none was left out; that of one row is the smallest.
+    for tensor, least in ((q, 0.5), (k, 2.0), (v, 2.0)):
+        assert bool((tensor.scale > least / 448).all()) and bool((tensor.scale < 8.0 / 448).all())

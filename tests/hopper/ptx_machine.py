@@ -96,11 +96,21 @@ def parse(ptx: str) -> Program:
     return Program(tuple(code), labels, tuple(parameters), int(body.split(",")[0]))
 
 
-def run(program: Program, parameters: Sequence[bytes], grid: int, memory: Memory, shared_bytes: int) -> None:
-    """Launch ``grid`` CTAs with these parameters, packed as the kernel reads them."""
+def run(
+    program: Program,
+    parameters: Sequence[bytes],
+    grid: int,
+    memory: Memory,
+    shared_bytes: int,
+    by_warp: bool = False,
+) -> None:
+    """Launch ``grid`` CTAs with these parameters, packed as the kernel reads them.
+
+    The threads of a CTA go together, or ``by_warp``: the first warp as far as barriers let it, then the next.
+    """
     named = dict(zip(program.parameters, parameters, strict=True))
     for block in range(grid):
-        Cta(program, named, grid, block, memory, np.full(shared_bytes, GARBAGE, np.uint8)).run()
+        Cta(program, named, grid, block, memory, np.full(shared_bytes, GARBAGE, np.uint8), by_warp).run()
 
 
 @dataclass
@@ -113,6 +123,7 @@ class Cta:
     block: int
     memory: Memory
     shared_bytes: np.ndarray
+    by_warp: bool = False
     registers: dict[str, np.ndarray] = field(default_factory=dict)
     copies: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
@@ -142,6 +153,9 @@ class Cta:
                 if not running.any():
                     waiting[:] = False
                     continue
+                if self.by_warp:
+                    warps = self.lanes // LANES
+                    running &= warps == warps[running][0]
                 at = int(counter[running].min())
                 active = running & (counter == at)
                 while True:
@@ -248,15 +262,18 @@ class Cta:
             memory.write(addresses, np.ascontiguousarray(np.stack(values, 1)).view(np.uint8))
 
     def _copy(self, step: Instruction, where: np.ndarray) -> None:
-        """cp.async of 16 bytes: read now, there only after the wait."""
+        """cp.async of 16 bytes: read now, there only after the wait of the thread that issued it."""
         if step.parts[2] == "commit_group":
             return
         if step.parts[2] == "wait_group":
             assert int(step.operands[0]) == 0
-            for threads, addresses, data in self.copies:
-                assert where[threads].all(), "a thread waits while another one has copies under way"
+            issued, self.copies = self.copies, []
+            for copy in issued:
+                waits = where[copy[0]]
+                _, addresses, data = (x[waits] for x in copy)
                 self.shared.write(addresses, data)
-            self.copies.clear()
+                self.copies.append(tuple(x[~waits] for x in copy))
+            self.copies = [copy for copy in self.copies if copy[0].size]
             return
         target, source, length = step.operands[0], step.operands[1], step.operands[3]
         addresses = self._value(self._address(target)[0], np.uint32)[where].astype(np.uint64)

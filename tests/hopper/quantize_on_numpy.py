@@ -73,9 +73,19 @@ class Arguments:
 
 
 def quantize_on_numpy(
-    config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means, ctas: int
+    config: QuantizeConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: int,
+    means: Means,
+    ctas: int,
+    by_warp: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(bytes of q8, k8 and vt8, bits of their scales), as the kernel leaves them in contiguous tensors."""
+    """(bytes of q8, k8 and vt8, bits of their scales), as the kernel leaves them in contiguous tensors.
+
+    ``by_warp`` is that of ``ptx_machine.run``.
+    """
     (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
     arguments = Arguments()
     for tensor in (q, k, v):
@@ -105,5 +115,5 @@ def quantize_on_numpy(
         arguments.divisor(divisor)
     program = ptx_machine.parse(compiled(config).ptx)
     memory = ptx_machine.Memory(arguments.buffers)
-    ptx_machine.run(program, arguments.packed, min(ctas, bounds[2]), memory, config.smem_bytes)
+    ptx_machine.run(program, arguments.packed, min(ctas, bounds[2]), memory, config.smem_bytes, by_warp)
     return data, [scale.view(np.int32) for scale in scales]

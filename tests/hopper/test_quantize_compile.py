@@ -21,7 +21,7 @@ from hopper.quantize.config import (
     shipped_quantize_configs,
     validate_quantize_config,
 )
-from hopper_attention.quantization import Fp8Quantization, _quantize_by_torch, means_of
+from hopper_attention.quantization import Fp8Quantization, Means, _quantize_by_torch, means_of
 from tests.hopper.ptx_machine import to_e4m3
 from tests.hopper.quantize_on_numpy import compiled, quantize_on_numpy
 
@@ -35,7 +35,16 @@ PLAIN = QuantizeConfig("float16", 192, 128, 128, 128, rotate=False)
 ODD = QuantizeConfig("bfloat16", 80, 48, 192, 64, rotate_v=True)
 D256 = QuantizeConfig("bfloat16", 256, 256, 128, 128, smooth_k=True, smooth_v=True)
 D128_SMOOTH = replace(D128, rotate_v=True, smooth_k=True, smooth_v=True)
-CONFIGS = (D64, D128, ALL_OPTIONS, SMOOTH_V, PLAIN, ODD, D256)
+BLOCKS_OF_Q = (D64, D128, ALL_OPTIONS, SMOOTH_V, PLAIN, ODD, D256)
+ROWS_OF_Q = (
+    replace(D64, dtype="float16", block_q=1),
+    replace(D128, block_q=1),
+    replace(ALL_OPTIONS, block_q=1),
+    replace(PLAIN, block_q=1),
+    replace(ODD, block_q=1),
+    replace(D256, block_q=1),
+)
+CONFIGS = (*BLOCKS_OF_Q, *ROWS_OF_Q)
 
 
 def draw(config: QuantizeConfig, batch=1, seqlens=(300, 500), heads=(2, 1)) -> list[torch.Tensor]:
@@ -49,7 +58,9 @@ def draw(config: QuantizeConfig, batch=1, seqlens=(300, 500), heads=(2, 1)) -> l
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def find_differences(config: QuantizeConfig, inputs: list[torch.Tensor], ctas: int = 3) -> list[str]:
+def find_differences(
+    config: QuantizeConfig, inputs: list[torch.Tensor], ctas: int = 3, by_warp: bool = False
+) -> list[str]:
     """Where the bits of the kernel are not those of its twin."""
     q, k, v = inputs
     c = Fp8Quantization(
@@ -62,7 +73,7 @@ def find_differences(config: QuantizeConfig, inputs: list[torch.Tensor], ctas: i
         smooth_v=config.smooth_v,
     )
     means = means_of(k, v, c)
-    data, scales = quantize_on_numpy(config, q, k, v, c.seed, means, ctas)
+    data, scales = quantize_on_numpy(config, q, k, v, c.seed, means, ctas, by_warp)
     twins = _quantize_by_torch(q, k, v, c, means)
     wrong = []
     for name, ours, scale, twin in zip("qkv", data, scales, twins, strict=True):
@@ -85,7 +96,32 @@ def test_kernel_has_the_bits_of_its_twin(config: QuantizeConfig) -> None:
     assert failures == {}
 
 
-@pytest.mark.parametrize("config", [D128, PLAIN, D128_SMOOTH], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [D64, ROWS_OF_Q[0]], ids=lambda config: config.name)
+def test_warps_that_run_ahead_change_nothing(config: QuantizeConfig) -> None:
+    """One or two CTAs come from items without a barrier to items with one, and back."""
+    for ctas in (1, 2):
+        assert find_differences(config, draw(config, 1, (300, 500), (3, 1)), ctas, by_warp=True) == []
+
+
+def test_each_row_of_q_has_a_scale() -> None:
+    config = ROWS_OF_Q[0]
+    assert config.scales_rows and not D64.scales_rows
+    q, k, v = draw(config, 2, (37, 40), (3, 1))
+    q *= torch.arange(1, 38).view(1, -1, 1, 1)
+    means = Means(torch.empty(0), torch.empty(0))
+    plain = replace(config, rotate=False)
+    (q8, _, _), (bits, _, _) = quantize_on_numpy(plain, q, k, v, 0, means, 3)
+    scale = torch.from_numpy(bits).view(torch.float32).view(2, 3, 37)
+    amax = q.float().abs().amax(-1).transpose(1, 2)
+    assert torch.equal(scale, amax * torch.tensor(1 / 448))
+    assert (torch.from_numpy(q8).view(torch.float8_e4m3fn).view(q.shape).float().abs().amax(-1) == 448).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [D128, PLAIN, D128_SMOOTH, replace(D128, block_q=1), replace(PLAIN, block_q=1)],
+    ids=lambda config: config.name,
+)
 def test_values_that_are_no_numbers_or_hardly_any(config: QuantizeConfig) -> None:
     q, k, v = draw(config)
     q[0, 5, 0, 3], q[0, 200, 1, 77], q[0, 201, 1, 78] = math.inf, -math.inf, math.nan
@@ -137,7 +173,8 @@ def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: Quantize
     assert loads == 2 * chunks  # before the loop and in it
     stores = re.findall(r"st\.global\.(\S+)", ptx)
     scales, rows, columns = (stores.count(kind) for kind in ("b32", "v2.b32", "v4.b32"))
-    assert scales == config.q.blocks + 2 and scales + rows + columns == len(stores)
+    of_q = config.q.passes if config.scales_rows else config.q.blocks
+    assert scales == of_q + 2 and scales + rows + columns == len(stores)
     assert rows == sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k))
     assert columns == 4 * math.ceil(config.vt.stores / config.threads)
     # A product that is added to something could become an FMA, which rounds once: none is.
@@ -153,6 +190,7 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
         validate_quantize_config(config)
         for option in ("rotate", "rotate_v", "smooth_k", "smooth_v"):
             assert getattr(config, option) == getattr(Fp8Quantization(), option)
+        assert config.block_q == Fp8Quantization().block_q == 1
         assert config.block_k in default_block_sizes(config.head_dim, config.head_dim_v)
     assert {(c.dtype, c.head_dim) for c in configs} >= {("float16", 64), ("bfloat16", 256)}
 
@@ -163,7 +201,9 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
         ({"dtype": "float32"}, "dtype is 'float32', allowed: float16, bfloat16"),
         ({"head_dim": 72}, "head_dim is 72, allowed: multiples of 16 from 16 to 256"),
         ({"head_dim_v": 272}, "head_dim_v is 272, allowed"),
-        ({"block_q": 0}, "block_q is 0, allowed: multiples of 32 from 32 to 256"),
+        ({"block_q": 0}, "block_q is 0, allowed: 1 or multiples of 32 from 32 to 256"),
+        ({"block_q": 2}, "block_q is 2, allowed: 1 or multiples of 32 from 32 to 256"),
+        ({"block_k": 1}, "block_k is 1, allowed: multiples of 32 from 32 to 256"),
         ({"block_k": 48}, "block_k is 48, allowed: multiples of 32 from 32 to 256"),
         (
             {"head_dim": 256, "block_q": 256},
@@ -181,6 +221,7 @@ def test_names_tell_configs_apart() -> None:
         {},
         {"dtype": "float16"},
         {"head_dim_v": 64},
+        {"block_q": 1},
         {"block_q": 64},
         {"block_k": 224},
         {"rotate": False},

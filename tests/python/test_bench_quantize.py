@@ -41,6 +41,8 @@ def test_bytes_are_what_is_read_and_written() -> None:
     rates = {name: p.moved_bytes / p.median_us * 1e-6 for name, p in cell.passes.items()}
     assert cell.share == pytest.approx(rates[QUANTIZE] / rates[COPY])
     assert 1e-2 < cell.error < bench_quantize.ERROR_LIMIT
+    by_row = quantize_qkv(inputs.q, inputs.k, inputs.v, quantization=Fp8Quantization(block_k=64))
+    assert bench_quantize.quantized_bytes(by_row) == 3 * 256 * 2 * 64 + 4 * 2 * (256 + 2 * 256 // 64)
 
 
 def test_rates_are_terabytes_a_second() -> None:

@@ -177,7 +177,7 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert q_scale is parts.q.scale and k_scale is parts.k.scale and v_scale is parts.v.scale
     assert o_scale.tolist() == [[[1.0], [1.0]]] * 2
     config = select_fp8_forward_config(64, 64, True, "float16", 203)
-    assert numbers == [fp8_launch.ALL_ROWS, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
+    assert numbers == [1, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
@@ -379,6 +379,8 @@ def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
         return choose_fp8_backend(fp8_launch.problem_of(parts, False), target, backend)
 
     assert choose(parts).backend == "hopper"
+    for block_q in (7, 64, 200):
+        assert choose(quantize_qkv(*qkv(), quantization=Fp8Quantization(block_q=block_q))).backend == "hopper"
     odd_blocks = quantize_qkv(*qkv(), quantization=Fp8Quantization(block_k=48))
     for other, reason, dequantizable in (
         (quantize_qkv(*qkv(head_dim=72)), "head_dim 72 and head_dim_v 72 must be multiples of 16", True),

@@ -36,6 +36,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
         Fp8Quantization(rotate=False, granularity="head"),
         Fp8Quantization(rotate_v=True, smooth_k=True),
         Fp8Quantization(granularity="tensor", seed=3),
+        Fp8Quantization(block_q=32),
     ],
 )
 def test_it_is_the_gradient_of_attention_on_the_dequantized_inputs(quantization, causal: bool) -> None:
@@ -98,9 +99,10 @@ def test_it_gives_what_the_plain_call_gives() -> None:
 
 def test_operator_and_compilation() -> None:
     q, k, v = leaves()
-    options = (0.125, True, None, False, True, "block", 128, 128, 0, True, False, True)
+    options = (0.125, True, None, False, True, "block", 1, 128, 0, True, False, True)
     operator = torch.ops.hopper_attention.forward_fp8_of_16_bits.default
     torch.library.opcheck(operator, (q, k, v, *options), test_utils=NO_SCHEMA_CHECK)
+    torch.library.opcheck(operator, (q, k, v, *options[:6], 64, *options[7:]), test_utils=NO_SCHEMA_CHECK)
     torch.library.opcheck(operator, (q, k, v, *options[:5], "head", *options[6:]), test_utils=NO_SCHEMA_CHECK)
     compiled = torch.compile(
         lambda *x: flash_attn_fp8_func(*x, causal=True), fullgraph=True, backend="aot_eager"

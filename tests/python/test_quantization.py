@@ -79,6 +79,40 @@ def test_scale_is_the_amax_of_its_block_over_448():
     assert parts.v.scale[1, 0, 1].item() == 2.0 ** math.ceil(math.log2(of_v))
 
 
+def test_each_row_of_q_has_a_scale_unless_told_otherwise():
+    q, k, v = draw()
+    q[1, 20, 3] = 0.0
+    parts = quantize_qkv(q, k, v)
+    assert parts.q.block == parts.quantization.block_q == 1 and parts.q.scale.shape == (2, 4, 50)
+    rotated = rotate_head_dim(q, parts.quantization.seed)
+    amax = rotated.abs().amax(-1).transpose(1, 2)
+    assert torch.equal(parts.q.scale, (amax * torch.tensor(1 / 448)).clamp_min(MIN_SCALE))
+    assert parts.q.scale[1, 3, 20] == MIN_SCALE and not parts.q.data[1, 20, 3].float().any()
+    largest = parts.q.data.float().abs().amax(-1)
+    assert (largest == E4M3_MAX).sum() == largest.numel() - 1
+    by_head = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity="head"))
+    assert by_head.q.block == 50 and by_head.q.scale.shape == (2, 4, 1)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_what_is_no_number_concerns_its_row_of_q_alone(rotate):
+    q, k, v = draw()
+    c = Fp8Quantization(rotate=rotate)
+    clean = quantize_qkv(q, k, v, quantization=c).q
+    q[1, 20, 3, 5], q[0, 7, 2] = math.nan, math.inf
+    dirty = quantize_qkv(q, k, v, quantization=c).q
+    nan = torch.isnan(dirty.data.float())
+    assert nan[0, 7, 2].all() and nan[1, 20, 3].sum() == (16 if rotate else 1)
+    others = torch.ones(2, 50, 4, dtype=torch.bool)
+    others[1, 20, 3] = others[0, 7, 2] = False
+    assert torch.equal(dirty.data.float()[others], clean.data.float()[others])
+    scales, of_clean = dirty.scale.transpose(1, 2), clean.scale.transpose(1, 2)
+    assert torch.equal(scales[others], of_clean[others]) and scales[0, 7, 2] == MIN_SCALE
+    finite = q[1, 20, 3][torch.isfinite(q[1, 20, 3])]
+    expected = MIN_SCALE if rotate else (finite.abs().max() / 448).item()
+    assert scales[1, 20, 3].item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_scales_of_v_are_powers_of_two_and_those_stay() -> None:
     scales = torch.tensor([1.0, 1.0000001, 0.75, 2.0**-80, 3e30])
     assert power_of_two(scales).tolist() == [1.0, 2.0, 1.0, 2.0**-80, 2.0**102]

@@ -62,7 +62,7 @@ def test_the_kernel_serves_blocks_of_sixteen_bit_tensors_on_hopper() -> None:
         (qkv(head_dim_v=8), BLOCKS, "head_dim 64 and head_dim_v 8 must be multiples of 16"),
         (qkv(seqlens=(5, 0)), BLOCKS, "the problem is empty"),
         (qkv(), Fp8Quantization(block_k=48), "block_k is 48, allowed: multiples of 32"),
-        (qkv(), Fp8Quantization(block_q=512), "block_q is 512, allowed: multiples of 32 from 32 to 256"),
+        (qkv(), Fp8Quantization(block_q=512), "block_q is 512, allowed: 1 or multiples of 32 from 32 to 256"),
         (qkv(head_dim=256), Fp8Quantization(block_k=256), "more than the registers of a CTA hold"),
     ],
 )
@@ -77,7 +77,9 @@ def test_what_is_too_large_and_where_it_does_not_run() -> None:
     long = replace_shape(q, (1, 2**31, 4, 64))
     assert "seqlen_q 2147483648" in why_not_fused(long, k, v, BLOCKS, HOPPER)
     many = replace_shape(q, (2**28, 1024, 4, 64))
-    assert "blocks are more than 1073741824" in why_not_fused(many, k, v, BLOCKS, HOPPER)
+    assert "groups of rows are more than 1073741824" in why_not_fused(many, k, v, BLOCKS, HOPPER)
+    # A scale for each of 2^31 rows, which are 2^24 items.
+    assert why_not_fused(replace_shape(q, (2**19, 1024, 4, 64)), k, v, BLOCKS, HOPPER) == ""
     older = Target("fake A100", (8, 0), assume_installed=True)
     assert "8.0" in why_not_fused(q, k, v, BLOCKS, older)
     assert "not an NVIDIA GPU" in why_not_fused(q, k, v, BLOCKS, Target("cpu"))
@@ -146,8 +148,8 @@ def test_what_the_kernel_is_given(kernel: FakeKernel) -> None:
     assert tensors[10].shape == tensors[11].shape == tensors[12].shape == (0,)
     assert isinstance(parts.v, TransposedV)
     assert parts.v.data.shape == (2, 2, 32, 224) and parts.v.seqlen == 203
-    assert parts.q.scale.shape == (2, 4, 1) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
-    assert (parts.q.block, parts.k.block, parts.v.block) == (128, 96, 96)
+    assert parts.q.scale.shape == (2, 4, 113) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
+    assert (parts.q.block, parts.k.block, parts.v.block) == (1, 96, 96)
     assert parts.dtype == torch.float16
     assert parts.shift.numel() == parts.mean_v.numel() == 0
 

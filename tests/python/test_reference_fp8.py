@@ -12,6 +12,7 @@ from hopper_attention.quantization import (
     default_block_k,
     from_descales,
     quantize_qkv,
+    rotate_head_dim,
 )
 from hopper_attention.reference import (
     attention_fp8_per_tensor,
@@ -19,7 +20,9 @@ from hopper_attention.reference import (
     attention_standard,
     attention_tiled,
     attention_tiled_fp8,
+    fp8,
 )
+from hopper_attention.reference.tiles import spans
 
 SEQLENS = ((1, 1), (1, 239), (113, 203), (799, 3), (257, 256))
 
@@ -61,6 +64,25 @@ def test_against_the_oracle_on_the_same_fp8_inputs(seqlen_q, seqlen_k, granulari
     )
     q, k, v = draw(seqlen_q, seqlen_k, head_dim=40, head_dim_v=24)
     assert_close_to_dequantized(quantize_qkv(q, k, v, quantization=quantization), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("block_q", [1, 7, 200])
+def test_any_rows_of_q_may_share_a_scale(block_q, causal):
+    q, k, v = draw(257, 300)
+    q *= torch.linspace(0.1, 3.0, 257).view(1, -1, 1, 1)
+    c = Fp8Quantization(block_q=block_q, block_k=96, smooth_v=False)
+    parts = quantize_qkv(q, k, v, quantization=c)
+    assert parts.q.scale.shape == (1, 4, math.ceil(257 / block_q)) and parts.q.scale.unique().numel() > 2
+    assert_close_to_dequantized(parts, causal=causal)
+
+
+def test_tiles_of_queries_do_not_follow_the_scales(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fp8, "spans", lambda *bounds: seen.append(bounds) or spans(*bounds))
+    for block_q in (1, 64):
+        attention_tiled_fp8(quantize_qkv(*draw(300, 90), quantization=Fp8Quantization(block_q=block_q)))
+    assert seen == [(0, 300, fp8.TILE_QUERIES)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -176,12 +198,12 @@ def test_a_tile_must_not_straddle_two_scales():
         attention_tiled_fp8(parts)
 
 
-def outliers(seqlen, head_dim, seed):
+def outliers(seqlen, head_dim, seed, heads=1):
     """The paper's inputs, N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
     generator = torch.Generator().manual_seed(seed)
 
     def one():
-        shape = (1, seqlen, 1, head_dim)
+        shape = (1, seqlen, heads, head_dim)
         where = torch.rand(shape, generator=generator) < 0.001
         x = torch.randn(shape, generator=generator)
         return (x + 10.0 * torch.randn(shape, generator=generator) * where).half()
@@ -237,6 +259,23 @@ def test_order_of_the_methods_on_the_papers_inputs(papers_errors):
     assert papers_errors["baseline"] / papers_errors["both"] > 1.5
     # Folding the scales of V into P must cost nothing measurable.
     assert papers_errors["both"] / papers_errors["rotation"] < 1.1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_scales_of_rows_of_q_are_better_than_those_of_blocks(seed):
+    """On the paper's inputs. Rotated, the outliers of Q are spread, and the errors of V hide those of Q in the output:
+    there Q itself is compared."""
+    q, k, v = outliers(1024, 64, seed, heads=4)
+    expected, _ = attention_naive(q, k, v)
+    of_q, of_out = {}, {}
+    for block_q in (1, 128):
+        c = Fp8Quantization(block_q=block_q, block_k=128, smooth_v=False)
+        part = quantize_qkv(q, k, v, quantization=c).q
+        of_q[block_q] = rmse(part.dequantize(), rotate_head_dim(q, c.seed).double())
+        plain = quantize_qkv(q, k, v, quantization=dataclasses.replace(c, rotate=False))
+        of_out[block_q] = rmse(attention_tiled_fp8(plain, out_dtype=torch.float32)[0], expected)
+    assert of_q[1] < 0.97 * of_q[128]
+    assert of_out[1] < 0.95 * of_out[128]
 
 
 def test_block_scales_keep_the_quiet_part_of_a_sequence():

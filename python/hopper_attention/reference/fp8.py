@@ -9,6 +9,7 @@ from hopper_attention.quantization import (
     QuantizedQKV,
     QuantizedTensor,
     quantize_qkv,
+    row_scale,
     to_e4m3,
 )
 from hopper_attention.reference.tiles import (
@@ -29,23 +30,21 @@ from hopper_attention.shapes import attention_shape
 P_EXPONENT = 8
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448: fewer of its small values become subnormal."""
 
+TILE_QUERIES = 128
+"""Queries of a tile; it changes the result by the rounding of float32 sums alone."""
+
 
 def _check_blocks(parts: QuantizedQKV, block_k: int) -> None:
-    """Raise ValueError unless every tile of queries and of keys has one scale."""
-    for name, tensor, tile_name, tile in (
-        ("q", parts.q, "block_q", parts.quantization.block_q),
-        ("k", parts.k, "block_k", block_k),
-        ("v", parts.v, "block_k", block_k),
-    ):
-        if tensor.block % tile and tensor.block < tensor.shape[1]:
+    """Raise ValueError unless every tile of keys has one scale of K and one of V."""
+    for name, tensor in (("k", parts.k), ("v", parts.v)):
+        if tensor.block % block_k and tensor.block < tensor.shape[1]:
             raise ValueError(
-                f"{name} has blocks of {tensor.block} rows, allowed: multiples of {tile}, "
-                f"quantization.{tile_name}"
+                f"{name} has blocks of {tensor.block} rows, allowed: multiples of {block_k}, quantization.block_k"
             )
 
 
 def _tile_scale(tensor: QuantizedTensor, span: Span) -> torch.Tensor:
-    """The scale of a tile, (b, h, 1, 1)."""
+    """The scale of a tile of keys, (b, h, 1, 1)."""
     return tensor.scale[:, :, span.start // tensor.block, None, None]
 
 
@@ -71,17 +70,16 @@ def _forward(
     q_rows = fold_heads(q.data, shape.kv_heads, torch.float32)
     keys, values = (fold_heads(x.data, shape.kv_heads, torch.float32).squeeze(2) for x in (k, v))
     scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
+    of_rows = row_scale(q.scale, q.block, shape.seqlen_q) * scale_log2
+    q_scale = fold_heads(of_rows, shape.kv_heads, torch.float32)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
     out = torch.zeros(*q_rows.shape[:-1], shape.head_dim_v, device=q_rows.device)
     lse = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
     if shape.seqlen_k == 0:
         return unfold_heads(out, out_dtype), lse.flatten(1, 2)
 
-    for rows in spans(0, shape.seqlen_q, parts.quantization.block_q):
-        q_i = query_tile(q_rows, rows)
-        length = rows.stop - rows.start
-        s_q = (_tile_scale(q, rows) * scale_log2).unflatten(1, (shape.kv_heads, -1))
-        s_q = s_q.expand(-1, -1, -1, length, -1).flatten(2, 3)
+    for rows in spans(0, shape.seqlen_q, TILE_QUERIES):
+        q_i, s_q = query_tile(q_rows, rows), query_tile(q_scale, rows)
         softmax = OnlineSoftmax(q_i)
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
         for cols in mask.key_tiles(rows, block_k):
@@ -107,12 +105,12 @@ def attention_tiled_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
-    Tiles are ``block_q`` queries by ``block_k`` keys of ``parts.quantization``, keys from the last tile down
-    to the first. The scales of Q and K multiply S, giving base-2 scores x. P = exp2(x - m + 8), where m is the exact
-    running maximum of x, is rounded to e4m3; the P of the key with the largest score is a power of two and stays exact.
-    The row sum is taken from the unrounded P. The product of P with a V block is multiplied by the block's scale (the
-    kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
-    head's V has one scale, it multiplies the output instead.
+    Tiles are ``TILE_QUERIES`` queries, whatever of them share a scale, by ``block_k`` keys of ``parts.quantization``,
+    keys from the last tile down to the first. The scales of the rows of Q and of the tile of K multiply S, giving
+    base-2 scores x. P = exp2(x - m + 8), where m is the exact running maximum of x, is rounded to e4m3; the P of the
+    key with the largest score is a power of two and stays exact. The row sum is taken from the unrounded P. The product
+    of P with a V block is multiplied by the block's scale (the kernel keeps O in units of it, which is the same but for
+    rounding); the output is rounded once. Where all of a head's V has one scale, it multiplies the output instead.
 
     This is the attention of the data in ``parts``: V stays rotated and without its mean, if it was.
 
@@ -130,7 +128,7 @@ def attention_tiled_fp8(
         seqlen_q). A query that sees no key gives 0 and -inf. Not differentiable.
 
     Raises:
-        ValueError: shapes do not fit together, or a tile would straddle two scales.
+        ValueError: shapes do not fit together, or a tile of keys would straddle two scales.
     """
     return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, P_EXPONENT)
 
