@@ -41,9 +41,9 @@ class BlockScaledSoftmax(OnlineSoftmax):
     since the quantizer's are powers of two; then this costs nothing. P depends on the scores alone.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
-    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. A thread's two rows may have scales of their own. Of each 8 column pairs ``polynomial_pairs`` take
-    their exponentials from the FMA pipe. Those add nothing below 2^-23 of the row's largest to the row sum: less than a
-    part in 64 after 2^17 keys, all of them that small, and one that is not.
+    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. Each of a thread's rows has a scale s_q. Of each
+    8 column pairs ``polynomial_pairs`` take their exponentials from the FMA pipe. Those add nothing below 2^-23 of the
+    row's largest to the row sum: less than a part in 64 after 2^17 keys, all of them that small, and one that is not.
     """
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
@@ -57,7 +57,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
     @cute.jit
     def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.tile_scale[r] = self.q_scale[batch, head, rows[r] // self.block_q] * self.scale_log2
+            self.tile_scale[r] = self.q_scale[batch, head, rows[r] // self.block_q]
         self.unit[0], self.largest_unit[0] = Float32(0.0), Float32(0.0)
 
     @cute.jit
@@ -76,6 +76,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
     @cute.jit
     def _take_scale(self, scale_k: Float32):
         """No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so."""
+        scale_k = scale_k * self.scale_log2
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             scale = scale_k * self.tile_scale[r]
             scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan

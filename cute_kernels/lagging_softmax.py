@@ -131,7 +131,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
 
     @cute.jit
     def _replace_lost(self, acc_S: cute.Tensor, stage: Int32):
-        """All of P in float32, and ``row_scale``: what polynomials had made is made from scores again, or everything."""
+        """P in float32 everywhere: from scores again where a polynomial had made it, or all of it; and ``row_scale``."""
         groups = tuple(range(as_rows(acc_S).shape[1][1]))
         of_polynomials = tuple(j for j in groups if is_polynomial(j, self.polynomial_pairs))
         others = tuple(j for j in groups if not is_polynomial(j, self.polynomial_pairs))

@@ -412,7 +412,7 @@ class LaggingTiling(Fp8Tiling):
 
 FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     (64, False): (
-        LaggingTiling(192, 128, 4, ping_pong=True),
+        LaggingTiling(192, 128, 4),
         Fp8Tiling(192, 160, 3, polynomial_pairs=3),
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
