@@ -131,7 +131,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
 
     @cute.jit
     def _replace_lost(self, acc_S: cute.Tensor, stage: Int32):
-        """P in float32 everywhere, from scores again where a polynomial had made it, or all of it. Sets ``row_scale``."""
+        """P in float32 everywhere, from scores where a polynomial had made it, or all of it. Sets ``row_scale``."""
         groups = tuple(range(as_rows(acc_S).shape[1][1]))
         of_polynomials = tuple(j for j in groups if is_polynomial(j, self.polynomial_pairs))
         others = tuple(j for j in groups if not is_polynomial(j, self.polynomial_pairs))
