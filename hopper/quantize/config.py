@@ -41,6 +41,10 @@ KEYS_PER_STORE = 16
 
 E4M3_MAX = 448.0
 INVERSE_E4M3_MAX = 1.0 / E4M3_MAX
+LARGEST_OF_ROW = 256.0
+"""What the largest element of a row with a scale of its own becomes. Both this and 448 are without error; with this the
+elements down to 4 / 7 of it are rounded to 1 / 16 of it instead of 1 / 14, which leaves 3 % less squared error of 128
+normal values (5 % of 64, 3 % of 256)."""
 MIN_SCALE = 2.0**-80
 """The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
 

@@ -16,6 +16,7 @@ from hopper.quantize.config import (
     CHUNK,
     INVERSE_E4M3_MAX,
     KEYS_PER_STORE,
+    LARGEST_OF_ROW,
     MIN_SCALE,
     WARP_THREADS,
     BlockTiling,
@@ -207,8 +208,13 @@ class Operand(LoopInvariant):
     def _scale_of(self, amax: Float32) -> tuple[Float32, Float32]:
         """(the scale of values with this maximum, what they are to be multiplied with)."""
         largest = amax * Float32(self._late_factor)
-        scale = self._final_scale(cute.arch.fmax(largest * Float32(INVERSE_E4M3_MAX), Float32(MIN_SCALE)))
+        scale = self._final_scale(cute.arch.fmax(largest * Float32(self._unit), Float32(MIN_SCALE)))
         return scale, reciprocal(scale) * Float32(self._late_factor)
+
+    @property
+    def _unit(self) -> float:
+        """Scale of values whose maximum is 1."""
+        return INVERSE_E4M3_MAX
 
     def _final_scale(self, scale: Float32) -> Float32:
         return scale
@@ -240,6 +246,10 @@ class RowScaledOperand(Operand):
 
     A row lies in one warp, so warps do not wait for each other, and what is done to one row is done before the next.
     """
+
+    @property
+    def _unit(self) -> float:
+        return 1.0 / LARGEST_OF_ROW
 
     @cute.jit
     def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:

@@ -34,6 +34,7 @@ from hopper.quantize.config import (
     DEFAULT_SMOOTH_V,
     E4M3_MAX,
     INVERSE_E4M3_MAX,
+    LARGEST_OF_ROW,
     MIN_SCALE,
     hadamard_blocks,
 )
@@ -87,7 +88,7 @@ class Fp8Quantization:
         granularity: what shares a scale. "tensor": everything; "head": a batch entry's key/value head, or the
             group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
             a key/value head.
-        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-448, which costs it no
+        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-256, which costs it no
             digits, and no row with outliers decides for its neighbours. Scales of Q are (batch, heads,
             ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
             ceil(seqlen_k / block_k)).
@@ -447,7 +448,8 @@ def _quantize(
         blocks = math.ceil(seqlen / block)
         return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block)
     amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
-    scale = final((amax * INVERSE_E4M3_MAX).clamp_min(MIN_SCALE).contiguous())
+    unit = 1.0 / LARGEST_OF_ROW if granularity == "block" and block == 1 else INVERSE_E4M3_MAX
+    scale = final((amax * unit).clamp_min(MIN_SCALE).contiguous())
     return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block)
 
 

@@ -241,7 +241,7 @@ def test_the_kernel_runs_where_it_is_asked_for_and_torch_elsewhere(kernel: FakeK
         quantize_qkv(q, k, v, backend="fast")
     for backend in (None, "torch"):
         parts = quantize_qkv(q, k, v, quantization=c, backend=backend)
-        assert kernel.arguments == () and parts.q.data.float().abs().max() == quantization.E4M3_MAX
+        assert kernel.arguments == () and parts.k.data.float().abs().max() == quantization.E4M3_MAX
     assert quantize_qkv(q, k[:, :0], v[:, :0]).v.shape == (2, 0, 2, 64)
 
 
