@@ -227,6 +227,37 @@ def test_bad_values_reach_only_what_sees_them(draw, bad: float) -> None:
     assert ((out - clean)[0][same].norm() / clean[0][same].norm()).item() < 0.06
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> None:
+    """By 5 to 200 octaves, random keys for random rows: in blocks without a maximum P is beyond what e4m3, polynomials
+    or float32 hold. The output is near float64 but for P's rounding and for what the sums of scores lose."""
+    columns, loud = 8, 40.0
+    x = draw(torch.bfloat16, 2, (1024, 2048), (2, 2), head_dim)
+    generator = torch.Generator(x.q.device).manual_seed(1)
+    x.q[..., :columns], x.k[..., :columns] = 0.0, 0.0
+    for tensor, share in ((x.q, 0.02), (x.k, 0.002)):
+        shape = *tensor.shape[:3], columns
+        chosen = torch.rand(shape, device=tensor.device, generator=generator) < share
+        octaves = 5 + 195 * torch.rand(shape, device=tensor.device, generator=generator)
+        size = octaves / (loud * math.log2(math.e) * head_dim**-0.5) if tensor is x.q else loud
+        tensor[..., :columns] = torch.where(chosen, size, 0.0).to(tensor.dtype)
+    parts = quantize_qkv(x.q, x.k, x.v, quantization=Fp8Quantization(rotate=False, smooth_v=False))
+    assert lags(parts, causal)
+    out, lse = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+    again = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    q, k, v = (part.dequantize() for part in (parts.q, parts.k, parts.v))
+    oracle, oracle_lse = attention_naive(q, k, v, causal=causal)
+    of_p, _ = attention_naive(q, k, v.abs(), causal=causal)
+    lost = allowed_lse_error(parts, head_dim**-0.5, LAGGING_LSE_ROUNDING)
+    assert bool(((lse - oracle_lse).abs() <= lost).all())
+    of_scores = torch.expm1(2 * lost.double()).transpose(1, 2).unsqueeze(-1)
+    subnormal = 2.0**-15 * v.double().abs().sum(1, keepdim=True)
+    allowed = (2.0**-4 + 0.01 + of_scores) * of_p + subnormal + 2.0**-8 * oracle.abs()
+    assert bool(((out - oracle).abs() <= allowed).all()) and rms(out - oracle) < 0.04 * rms(oracle)
+
+
 def test_growing_scores(draw) -> None:
     x = draw(torch.float16, 1, (256, 2048), (2, 2), 128)
     weights = torch.linspace(0.05, 2.0, 2048, device=x.k.device, dtype=x.k.dtype).view(1, -1, 1, 1)
