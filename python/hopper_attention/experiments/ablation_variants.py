@@ -224,8 +224,8 @@ VARIANTS: Mapping[str, Variant] = {
             "no-pipelining",
             "without GEMM-softmax pipelining",
             "A warpgroup finishes Q Kᵀ, the softmax and P V of a block before the next block begins: its tensor core "
-            "work overlaps with another warpgroup's softmax only. S is live alone, so that wider tiles fit. Where the full "
-            "kernel's softmax leaves maxima out, this one takes all.",
+            "work overlaps with another warpgroup's softmax only. S is live alone, so that wider tiles fit. Where the "
+            "full kernel's softmax leaves maxima out, this one takes all.",
             582.0,
             without_pipelining,
         ),
