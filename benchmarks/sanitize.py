@@ -41,9 +41,13 @@ from hopper_attention.fp8_launch import EmulationLaunch, adds_mean, empty_vector
 from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv, restore_values
 from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
+from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
+FP8_LSE_ERROR = 7e-3
+"""A polynomial exponential is off by up to 0.6 %, and may be the only one that counts in a row."""
+
 FP8_TOLERANCE = 1.1
 """RMS error of the FP8 kernel over that of its emulation: one small case has a wider spread than the tests' average."""
 
@@ -112,14 +116,19 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])
 
-    like, like_lse = EmulationLaunch(config.causal)(parts, config.head_dim**-0.5, wants_lse=True)
+    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if config.lagging else (P_EXPONENT,)
+    emulations = [
+        EmulationLaunch(config.causal, exponent)(parts, config.head_dim**-0.5, wants_lse=True)
+        for exponent in exponents
+    ]
     dequantized = (x.dequantize() for x in (parts.q, parts.k, parts.v))
     oracle, _ = attention_naive(*dequantized, causal=config.causal)
     oracle = restore_values(oracle, parts, config.causal)
-    error, emulated = (_rms(x.double() - oracle) for x in (out, like))
-    allowed = FP8_TOLERANCE * emulated
+    error = _rms(out.double() - oracle)
+    allowed = FP8_TOLERANCE * max(_rms(like.double() - oracle) for like, _ in emulations)
     wrong = [f"RMS error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
-    return "; ".join(wrong + _lse_faults(lse, like_lse, 5e-3) + _counter_faults(counter))
+    _, like_lse = emulations[0]
+    return "; ".join(wrong + _lse_faults(lse, like_lse, FP8_LSE_ERROR) + _counter_faults(counter))
 
 
 def run_quantize_case(config: QuantizeConfig, device: str) -> str:

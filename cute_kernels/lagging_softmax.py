@@ -118,7 +118,8 @@ class LaggingSoftmax(BlockScaledSoftmax):
                     scale_row(acc_O, r, self.unit_change[0])
 
     def _has_overflowed(self) -> Boolean:
-        return cute.arch.fmax(self.halves[0], self.halves[1]) == Float32.inf
+        """Whether a sum of the thread has: two halves may be finite where their sum is not."""
+        return cute.arch.fmax(self.totals[0], self.totals[1]) == Float32.inf
 
     def _has_saturated(self, acc_S: cute.Tensor) -> Boolean:
         """Whether a polynomial of the thread has."""

@@ -34,7 +34,7 @@ from hopper_attention.quantization import (
     restore_values,
     transpose_for_kernel,
 )
-from hopper_attention.reference.fp8 import attention_tiled_fp8
+from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
 from hopper_attention.shapes import fit_shapes
 
 ALL_ROWS = 2**31 - 1
@@ -43,15 +43,20 @@ ALL_ROWS = 2**31 - 1
 
 @dataclass(frozen=True)
 class EmulationLaunch:
-    """The tiled emulation, on the device of the inputs."""
+    """The tiled emulation, on the device of the inputs. P of the largest score is 2^p_exponent."""
 
     causal: bool
+    p_exponent: float = P_EXPONENT
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         # As the kernel: a mean is added before the output is rounded, a rotation undone after.
         dtype = torch.float32 if adds_mean(parts) else parts.dtype
         out, lse = attention_tiled_fp8(
-            parts, causal=self.causal, softmax_scale=softmax_scale, out_dtype=dtype
+            parts,
+            causal=self.causal,
+            softmax_scale=softmax_scale,
+            out_dtype=dtype,
+            p_exponent=self.p_exponent,
         )
         return restore_values(out, parts, self.causal).to(parts.dtype), lse
 

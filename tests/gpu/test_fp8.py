@@ -15,6 +15,7 @@ import torch
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.fp8_launch import find_fp8_launch, problem_of
+from hopper_attention.fp8_rules import select_config
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
@@ -24,7 +25,8 @@ from hopper_attention.quantization import (
     robust_mean_of_keys,
 )
 from hopper_attention.reference import attention_naive
-from tests.hopper.fp8_sums import LSE_ROUNDING, allowed_lse_error
+from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, LSE_ROUNDING, allowed_ratio, emulate
+from tests.hopper.fp8_sums import allowed_lse_error
 
 pytestmark = pytest.mark.gpu
 
@@ -37,15 +39,6 @@ LSE_16_BITS, LSE_RELATIVE = 2e-4, 1e-5
 """What the LSE of a 16-bit kernel may differ by, as in the tests of those."""
 
 
-def allowed_ratio(elements: int) -> float:
-    """How many times the emulation's RMS error the kernel's may be.
-
-    5 % more, and what chance does: an RMS over n independent errors varies by 1 / sqrt(2 n) of itself, the ratio of two
-    by 1 / sqrt(n), since the roundings of kernel and emulation agree only in part. Allowed are two of these.
-    """
-    return 1.05 + 2 / math.sqrt(elements)
-
-
 def dequantized(parts: QuantizedQKV) -> list[torch.Tensor]:
     """q, k and v as a 16-bit kernel gets them: rounded once."""
     return [x.dequantize().to(parts.dtype) for x in (parts.q, parts.k, parts.v)]
@@ -55,15 +48,19 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def allowed_error(backend: str, like: torch.Tensor, oracle: torch.Tensor) -> float:
-    """The RMS error that ``backend`` may have where the emulation gives ``like``.
+def lags(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> bool:
+    """Whether the FP8 kernel that serves these parts takes few maxima."""
+    return select_config(problem_of(parts, causal, two_level)).lagging
 
-    In 16 bits it is at most half the emulation's, whose P has 4 bits, and what inputs, P and output lose to 16.
-    """
-    emulated = rms(like.double() - oracle)
-    if backend == "ampere":
-        return emulated / 2 + torch.finfo(like.dtype).eps / 2 * rms(oracle) + 1e-12
-    return allowed_ratio(like.numel()) * emulated + 2e-4 * rms(oracle) + 1e-12
+
+def allowed_error(emulated: float, oracle: torch.Tensor, out: torch.Tensor, lagging: bool) -> float:
+    """The RMS error that ``out`` of an FP8 kernel may have where that of the emulation is ``emulated``."""
+    return allowed_ratio(out, lagging) * emulated + 2e-4 * rms(oracle) + 1e-12
+
+
+def allowed_16_bit_error(emulated: float, oracle: torch.Tensor, out: torch.Tensor) -> float:
+    """At most half the emulation's, whose P has 4 bits, and what inputs, P and output lose to 16."""
+    return emulated / 2 + torch.finfo(out.dtype).eps / 2 * rms(oracle) + 1e-12
 
 
 def oracle_of(parts: QuantizedQKV, causal: bool) -> torch.Tensor:
@@ -78,12 +75,19 @@ def find_differences(
     """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
     options = {"two_level_accumulation": two_level, "backend": backend}
     out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
-    like, like_lse = flash_attn_quantized_func(parts, None, causal, True, backend="reference")
+    lagging = backend == "hopper" and lags(parts, causal, two_level)
+    emulations = emulate(parts, causal, lagging)
+    _, like_lse = emulations[0]
     oracle = oracle_of(parts, causal)
     wrong = []
-    error, emulated = rms(out.double() - oracle), rms(like.double() - oracle)
+    error = rms(out.double() - oracle)
+    emulated = max(rms(like.double() - oracle) for like, _ in emulations)
+    if backend == "ampere":
+        allowed_of_out = allowed_16_bit_error(emulated, oracle, out)
+    else:
+        allowed_of_out = allowed_error(emulated, oracle, out, lagging)
     # "not <=" so that NaN counts as wrong.
-    if not error <= allowed_error(backend, like, oracle):
+    if not error <= allowed_of_out:
         wrong.append(f"RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}")
     visible = like_lse > -math.inf
     if not bool(torch.equal(lse > -math.inf, visible)):
@@ -92,7 +96,8 @@ def find_differences(
         _, like_lse = attention_naive(*dequantized(parts), causal=causal)
         allowed = LSE_16_BITS + LSE_RELATIVE * like_lse.abs()
     else:
-        allowed = allowed_lse_error(parts, parts.q.shape[3] ** -0.5)
+        rounding = LAGGING_LSE_ROUNDING if lagging else LSE_ROUNDING
+        allowed = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, rounding)
     difference = (lse - like_lse)[visible].abs()
     if not bool((difference <= allowed[visible]).all()):
         wrong.append(f"LSE differs by {difference.max().item():.3e}")
@@ -195,12 +200,16 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
             problem = problem_of(parts, causal)
             assert problem.v_rows
             strides = parts.q.data.stride(), parts.k.data.stride()
-            launch = find_fp8_launch(problem._replace(v_rows=False), *strides, x.q.device, "hopper")
+            transposed = problem._replace(v_rows=False)
+            launch = find_fp8_launch(transposed, *strides, x.q.device, "hopper")
             like, like_lse = launch(parts, head_dim**-0.5, True)
-            assert (out - like).float().norm() <= 0.02 * like.float().norm()
+            # Measured from different maxima, P is rounded differently: by 2.7 % in either kernel.
+            lagging = select_config(transposed).lagging
+            assert (out - like).float().norm() <= (0.05 if lagging else 0.02) * like.float().norm()
             visible = like_lse > -math.inf
             # Both make the same sums of Q K^T.
-            assert ((lse - like_lse)[visible].abs() <= LSE_ROUNDING).all()
+            rounding = LAGGING_LSE_ROUNDING if lagging else LSE_ROUNDING
+            assert ((lse - like_lse)[visible].abs() <= rounding).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -216,6 +225,37 @@ def test_bad_values_reach_only_what_sees_them(draw, bad: float) -> None:
     assert bool(out[0][same].isfinite().all()) and bool(lse[0].T[same].isfinite().all())
     # The scale of a block may change with the value that became NaN, so the rest is near and not equal.
     assert ((out - clean)[0][same].norm() / clean[0][same].norm()).item() < 0.06
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> None:
+    """By 5 to 200 octaves, random keys for random rows: in blocks without a maximum P is beyond what e4m3, polynomials
+    or float32 hold. The output is near float64 but for P's rounding and for what the sums of scores lose."""
+    columns, loud = 8, 40.0
+    x = draw(torch.bfloat16, 2, (1024, 2048), (2, 2), head_dim)
+    generator = torch.Generator(x.q.device).manual_seed(1)
+    x.q[..., :columns], x.k[..., :columns] = 0.0, 0.0
+    for tensor, share in ((x.q, 0.02), (x.k, 0.002)):
+        shape = *tensor.shape[:3], columns
+        chosen = torch.rand(shape, device=tensor.device, generator=generator) < share
+        octaves = 5 + 195 * torch.rand(shape, device=tensor.device, generator=generator)
+        size = octaves / (loud * math.log2(math.e) * head_dim**-0.5) if tensor is x.q else loud
+        tensor[..., :columns] = torch.where(chosen, size, 0.0).to(tensor.dtype)
+    parts = quantize_qkv(x.q, x.k, x.v, quantization=Fp8Quantization(rotate=False, smooth_v=False))
+    assert lags(parts, causal)
+    out, lse = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+    again = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    q, k, v = (part.dequantize() for part in (parts.q, parts.k, parts.v))
+    oracle, oracle_lse = attention_naive(q, k, v, causal=causal)
+    of_p, _ = attention_naive(q, k, v.abs(), causal=causal)
+    lost = allowed_lse_error(parts, head_dim**-0.5, LAGGING_LSE_ROUNDING)
+    assert bool(((lse - oracle_lse).abs() <= lost).all())
+    of_scores = torch.expm1(2 * lost.double()).transpose(1, 2).unsqueeze(-1)
+    subnormal = 2.0**-15 * v.double().abs().sum(1, keepdim=True)
+    allowed = (2.0**-4 + 0.01 + of_scores) * of_p + subnormal + 2.0**-8 * oracle.abs()
+    assert bool(((out - oracle).abs() <= allowed).all()) and rms(out - oracle) < 0.04 * rms(oracle)
 
 
 def test_growing_scores(draw) -> None:
@@ -238,13 +278,12 @@ def test_rmse_on_the_papers_outlier_inputs(device: str) -> None:
     problem = draw_problem(experiment, seed=0)
     oracle = compute_oracle(problem)
 
-    def rmse(granularity: str, rotate: bool, backend: str) -> float:
-        c = Fp8Quantization(granularity=granularity, rotate=rotate)
-        out = flash_attn_fp8_func(problem.q, problem.k, problem.v, quantization=c, backend=backend)
-        return (out.double() - oracle).square().mean().sqrt().item()
-
-    both, emulated = rmse("block", True, "hopper"), rmse("block", True, "reference")
-    assert both <= 9.5e-3 and both <= 1.05 * emulated
+    out = flash_attn_fp8_func(problem.q, problem.k, problem.v, backend="hopper")
+    parts = quantize_qkv(problem.q, problem.k, problem.v)
+    lagging = lags(parts, False)
+    emulated = max(rms(like - oracle) for like, _ in emulate(parts, False, lagging))
+    error = rms(out - oracle)
+    assert error <= 9.5e-3 and error <= allowed_ratio(out, lagging) * emulated
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
@@ -254,8 +293,8 @@ def test_two_level_kernel_is_as_good_as_its_emulation(
     draw, head_dim: int, causal: bool, granularity: str
 ) -> None:
     failures = {}
-    # Above 2560 keys at head_dim 128, and 6144 at 64, blocks are wider than a two-level tile can be.
-    for seqlens in (*LENGTHS, (131, 2777), (65, 6299)):
+    # Above 1280 keys at head_dim 128 blocks are wider than a two-level tile can be.
+    for seqlens in (*LENGTHS, (131, 2777)):
         for heads in ((2, 2), (4, 1)):
             x = draw(torch.bfloat16, 2, seqlens, heads, head_dim)
             parts = quantize_qkv(x.q, x.k, x.v, quantization=Fp8Quantization(granularity=granularity))

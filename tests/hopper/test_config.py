@@ -124,6 +124,23 @@ def test_fp8_output_that_does_not_fit_into_the_memory_of_q_is_refused():
         validate_forward_config(replace(config, stages=3))
 
 
+def test_what_a_softmax_that_lags_needs_is_named():
+    config = select_fp8_forward_config(128, 128, False, "bfloat16", 8192)
+    assert config.lagging
+    for change, message in (
+        ({"pipelined": False}, "pipelined is False, allowed with lagging: True"),
+        (
+            {"warp_specialized": False, "registers": Registers(168, 0)},
+            "warp_specialized is False, allowed with lagging: True",
+        ),
+        ({"late_rescale": True}, "late_rescale is True, allowed with lagging: False"),
+        ({"eager": True}, "eager is True, allowed with lagging: False"),
+        ({"two_level": True}, "two_level is True, allowed with lagging: False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate_forward_config(replace(config, **change))
+
+
 def test_invalid_fp8_fields_are_named():
     config = select_fp8_forward_config(128, 128, False, "bfloat16", 8192)
     for change, message in (

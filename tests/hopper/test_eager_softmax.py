@@ -19,7 +19,7 @@ KEYS = 192
 def pair_of_configs(causal: bool):
     """A small config without and with the eager softmax."""
     config = select_fp8_forward_config(64, 64, causal, "bfloat16", KEYS, 64)
-    config = replace(config, tile_m=64, ping_pong=False, registers=Registers(256, 24))
+    config = replace(config, tile_m=64, ping_pong=False, lagging=False, registers=Registers(256, 24))
     return replace(config, eager=False), replace(config, eager=True)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive
-from tests.hopper.fp8_sums import LSE_ROUNDING, allowed_lse_error, wgmma_product
+from tests.hopper.fp8_errors import LSE_ROUNDING
+from tests.hopper.fp8_sums import allowed_lse_error, wgmma_product
 
 
 def e4m3(*shape: int) -> torch.Tensor:

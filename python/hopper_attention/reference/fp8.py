@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from hopper.quantize.config import E4M3_MAX
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
@@ -29,6 +32,9 @@ from hopper_attention.shapes import attention_shape
 
 P_EXPONENT = 8
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448: fewer of its small values become subnormal."""
+
+ROUNDED_P_EXPONENT = 7 + math.log2(1.285)
+"""Of a largest P that is rounded by 2.7 %, which is what e4m3 rounds a value by on average (RMS)."""
 
 TILE_QUERIES = 128
 """Queries of a tile; it changes the result by the rounding of float32 sums alone."""
@@ -60,7 +66,7 @@ def _split_scales(v: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
 
 @torch.no_grad()
 def _forward(
-    parts: QuantizedQKV, causal: bool, softmax_scale: float | None, out_dtype: torch.dtype, p_exponent: int
+    parts: QuantizedQKV, causal: bool, softmax_scale: float | None, out_dtype: torch.dtype, p_exponent: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tile loop; P is multiplied by 2^p_exponent before it is rounded to e4m3."""
     q, k, (v, factor) = parts.q, parts.k, _split_scales(parts.v.row_major())
@@ -102,15 +108,19 @@ def attention_tiled_fp8(
     causal: bool = False,
     softmax_scale: float | None = None,
     out_dtype: torch.dtype | None = None,
+    p_exponent: float = P_EXPONENT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
     Tiles are ``TILE_QUERIES`` queries, whatever of them share a scale, by ``block_k`` keys of ``parts.quantization``,
     keys from the last tile down to the first. The scales of the rows of Q and of the tile of K multiply S, giving
-    base-2 scores x. P = exp2(x - m + 8), where m is the exact running maximum of x, is rounded to e4m3; the P of the
-    key with the largest score is a power of two and stays exact. The row sum is taken from the unrounded P. The product
-    of P with a V block is multiplied by the block's scale (the kernel keeps O in units of it, which is the same but for
-    rounding); the output is rounded once. Where all of a head's V has one scale, it multiplies the output instead.
+    base-2 scores x. P = exp2(x - m + p_exponent), where m is the exact running maximum of x, is rounded to e4m3. The
+    row sum is taken from the unrounded P. The product of P with a V block is multiplied by the block's scale (the
+    kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
+    head's V has one scale, it multiplies the output instead.
+
+    With an integer ``p_exponent`` the P of the key with the largest score is a power of two and stays exact. A kernel
+    that measures exponents from an older maximum rounds it like any other: ``ROUNDED_P_EXPONENT`` stands for that.
 
     This is the attention of the data in ``parts``: V stays rotated and without its mean, if it was.
 
@@ -122,15 +132,18 @@ def attention_tiled_fp8(
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         out_dtype: dtype of out; ``parts.dtype`` by default.
+        p_exponent: P of the largest score is 2^p_exponent, at most 448, the largest of e4m3.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float32 (batch, heads,
         seqlen_q). A query that sees no key gives 0 and -inf. Not differentiable.
 
     Raises:
-        ValueError: shapes do not fit together, or a tile of keys would straddle two scales.
+        ValueError: shapes do not fit together, a tile of keys would straddle two scales, or P would be too large.
     """
-    return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, P_EXPONENT)
+    if not 2.0**p_exponent <= E4M3_MAX:
+        raise ValueError(f"p_exponent is {p_exponent}, allowed: at most log2({E4M3_MAX:.0f})")
+    return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, p_exponent)
 
 
 def attention_fp8_per_tensor(

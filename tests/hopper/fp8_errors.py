@@ -1,0 +1,40 @@
+"""How far an FP8 kernel may be from float64: as far as its emulation, and what chance does."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from hopper_attention.fp8_launch import EmulationLaunch
+from hopper_attention.quantization import QuantizedQKV
+from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
+
+LSE_ROUNDING = 5e-3
+"""What the LSE may be off by beside the scores: exponentials and their sum."""
+
+LAGGING_LSE_ROUNDING = 7e-3
+"""Of a kernel that lags: the only exponential that counts in a row may be a polynomial, which is off by up to 0.6 %."""
+
+
+def emulate(parts: QuantizedQKV, causal: bool, lagging: bool) -> list[tuple[Tensor, Tensor]]:
+    """out and lse of the emulation, what was done to V undone.
+
+    For a kernel that lags they come a second time with largest P that are rounded. Of the kernel's some are, so that
+    the worse of the two bounds its error.
+    """
+    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if lagging else (P_EXPONENT,)
+    return [
+        EmulationLaunch(causal, exponent)(parts, parts.q.shape[3] ** -0.5, wants_lse=True)
+        for exponent in exponents
+    ]
+
+
+def allowed_ratio(out: Tensor, lagging: bool) -> float:
+    """How many times the RMS error of the emulation that of ``out`` (batch, seqlen_q, heads, head_dim_v) may be.
+
+    5 % more, and what chance does: an RMS over n independent errors varies by 1 / sqrt(2 n) of itself, the ratio of two
+    by 1 / sqrt(n), since the roundings of kernel and emulation agree only in part. Allowed are two of these. Where the
+    largest P of a row is rounded, the errors of a row go together, and n is the number of rows.
+    """
+    return 1.05 + 2 / math.sqrt(out[..., 0].numel() if lagging else out.numel())
