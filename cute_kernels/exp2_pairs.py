@@ -65,7 +65,7 @@ def sum_of_words(words: list) -> Float32:
 
 
 def scale_words(word: Int32, factor: Float32) -> Int32:
-    """A pair of float16 times a power of two."""
+    """A pair of float16 times a factor."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 h; .reg .b32 f; cvt.rn.f16.f32 h, {$r1}; mov.b32 f, {h, h}; mul.rn.f16x2 {$w0}, {$r0}, f; }",
         write_only_types=[Int32],

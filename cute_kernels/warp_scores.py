@@ -29,7 +29,8 @@ class WarpScores(LoopInvariant):
 
     ``mQ`` is (rows, words, warpgroups), ``mK`` (keys, words, stages), each word four e4m3 of a row; the warpgroups that
     compute follow ``other_warpgroups``. mma.sync m16n8k16 gives each thread the elements of a 16 x 8 tile that WGMMA
-    gives it of a 64 x 8 one, so nothing has to move. Sums may differ from WGMMA's in their last bits.
+    gives it of a 64 x 8 one, so nothing has to move. It sums in float32, where FP8 WGMMA drops what is below 2^-13 of
+    the largest product.
     """
 
     mQ: cute.Tensor

@@ -260,6 +260,9 @@ def _validate_lagging(config: Fp8ForwardConfig) -> None:
     for name, value in required.items():
         if getattr(config, name) is not value:
             raise ValueError(f"{name} is {not value}, allowed with lagging: {value}")
+    if config.polynomial_pairs == 8:
+        # Only exponentials of MUFU carry a NaN of a scale.
+        raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:

@@ -136,6 +136,7 @@ def test_what_a_softmax_that_lags_needs_is_named():
         ({"late_rescale": True}, "late_rescale is True, allowed with lagging: False"),
         ({"eager": True}, "eager is True, allowed with lagging: False"),
         ({"two_level": True}, "two_level is True, allowed with lagging: False"),
+        ({"polynomial_pairs": 8}, "polynomial_pairs is 8, allowed with lagging: 0 to 7"),
     ):
         with pytest.raises(ValueError, match=message):
             validate_forward_config(replace(config, **change))
