@@ -1,4 +1,4 @@
-"""Online softmax of FP8 scores: scales of blocks of Q, K and V, and a P that uses e4m3's range."""
+"""Online softmax of FP8 scores: scales of rows of Q and blocks of K and V, and a P that uses e4m3's range."""
 
 import cutlass
 import cutlass.cute as cute
@@ -42,8 +42,8 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
     ``enter_block`` finds the block's scales in: pairs of s_k and s_v. Each of a thread's rows has a scale s_q. Of each
-    8 column pairs ``polynomial_pairs`` take their exponentials from the FMA pipe. Those add nothing below 2^-23 of the
-    row's largest to the row sum: less than a part in 64 after 2^17 keys, all of them that small, and one that is not.
+    8 column pairs ``polynomial_pairs`` take their exponentials from the FMA pipe. Here those add nothing below 2^-23 of
+    the row's largest to the row sum: less than a part in 64 after 2^17 keys, all that small, and one that is not.
     """
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):

@@ -22,6 +22,12 @@ SETTLED_SUM = 6
 """Wherever a maximum is taken, no thread's sum of half a row stays above 2^6: those of later blocks may be seven times
 as large."""
 
+LEAST_MAXIMUM = 3
+"""No P is lowered for that where it would leave the row's largest below 2^3: what is small beside it counts too."""
+
+RELIABLE = 2.0**64
+"""Sums of P so far below what float32 holds that nothing has been lost at either end."""
+
 FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
 
@@ -35,9 +41,9 @@ class LaggingSoftmax(BlockScaledSoftmax):
     float32 did, the block's scores are computed once more. So it is exact for any input.
 
     Whenever a maximum is taken, P of the row is lowered by a power of two besides, so that the sums of later blocks
-    have room: 2^3 to 2^6 is the row's largest P then. What all this costs: the largest P of a row is a power of two,
-    which e4m3 has, only if it is in a block with a maximum; and P becomes 0 at about 2^-15 of that instead of 2^-18,
-    to the row sum that of polynomials at 2^-20 instead of 2^-23.
+    have room: 2^3 (of many alike) to 2^6 is the row's largest P then. What all this costs: the largest P of a row is a
+    power of two, which e4m3 has, only if it is in a block with a maximum; and P becomes 0 at 2^-13 to 2^-16 of that
+    instead of 2^-18, to the row sum that of polynomials at 2^-18 to 2^-21 instead of 2^-23.
 
     ``scores`` are the warp's, ``halves`` the larger sum of half a row, for each row, and ``totals`` those of all of it.
     """
@@ -77,9 +83,9 @@ class LaggingSoftmax(BlockScaledSoftmax):
         self.row_sum[r] = self.row_sum[r] + (first + second)
         half = max_over_lanes(cute.arch.fmax(first, second), LANES_PER_ROW)
         if cute.arch.vote_any_sync(half >= Float32(2.0**SETTLED_SUM)):
-            self.row_scale[r] = self.row_scale[r] * self._raise_shift(
-                acc_S, r, _octaves_over(half), self.polynomial_pairs
-            )
+            largest = max_over_lanes(_largest(acc_S, r, self.polynomial_pairs), LANES_PER_ROW)
+            factor = self._raise_shift(acc_S, r, _octaves_over(half, largest), self.polynomial_pairs)
+            self.row_scale[r] = self.row_scale[r] * factor
 
     @cute.jit
     def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
@@ -119,8 +125,8 @@ class LaggingSoftmax(BlockScaledSoftmax):
                     scale_row(acc_O, r, self.unit_change[0])
 
     def _has_overflowed(self) -> Boolean:
-        """Whether a sum of the thread has: two halves may be finite where their sum is not."""
-        return cute.arch.fmax(self.totals[0], self.totals[1]) == Float32.inf
+        """Whether a sum of the thread has, or is near it: then what is measured anew may vanish beside it."""
+        return cute.arch.fmax(self.totals[0], self.totals[1]) >= Float32(RELIABLE)
 
     def _has_saturated(self, acc_S: cute.Tensor) -> Boolean:
         """Whether a polynomial of the thread has."""
@@ -200,9 +206,11 @@ class LaggingSoftmax(BlockScaledSoftmax):
         """
         largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
         rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - Float32(P_EXPONENT), Float32(0.0))
-        half = max_over_lanes(self.halves[r], LANES_PER_ROW) * exp2(-rise)
+        quotient = exp2(-rise)
+        half = max_over_lanes(self.halves[r], LANES_PER_ROW) * quotient
+        octaves = _octaves_over(half, largest * quotient)
         self.row_sum[r] = self.row_sum[r] + self.totals[r]
-        factor = self._raise_shift(acc_S, r, rise + _octaves_over(half), polynomial_pairs)
+        factor = self._raise_shift(acc_S, r, rise + octaves, polynomial_pairs)
         store_row_as_operand_a_e4m3(operand, acc_S, r, polynomial_pairs)
         scale_row(acc_O, r, self.row_scale[r] * factor * self.unit_change[0])
 
@@ -239,10 +247,12 @@ class LaggingSoftmax(BlockScaledSoftmax):
         )
 
 
-def _octaves_over(half: Float32) -> Float32:
-    """By how many powers of two a sum is to be divided, so that it is below 2^6."""
-    exponent = (half.bitcast(Int32) >> FLOAT32_MANTISSA_BITS) - (FLOAT32_BIAS + SETTLED_SUM - 1)
-    return Float32(cutlass.max(exponent, 0))
+def _octaves_over(half: Float32, largest: Float32) -> Float32:
+    """By how many powers of two a row is to be divided: ``half`` below 2^6, but ``largest`` no less than 2^3."""
+    exponents = (x.bitcast(Int32) >> FLOAT32_MANTISSA_BITS for x in (half, largest))
+    bounds = (FLOAT32_BIAS + SETTLED_SUM - 1, FLOAT32_BIAS + LEAST_MAXIMUM)
+    over, above = (exponent - bound for exponent, bound in zip(exponents, bounds, strict=True))
+    return Float32(cutlass.max(cutlass.min(over, above), 0))
 
 
 @cute.jit

@@ -65,9 +65,10 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k,
     softmax_scale, num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``FP8_KEY_ORDER`` within
     each 32 and padded with zeros to a multiple of 32; with ``v_rows`` it is V as it is, (b, sk, hk, dv). Strides and
-    head_dims are multiples of 16. The scales and the addend are those of ``BlockScales``: block_q a multiple of 64 and
-    block_k of tile_n, or at least the sequence; the addend 16-byte aligned, its strides multiples of 4 elements. The
-    rest is as for ``compile_forward``.
+    head_dims are multiples of 16.
+    The scales and the addend are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
+    at least the sequence; the addend 16-byte aligned, its strides multiples of 4 elements. The rest is as for
+    ``compile_forward``.
     """
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
     b, sq, sk, sk_padded, h, hk, nq, nk = (cute.sym_int() for _ in range(8))

@@ -130,10 +130,7 @@ class Fp8HopperLaunch:
             out,
             lse,
             tile_counter(self.device_index),
-            parts.q.scale,
-            parts.k.scale,
-            v_scale,
-            o_scale,
+            *(_dense_rows(scale) for scale in (parts.q.scale, parts.k.scale, v_scale, o_scale)),
             _vectors(parts.mean_v) if adds else self.no_mean,
             self.block_q,
             self.block_k,
@@ -146,6 +143,11 @@ class Fp8HopperLaunch:
 def adds_mean(parts: QuantizedQKV) -> bool:
     """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
     return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+
+
+def _dense_rows(scale: Tensor) -> Tensor:
+    """Scales of neighbouring blocks next to each other, as the kernel reads them."""
+    return scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else contiguous_copy(scale)
 
 
 def _vectors(mean: Tensor) -> Tensor:

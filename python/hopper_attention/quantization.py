@@ -5,7 +5,7 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 
 - A block is some rows of a head that share a scale: of Q one row, of K and V the keys of the attention kernel's tile,
   unless told otherwise.
-- scale = amax * (1 / 448) over the finite values of a block, and at least 2^-80, which an all-zero block gets.
+- scale = amax * (1 / 448) of a block's finite values, amax / 256 for a row of Q by itself, and 2^-80 or more.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
@@ -439,8 +439,9 @@ def _quantize(
     block: int,
     kv_heads: int,
     final: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+    unit: float = INVERSE_E4M3_MAX,
 ) -> QuantizedTensor:
-    """Quantize float32 x (b, s, h, d)."""
+    """Quantize float32 x (b, s, h, d) with ``final(amax unit)`` as the scale."""
     batch, seqlen, heads, _ = x.shape
     if granularity != "block":
         block = max(seqlen, 1)
@@ -448,7 +449,6 @@ def _quantize(
         blocks = math.ceil(seqlen / block)
         return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block)
     amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
-    unit = 1.0 / LARGEST_OF_ROW if granularity == "block" and block == 1 else INVERSE_E4M3_MAX
     scale = final((amax * unit).clamp_min(MIN_SCALE).contiguous())
     return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block)
 
@@ -466,8 +466,9 @@ def _quantize_by_torch(
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
     rows = _quantize(v32, c.granularity, block_k, kv_heads, final)
+    unit_q = 1.0 / LARGEST_OF_ROW if c.granularity == "block" and c.block_q == 1 else INVERSE_E4M3_MAX
     return (
-        _quantize(q32, c.granularity, c.block_q, kv_heads),
+        _quantize(q32, c.granularity, c.block_q, kv_heads, unit=unit_q),
         _quantize(k32, c.granularity, block_k, kv_heads),
         TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
     )

@@ -498,7 +498,12 @@ def _max(name: str, ops: list[str]) -> Step:
         return lambda warp, mask: warp.set(
             ops[0], _larger_halves(*(warp.get(x, np.uint32) for x in ops[1:])), mask
         )
+    assert ".relu" not in name
     return _plain(np.maximum if ".NaN" in name else np.fmax)(name, ops)
+
+
+def _min(name: str, ops: list[str]) -> Step:
+    return _plain((lambda a, b: np.maximum(np.minimum(a, b), 0)) if ".relu" in name else np.fmin)(name, ops)
 
 
 def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -509,7 +514,7 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "add": _by_type(np.add, np.add), "sub": _plain(np.subtract), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "not": _plain(np.invert), "neg": _plain(np.negative),
     "max": _max,
-    "min": _plain(np.fmin), "abs": _plain(np.abs), "div": _plain(_divide),
+    "min": _min, "abs": _plain(np.abs), "div": _plain(_divide),
     "rem": _plain(lambda a, b: (a - _divide(a, b) * b).astype(a.dtype)), "shl": _shift(np.left_shift),
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
