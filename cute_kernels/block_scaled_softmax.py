@@ -5,8 +5,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.exp2_pairs import (
-    PAIR_RANGE,
-    PAIR_ZERO,
     exp2_of_pair,
     is_polynomial,
     sum_of_words,
@@ -75,16 +73,12 @@ class BlockScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def _take_scale(self, scale_k: Float32):
-        """No score may be masked by -inf times 0. A negative product would turn maxima into minima: NaN says so."""
-        scale_k = scale_k * self.scale_log2
+        """No score may be masked by -inf times 0."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            scale = scale_k * self.tile_scale[r]
-            scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE)) if scale >= Float32(0.0) else Float32.nan
-            self.scale[r] = scale
+            self.scale[r] = maximum_or_nan(scale_k * self.tile_scale[r], Float32(SMALLEST_SCALE))
 
     @cute.jit
     def _take_unit(self, scale_v: Float32):
-        scale_v = scale_v if scale_v >= Float32(0.0) else Float32.nan
         unit = maximum_or_nan(scale_v, self.largest_unit[0] * Float32(UNIT_RANGE))
         self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
         quotient = self.unit[0] * cute.arch.rcp_approx(unit)
@@ -116,37 +110,35 @@ class BlockScaledSoftmax(OnlineSoftmax):
         """As in ``OnlineSoftmax``. A polynomial pair leaves its two float16 in the register of its first score."""
         if const_expr(r > 0):
             self._enter_second_row(acc_S, is_first)
-        first, second = self._exponentials(acc_S, r)
+        total = self._exponentials(acc_S, r)
         if const_expr(r == 0):
             self._leave_first_row(acc_S, is_first)
-        self.row_sum[r] = self.row_sum[r] + pin(first + second)
+        self.row_sum[r] = self.row_sum[r] + pin(total)
 
     @cute.jit
-    def _exponentials(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> tuple[Float32, Float32]:
-        """Those of row ``r``, in place. Returns their sums in the two halves of the columns."""
+    def _exponentials(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        """Those of row ``r``, in place. Returns the thread's sum of them."""
         rows = as_rows(acc_S)
         words = as_rows(cute.recast_tensor(acc_S, Int32))
         scale, offset = self.scale[r], Float32(P_EXPONENT) - self.shift[r]
-        pair_scale = scale * Float32(1.0 / PAIR_RANGE)
-        pair_offset = (offset + Float32(PAIR_ZERO)) * Float32(1.0 / PAIR_RANGE)
         pairs = rows.shape[1][1]
-        sums = []
+        sums, polynomials = [], []
         for half in cutlass.range_constexpr(2):
-            total = Float32(0.0)
-            polynomials = []
+            terms = []
             for j in cutlass.range_constexpr(pairs * half // 2, pairs * (half + 1) // 2):
                 if const_expr(is_polynomial(j, self.polynomial_pairs)):
-                    pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], pair_scale, pair_offset)
+                    pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], scale, offset)
                     polynomials.append(pair)
                     words[r, (0, j)] = pair
                 else:
                     for e in cutlass.range_constexpr(2):
                         rows[r, (e, j)] = exp2(rows[r, (e, j)] * scale + offset)
-                    total = total + (rows[r, (0, j)] + rows[r, (1, j)])
-            if const_expr(len(polynomials) > 0):
-                total = total + sum_of_words(polynomials)
-            sums.append(total)
-        return sums[0], sums[1]
+                    terms.append(rows[r, (0, j)] + rows[r, (1, j)])
+            if const_expr(len(terms) > 0):
+                sums.append(sum(terms[1:], terms[0]))
+        if const_expr(len(polynomials) > 0):
+            sums.append(sum_of_words(polynomials))
+        return sum(sums[1:], sums[0])
 
     def _row_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
         return row_maximum(acc_S, r, of_thread)
@@ -171,6 +163,8 @@ class BlockScaledSoftmax(OnlineSoftmax):
         factor = self.o_scale[batch, head_kv, 0] * self.unit[0]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+            # A negative scale of Q has turned maxima into minima.
+            total = total if self.tile_scale[r] >= Float32(0.0) else Float32.nan
             is_empty = total == Float32(0.0)
             inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total) * factor
             log2_sum = self.shift[r] + cute.math.log2(total, fastmath=True) - Float32(P_EXPONENT)

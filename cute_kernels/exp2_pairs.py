@@ -14,11 +14,14 @@ from cutlass import Float32, Int32, const_expr
 PAIRS_PER_PATTERN = 8
 """The choice of the pairs repeats after so many."""
 
-PAIR_ZERO = 15.0
+PAIR_ZERO = 15
 """2^-15 and everything below becomes 0: the bits of float16's zero."""
 
-PAIR_RANGE = 28.0
-"""From 2^-15 to 2^13; more saturates."""
+UNIT, ZERO = f"0f{1024:08x}", f"0f{1024 * PAIR_ZERO:08x}"
+"""1024 and 1024 * 15 smallest float32, for PTX."""
+
+LONGEST_SUM = 8
+"""So many pairs are added in half precision."""
 
 QUADRATIC = ("0x338a338a", "0xb9a5b9a5", "0x3de13de1")
 """Coefficients of m^2, m and 1 as pairs of float16: 0.2356, -0.7056, 1.4697. They add up to 1, so that 1 stays 1."""
@@ -30,16 +33,17 @@ def is_polynomial(pair: int, polynomial_pairs: int) -> bool:
 
 
 def exp2_of_pair(low: Float32, high: Float32, scale: Float32, offset: Float32) -> Int32:
-    """2^(PAIR_RANGE (scale s + offset) - PAIR_ZERO) of two scores s, as float16 in one word.
+    """2^(scale s + offset) of two scores s, as float16 in one word: 0 up to 2^-15, NaN from 2^17 on or if s is NaN.
 
-    The bracket saturates to [0, 1], and a NaN becomes 0: the row's maximum has to pass it on.
+    1024 y is a multiple of the smallest float32, so that its bits are the integer. Those of a negative number, as an
+    integer, are below every int16, and those of a NaN above: the saturating pack makes them -0 and float16's NaN.
     """
     c2, c1, c0 = QUADRATIC
     return cute.arch.inline_ptx(
         "{ .reg .f32 a, b; .reg .b32 x, y, m, g; "
-        "fma.rn.sat.f32 a, {$r0}, {$r2}, {$r3}; fma.rn.sat.f32 b, {$r1}, {$r2}, {$r3}; "
-        f"fma.rn.f32 a, a, {PAIR_RANGE * 1024}, {1.5 * 2**23}; fma.rn.f32 b, b, {PAIR_RANGE * 1024}, {1.5 * 2**23}; "
-        "mov.b32 x, a; mov.b32 y, b; prmt.b32 x, x, y, 0x5410; "
+        "fma.rn.f32 a, {$r0}, {$r2}, {$r3}; fma.rn.f32 b, {$r1}, {$r2}, {$r3}; "
+        f"fma.rn.f32 a, a, {UNIT}, {ZERO}; fma.rn.f32 b, b, {UNIT}, {ZERO}; "
+        "mov.b32 x, a; mov.b32 y, b; cvt.pack.sat.s16.s32 x, y, x; "
         "lop3.b32 m, x, 0x03ff03ff, 0x3c003c00, 0xea; "
         f"mov.b32 g, {c2}; mov.b32 y, {c1}; fma.rn.f16x2 g, g, m, y; "
         f"mov.b32 y, {c0}; fma.rn.f16x2 g, g, m, y; "
@@ -51,17 +55,18 @@ def exp2_of_pair(low: Float32, high: Float32, scale: Float32, offset: Float32) -
 
 @cute.jit
 def sum_of_words(words: list) -> Float32:
-    """Sum of pairs of float16 up to 2^13, added in float16 and widened before 4 of them could lose bits that matter."""
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(0, len(words), 4):
-        group = words[i : i + 4]
+    """Sum of pairs of float16, in float16 up to 8 of them: 2^-11 of a part of the sum is lost at a time, up or down."""
+    parts = -(-len(words) // LONGEST_SUM)
+    sums = []
+    for i in cutlass.range_constexpr(parts):
+        group = words[i::parts]
         while const_expr(len(group) > 1):
             group = [
                 _add_pairs(*group[k : k + 2]) if k + 1 < len(group) else group[k]
                 for k in range(0, len(group), 2)
             ]
-        total = total + _sum_of_pair(group[0])
-    return total
+        sums.append(_sum_of_pair(group[0]))
+    return sum(sums[1:], sums[0])
 
 
 def scale_words(word: Int32, factor: Float32) -> Int32:
@@ -75,11 +80,11 @@ def scale_words(word: Int32, factor: Float32) -> Int32:
 
 @cute.jit
 def largest_pair(words: list) -> Int32:
-    """The largest of the low and of the high halves of pairs of float16 that are not negative."""
+    """The largest of the low and of the high halves of pairs of float16 of which none but -0 is negative."""
     largest = words[0]
     for word in words[1:]:
         largest = cute.arch.inline_ptx(
-            "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[largest, word]
+            "max.s16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[largest, word]
         )
     return largest
 
@@ -92,8 +97,7 @@ def _add_pairs(a: Int32, b: Int32) -> Int32:
 
 def _sum_of_pair(word: Int32) -> Float32:
     return cute.arch.inline_ptx(
-        "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, {$r0}; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
-        "add.f32 {$w0}, a, b; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; add.rn.f16 l, l, h; cvt.f32.f16 {$w0}, l; }",
         write_only_types=[Float32],
         read_only_args=[word],
     )

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
 from cute_kernels.block_scaled_softmax import P_EXPONENT, BlockScaledSoftmax
-from cute_kernels.exp2_pairs import PAIR_RANGE, PAIR_ZERO, is_polynomial, largest_pair, scale_words
+from cute_kernels.exp2_pairs import is_polynomial, largest_pair, scale_words
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows, store_row_as_operand_a_e4m3
 from cute_kernels.row_maximum import largest_bits, over_lanes
@@ -15,12 +15,13 @@ from cute_kernels.warp_scores import WarpScores
 LARGEST_P = 448.0
 """Of e4m3."""
 
-LARGEST_POLYNOMIAL = 2.0 ** (PAIR_RANGE - PAIR_ZERO)
-"""Where a polynomial saturates."""
-
 SETTLED_SUM = 6
-"""Wherever a maximum is taken, no thread's sum of half a row stays above 2^6: those of later blocks may be seven times
-as large."""
+"""Wherever a maximum is taken, no thread's sum of a row stays above 2^6: those of later blocks may be seven times as
+large."""
+
+TOWERING = 4.0, 64.0
+"""A thread's sum of a row that is this many times its sum of earlier blocks, and this more, has a P that may outweigh
+all others: one that should not be rounded."""
 
 LEAST_MAXIMUM = 3
 """No P is lowered for that where it would leave the row's largest below 2^3: what is small beside it counts too."""
@@ -45,7 +46,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
     power of two, which e4m3 has, only if it is in a block with a maximum; and P becomes 0 at 2^-13 to 2^-16 of that
     instead of 2^-18, to the row sum that of polynomials at 2^-18 to 2^-21 instead of 2^-23.
 
-    ``scores`` are the warp's, ``halves`` the larger sum of half a row, for each row, and ``totals`` those of all of it.
+    ``scores`` are the warp's, ``totals`` the thread's sums of a block, for each row.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
         self.scale_v = cute.make_rmem_tensor(1, Float32)
-        self.halves, self.totals = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
+        self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -77,30 +78,33 @@ class LaggingSoftmax(BlockScaledSoftmax):
         """With a maximum, as in ``BlockScaledSoftmax``."""
         if const_expr(r > 0):
             self._enter_second_row(acc_S, is_first)
-        first, second = self._exponentials(acc_S, r)
+        total = self._exponentials(acc_S, r)
         if const_expr(r == 0):
             self._leave_first_row(acc_S, is_first)
-        self.row_sum[r] = self.row_sum[r] + (first + second)
-        half = max_over_lanes(cute.arch.fmax(first, second), LANES_PER_ROW)
-        if cute.arch.vote_any_sync(half >= Float32(2.0**SETTLED_SUM)):
+        self.row_sum[r] = self.row_sum[r] + total
+        total = max_over_lanes(total, LANES_PER_ROW)
+        if cute.arch.vote_any_sync(total >= Float32(2.0**SETTLED_SUM)):
             largest = max_over_lanes(_largest(acc_S, r, self.polynomial_pairs), LANES_PER_ROW)
-            factor = self._raise_shift(acc_S, r, _octaves_over(half, largest), self.polynomial_pairs)
+            factor = self._raise_shift(acc_S, r, _octaves_over(total, largest), self.polynomial_pairs)
             self.row_scale[r] = self.row_scale[r] * factor
 
     @cute.jit
     def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """By the maximum of the last block that has had one."""
-        nothing = self._zero_or_nan(acc_S, r)
-        first, second = self._exponentials(acc_S, r)
-        self.halves[r] = pin(cute.arch.fmax(first, second))
-        self.totals[r] = pin(first + second + nothing)
+        self.totals[r] = pin(self._exponentials(acc_S, r))
 
     @cute.jit
     def is_settled(self) -> Boolean:
         """Whether the block's P, and O as it is, will do."""
         is_new_unit = self.scale_v[0] != self.unit[0]
-        is_over = cute.arch.fmax(self.halves[0], self.halves[1]) > Float32(LARGEST_P)
-        return not cute.arch.vote_any_sync(is_new_unit or is_over)
+        return not cute.arch.vote_any_sync(is_new_unit or self._needs_maximum(0) or self._needs_maximum(1))
+
+    @cute.jit
+    def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
+        """Whether a P of the thread's row may exceed what e4m3 holds or outweigh all others, or is NaN."""
+        times, more = TOWERING
+        towers = self.totals[r] - Float32(times) * self.row_sum[r] > Float32(more)
+        return (not self.totals[r] <= Float32(LARGEST_P)) | towers
 
     @cute.jit
     def add_totals(self):
@@ -108,60 +112,59 @@ class LaggingSoftmax(BlockScaledSoftmax):
             self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
     @cute.jit
-    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32):
-        """Make P, ``row_sum`` and O right after a block that is not settled."""
-        self._take_unit(self.scale_v[0])
+    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32, slot: Int32):
+        """Make P, ``row_sum`` and O right after a block that is not settled.
+
+        The block's scales are read again where they are wanted: that costs less than the registers that kept them.
+        """
         self.row_scale.fill(1.0)
-        if cute.arch.vote_any_sync(self._has_overflowed() | self._has_saturated(acc_S)):
-            self._replace_lost(acc_S, stage)
+        if cute.arch.vote_any_sync(self._has_lost_any()):
+            self._replace_lost(acc_S, stage, slot)
+            self._take_unit(self._read_slot(slot)[1])
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
         else:
+            self._take_unit(self._read_slot(slot)[1])
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                if cute.arch.vote_any_sync(self.halves[r] > Float32(LARGEST_P)):
+                if cute.arch.vote_any_sync(self._needs_maximum(r)):
                     self._take_largest(operand, acc_S, acc_O, r, self.polynomial_pairs)
                 else:
                     self.row_sum[r] = self.row_sum[r] + self.totals[r]
                     scale_row(acc_O, r, self.unit_change[0])
 
-    def _has_overflowed(self) -> Boolean:
-        """Whether a sum of the thread has, or is near it: then what is measured anew may vanish beside it."""
-        return cute.arch.fmax(self.totals[0], self.totals[1]) >= Float32(RELIABLE)
-
-    def _has_saturated(self, acc_S: cute.Tensor) -> Boolean:
-        """Whether a polynomial of the thread has."""
-        words = as_rows(cute.recast_tensor(acc_S, Int32))
-        pairs = [j for j in range(words.shape[1][1]) if is_polynomial(j, self.polynomial_pairs)]
-        if not pairs:
-            return Boolean(False)
-        largest = largest_pair([words[r, (0, j)] for r in range(ROWS_PER_THREAD) for j in pairs])
-        return cute.arch.fmax(*unpack(largest, Float16)) >= Float32(LARGEST_POLYNOMIAL)
+    @cute.jit
+    def _has_lost_any(self) -> Boolean:
+        """Whether a sum of the thread is NaN, infinite, or so large that what is measured anew may vanish beside it."""
+        return not self.totals[0] < Float32(RELIABLE) or not self.totals[1] < Float32(RELIABLE)
 
     @cute.jit
-    def _replace_lost(self, acc_S: cute.Tensor, stage: Int32):
+    def _replace_lost(self, acc_S: cute.Tensor, stage: Int32, slot: Int32):
         """P in float32 everywhere, from scores where a polynomial had made it, or all of it. Sets ``row_scale``."""
-        groups = tuple(range(as_rows(acc_S).shape[1][1]))
-        of_polynomials = tuple(j for j in groups if is_polynomial(j, self.polynomial_pairs))
+        rows = as_rows(acc_S)
+        groups = range(rows.shape[1][1])
         others = tuple(j for j in groups if not is_polynomial(j, self.polynomial_pairs))
-        if const_expr(len(of_polynomials) == 0):
-            self._replace(acc_S, stage, groups, ())
+        if const_expr(len(others) == len(groups)):
+            self._replace(acc_S, (stage, slot), others, ())
         else:
-            if cute.arch.vote_any_sync(self._has_overflowed()):
-                self._replace(acc_S, stage, groups, ())
+            of_others = [rows[r, (e, j)] for r in range(ROWS_PER_THREAD) for j in others for e in range(2)]
+            if cute.arch.vote_any_sync(not sum(of_others[1:], of_others[0]) < Float32(RELIABLE)):
+                self._replace(acc_S, (stage, slot), tuple(groups), ())
             else:
-                self._replace(acc_S, stage, of_polynomials, others)
+                self._replace(acc_S, (stage, slot), tuple(j for j in groups if j not in others), others)
 
     @cute.jit
     def _replace(
         self,
         acc_S: cute.Tensor,
-        stage: Int32,
+        place: tuple[Int32, Int32],
         groups: cutlass.Constexpr[tuple[int, ...]],
         others: cutlass.Constexpr[tuple[int, ...]],
     ):
         """P of some groups of 8 keys from their scores, measured from their maximum if it is a new one."""
         rows = as_rows(acc_S)
+        stage, slot = place
         self.scores.compute(acc_S, stage, groups)
+        self._take_scale(self._read_slot(slot)[0])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top = rows[r, (0, groups[0])]
             for i in cutlass.range_constexpr(len(groups)):
@@ -179,17 +182,12 @@ class LaggingSoftmax(BlockScaledSoftmax):
 
     @cute.jit
     def _sum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
-        """Set ``totals`` and ``halves`` of a row that is all in float32."""
+        """Set ``totals`` of a row that is all in float32."""
         rows = as_rows(acc_S)
-        pairs = rows.shape[1][1]
-        sums = []
-        for half in cutlass.range_constexpr(2):
-            total = Float32(0.0)
-            for j in cutlass.range_constexpr(pairs * half // 2, pairs * (half + 1) // 2):
-                total = total + (rows[r, (0, j)] + rows[r, (1, j)])
-            sums.append(total)
-        self.halves[r] = cute.arch.fmax(*sums)
-        self.totals[r] = sums[0] + sums[1]
+        total = Float32(0.0)
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            total = total + (rows[r, (0, j)] + rows[r, (1, j)])
+        self.totals[r] = total
 
     @cute.jit
     def _take_largest(
@@ -200,15 +198,16 @@ class LaggingSoftmax(BlockScaledSoftmax):
         r: cutlass.Constexpr[int],
         polynomial_pairs: cutlass.Constexpr[int],
     ):
-        """Bring the largest P of row ``r`` down to 2^8, if it is above, and the sums of half a row below 2^6.
+        """Bring the largest P of row ``r`` down to a power of two, at most 2^8, and the sums of its threads below 2^6.
 
         ``polynomial_pairs`` says which pairs are two float16.
         """
         largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
-        rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - Float32(P_EXPONENT), Float32(0.0))
+        kept = cute.arch.fmin(Float32(_exponent(largest)), Float32(P_EXPONENT))
+        rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - kept, Float32(0.0))
         quotient = exp2(-rise)
-        half = max_over_lanes(self.halves[r], LANES_PER_ROW) * quotient
-        octaves = _octaves_over(half, largest * quotient)
+        total = max_over_lanes(self.totals[r], LANES_PER_ROW) * quotient
+        octaves = _octaves_over(total, largest * quotient)
         self.row_sum[r] = self.row_sum[r] + self.totals[r]
         factor = self._raise_shift(acc_S, r, rise + octaves, polynomial_pairs)
         store_row_as_operand_a_e4m3(operand, acc_S, r, polynomial_pairs)
@@ -235,24 +234,15 @@ class LaggingSoftmax(BlockScaledSoftmax):
         _multiply(acc_S, r, factor, tuple(j for j in groups if not is_polynomial(j, polynomial_pairs)))
         return factor
 
-    @cute.jit
-    def _zero_or_nan(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-        """NaN if one of the scores is NaN that a polynomial would turn into 0."""
-        words = as_rows(cute.recast_tensor(acc_S, Int32))
-        pairs = [j for j in range(words.shape[1][1]) if is_polynomial(j, self.polynomial_pairs)]
-        if const_expr(len(pairs) == 0):
-            return Float32(0.0)
-        return largest_bits([words[r, (e, j)] for j in pairs for e in range(2)]).bitcast(Float32) * Float32(
-            0.0
-        )
-
-
-def _octaves_over(half: Float32, largest: Float32) -> Float32:
-    """By how many powers of two a row is to be divided: ``half`` below 2^6, but ``largest`` no less than 2^3."""
-    exponents = (x.bitcast(Int32) >> FLOAT32_MANTISSA_BITS for x in (half, largest))
-    bounds = (FLOAT32_BIAS + SETTLED_SUM - 1, FLOAT32_BIAS + LEAST_MAXIMUM)
-    over, above = (exponent - bound for exponent, bound in zip(exponents, bounds, strict=True))
+def _octaves_over(total: Float32, largest: Float32) -> Float32:
+    """By how many powers of two a row is to be divided: ``total`` below 2^6, but ``largest`` no less than 2^3."""
+    over, above = _exponent(total) - (SETTLED_SUM - 1), _exponent(largest) - LEAST_MAXIMUM
     return Float32(cutlass.max(cutlass.min(over, above), 0))
+
+
+def _exponent(x: Float32) -> Int32:
+    """That of a positive number: its binary logarithm, rounded down."""
+    return (x.bitcast(Int32) >> FLOAT32_MANTISSA_BITS) - FLOAT32_BIAS
 
 
 @cute.jit

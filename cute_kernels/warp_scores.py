@@ -8,7 +8,6 @@ from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
-    COLUMNS_PER_GROUP,
     LANES_PER_ROW,
     ROW_STRIDE,
     ROWS_PER_THREAD,
@@ -27,14 +26,16 @@ WORDS_PER_STEP = 4
 class WarpScores(LoopInvariant):
     """S = Q K^T of a warp's 16 rows, from e4m3 in shared memory, in the registers of a WGMMA accumulator.
 
-    ``mQ`` is (rows, words, warpgroups), ``mK`` (keys, words, stages), each word four e4m3 of a row; the warpgroups that
-    compute follow ``other_warpgroups``. mma.sync m16n8k16 gives each thread the elements of a 16 x 8 tile that WGMMA
-    gives it of a 64 x 8 one, so nothing has to move. It sums in float32, where FP8 WGMMA drops what is below 2^-13 of
-    the largest product.
+    ``mQ`` is (rows, words, warpgroups), ``mK`` (keys, words, stages), each word four e4m3 of a row. Their layouts say
+    where a word would be without the swizzle, which is over ``swizzle_bytes``. The warpgroups that compute follow
+    ``other_warpgroups``. mma.sync m16n8k16 gives each thread the elements of a 16 x 8 tile that WGMMA gives it of a
+    64 x 8 one, so nothing has to move. It sums in float32, where FP8 WGMMA drops what is below 2^-13 of the largest
+    product.
     """
 
     mQ: cute.Tensor
     mK: cute.Tensor
+    swizzle_bytes: int
     other_warpgroups: int
 
     @cute.jit
@@ -48,21 +49,31 @@ class WarpScores(LoopInvariant):
         thread = pin(cute.arch.thread_idx()[0], Int32)  # so that nothing that comes of it is kept elsewhere
         warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
-        mQ = self.mQ[None, None, wg - self.other_warpgroups]
+        wg = wg - self.other_warpgroups
         row, word = warp_in_group * ROWS_PER_WARP + lane // LANES_PER_ROW, lane % LANES_PER_ROW
         key = lane // LANES_PER_ROW
-        for step in cutlass.range(cute.size(mQ, mode=[1]) // WORDS_PER_STEP, unroll=1):
+        for step in cutlass.range(cute.size(self.mQ, mode=[1]) // WORDS_PER_STEP, unroll=1):
             at = step * WORDS_PER_STEP + word
-            (a0, a2), (a1, a3) = (_widen(mQ[row + r * ROW_STRIDE, at]) for r in range(ROWS_PER_THREAD))
+            queries, keys = self._every_eighth(self.mQ, (row, at, wg)), self._every_eighth(self.mK, (key, at, stage))
+            (a0, a2), (a1, a3) = (_widen(queries[r]) for r in range(ROWS_PER_THREAD))
             for i in cutlass.range_constexpr(len(groups)):
                 j = groups[i]
-                b = _widen(self.mK[key + j * COLUMNS_PER_GROUP, at, stage])
+                b = _widen(keys[j])
                 c = [scores[r, (e, j)] for r in range(ROWS_PER_THREAD) for e in range(2)]
                 c = _multiply((a0, a1, a2, a3), b, c)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     for e in cutlass.range_constexpr(2):
                         scores[r, (e, j)] = c[2 * r + e]
         cute.arch.sync_warp()
+
+    def _every_eighth(self, words: cute.Tensor, place: tuple) -> cute.Tensor:
+        """The word at ``place`` and those 8, 16, ... rows below, where a swizzle moves words alike."""
+        address = Int32((words.iterator + cute.crd2idx(place, words.layout)).toint())
+        swizzled = address ^ (address >> 3 & self.swizzle_bytes - 16)
+        stride = cute.crd2idx((ROW_STRIDE, 0, 0), words.layout)
+        rows = cute.make_layout(cute.size(words, mode=[0]) // ROW_STRIDE, stride=stride)
+        pointer = cute.make_ptr(Int32, swizzled, cute.AddressSpace.smem, assumed_align=4)
+        return cute.make_tensor(pointer, rows)
 
 
 def _widen(word: Int32) -> tuple[Int32, Int32]:

@@ -2,8 +2,18 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor, smem_descriptor_to_int
+
+
+def keep_descriptor(operand: cute.Tensor) -> cute.Tensor:
+    """An operand in shared memory whose descriptor is made here, once, and not again for every GEMM."""
+    descriptor = smem_descriptor_to_int(operand.iterator)
+    kept = cute.arch.inline_ptx(
+        "mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[descriptor]
+    )
+    return cute.make_tensor(int_to_smem_descriptor(kept), operand.layout)
 
 
 @cute.jit

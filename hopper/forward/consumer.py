@@ -15,7 +15,7 @@ from hopper.forward.barriers import PingPong
 from hopper.forward.feeder import NoFeeder
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
-from hopper.wgmma import issue_gemm
+from hopper.wgmma import issue_gemm, keep_descriptor
 
 
 class Consumer(LoopInvariant):
@@ -38,7 +38,7 @@ class Consumer(LoopInvariant):
     ):
         self.config = config
         self.mmas = mmas
-        self.tSrQ, self.tSrK = operands
+        self.tSrQ, self.tSrK = (keep_descriptor(operand) for operand in operands)
         self.pipes = pipes
         self.softmax = softmax
         self.output = output
@@ -262,6 +262,7 @@ class LaggingConsumer(Consumer):
         if self.softmax.is_settled():
             self.softmax.add_totals()
         else:
-            self.softmax.recover(self.tOrP, acc_S, self.output.acc, k_state.index)
+            slot = consumer_slot(k_state)
+            self.softmax.recover(self.tOrP, acc_S, self.output.acc, k_state.index, slot)
         self.pipes.k.consumer_release(k_state)
         return k_state

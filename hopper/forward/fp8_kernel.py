@@ -15,7 +15,7 @@ from cute_kernels.warp_scores import WarpScores
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
 from hopper.forward.addend import Addend
 from hopper.forward.consumer import Consumer, LaggingConsumer
-from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzled_layout
+from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzle_bytes, swizzled_layout
 from hopper.forward.operands import Mmas, TmaOperand, Work
 from hopper.forward.output import Output, TwoLevelOutput
 from hopper.forward.producer import Producer
@@ -77,17 +77,17 @@ class Fp8ForwardKernel(ForwardKernel):
 
     def _warp_scores(self, storage) -> WarpScores:
         layouts = self._smem_layouts()
-        sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
-        sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
-        return WarpScores(_as_words(sQ, layouts.q.inner), _as_words(sK, layouts.k.inner), other_warpgroups=1)
+        sQ, sK = storage.sQ.get_tensor(layouts.q.outer), storage.sK.get_tensor(layouts.k.outer)
+        words = (cute.recast_tensor(operand, Int32) for operand in (sQ, sK))
+        return WarpScores(*words, swizzle_bytes(self.config.head_dim), other_warpgroups=1)
 
     def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         if not self.config.two_level:
             return super()._make_output(mmas, sV, softmax)
         return TwoLevelOutput(self.config, mmas, self._pv_mma(self.config.pv_columns), sV, softmax)
 
-    def _make_scales(self, scales: tuple, storage) -> ScalePublisher:
-        return ScalePublisher(BlockScales(*scales), self.config.tile_n, self._slots(storage))
+    def _make_scales(self, scale_log2: Float32, scales: tuple, storage) -> ScalePublisher:
+        return ScalePublisher(scale_log2, BlockScales(*scales), self.config.tile_n, self._slots(storage))
 
     def _make_addend(self, scales: tuple, lane: Int32) -> Addend:
         return Addend(BlockScales(*scales).addend, lane)
@@ -104,12 +104,6 @@ class Fp8ForwardKernel(ForwardKernel):
             vt=swizzled_layout(c.head_dim_v, c.tile_n, c.stages, self.dtype),
             o=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype),
         )
-
-
-def _as_words(tensor: cute.Tensor, swizzle: cute.Swizzle) -> cute.Tensor:
-    """Four e4m3 a word. Left to itself a change of the type drops the swizzle, which counts bytes for any."""
-    words = cute.recast_tensor(tensor, Int32)
-    return cute.make_tensor(cute.recast_ptr(words.iterator, swizzle), words.layout)
 
 
 class Fp8RowsForwardKernel(Fp8ForwardKernel):

@@ -47,22 +47,22 @@ class SmemLayouts(NamedTuple):
     o: cute.ComposedLayout
 
 
+SWIZZLES = {128: SmemLayoutAtomKind.K_SW128, 64: SmemLayoutAtomKind.K_SW64, 32: SmemLayoutAtomKind.K_SW32}
+"""By the bytes of a row, or of the part of it within which they are."""
+
+
+def swizzle_bytes(row_bytes: int) -> int:
+    """Of the widest swizzle that divides a row."""
+    return next(width for width in SWIZZLES if row_bytes % width == 0)
+
+
 def swizzled_layout(
     rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None, part: int | None = None
 ) -> cute.ComposedLayout:
     """Row-major (rows, cols, stages) in the widest swizzle that divides a row, or a ``part`` of its columns that is an
     operand by itself."""
     part_bytes = (cols if part is None else part) * dtype.width // 8
-    kind = next(
-        kind
-        for width, kind in (
-            (128, SmemLayoutAtomKind.K_SW128),
-            (64, SmemLayoutAtomKind.K_SW64),
-            (32, SmemLayoutAtomKind.K_SW32),
-        )
-        if part_bytes % width == 0
-    )
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    atom = warpgroup.make_smem_layout_atom(SWIZZLES[swizzle_bytes(part_bytes)], dtype)
     tile = cute.tile_to_shape(atom, (rows, cols), (0, 1))
     stride = rows * cols if stage_stride is None else stage_stride
     staged = cute.append(tile.outer, cute.make_layout(stages, stride=stride))
@@ -225,14 +225,14 @@ class ForwardKernel:
         blocks = BlockRange(c.tile_m, c.tile_n, c.causal)
         work = Work(scheduler, order, blocks, seqlen_q, seqlen_k, heads_per_kv_head)
         if const_expr(not c.warp_specialized):
-            producer = Producer(c, operands, pipes, self._make_scales(scales, storage))
+            producer = Producer(c, operands, pipes, self._make_scales(scale_log2, scales, storage))
             softmax = self._make_softmax(scale_log2, scales, storage)
             feeder = Feeder(c, producer, warp_idx)
             self._consume(work, (operands, pipes, softmax, feeder), mLSE, scales, warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
-                producer = Producer(c, operands, pipes, self._make_scales(scales, storage))
+                producer = Producer(c, operands, pipes, self._make_scales(scale_log2, scales, storage))
                 self._run_producers(work, producer, storage, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
@@ -329,7 +329,7 @@ class ForwardKernel:
     def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         return Output(self.config, mmas, sV, softmax)
 
-    def _make_scales(self, scales: tuple, storage) -> NoScales:
+    def _make_scales(self, scale_log2: Float32, scales: tuple, storage) -> NoScales:
         return NoScales()
 
     def _make_addend(self, scales: tuple, lane: Int32) -> NoAddend:

@@ -10,7 +10,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax, scale_rows
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
 from hopper.forward.operands import Mmas
-from hopper.wgmma import issue_gemm
+from hopper.wgmma import issue_gemm, keep_descriptor
 
 PARTS_IN_FLIGHT = 2
 """Parts of P V that have registers at a time: one is added to O while the tensor cores make the other."""
@@ -27,7 +27,7 @@ class Output(LoopInvariant):
 
     def __init__(self, config: ForwardConfig, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax):
         self.config, self.mma, self.softmax = config, mmas.pv, softmax
-        self.tOrV = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(sV))
+        self.tOrV = keep_descriptor(self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(sV)))
         self.acc = make_accumulator(mmas.pv, config.head_dim_v)
 
     def clear(self):

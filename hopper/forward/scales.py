@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_kernels.invariant import LoopInvariant
 
 SLOT_FLOATS = 2
-"""A slot: the scale of a block of K, and that of V."""
+"""A slot: the scale of a block of K times softmax_scale log2(e), and that of V."""
 
 
 class BlockScales(NamedTuple):
@@ -46,6 +46,7 @@ class ScalePublisher(NoScales):
     one lane writes and one arrives, with the warp's barrier between them.
     """
 
+    scale_log2: Float32
     scales: BlockScales
     tile_n: int
     slots: cute.Tensor
@@ -55,6 +56,12 @@ class ScalePublisher(NoScales):
         s = self.scales
         block = n_block * self.tile_n // s.block_k
         if cute.arch.lane_idx() == 0:
-            self.slots[slot, 0] = s.k[batch, head_kv, block]
-            self.slots[slot, 1] = s.v[batch, head_kv, block]
+            self.slots[slot, 0] = _valid(s.k[batch, head_kv, block]) * self.scale_log2
+            self.slots[slot, 1] = _valid(s.v[batch, head_kv, block])
         cute.arch.sync_warp()
+
+
+@cute.jit
+def _valid(scale: Float32) -> Float32:
+    """Where a scale is negative, NaN, which reaches all that it would make wrong: it would turn maxima into minima."""
+    return scale if scale >= Float32(0.0) else Float32.nan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import exp2_pairs
-from cute_kernels.exp2_pairs import PAIR_RANGE, PAIR_ZERO, exp2_of_pair, is_polynomial
+from cute_kernels.exp2_pairs import exp2_of_pair, is_polynomial
 
 CELL = r"(\{\$[rw]\d\}|\w[\w.]*)"
 
@@ -20,8 +20,8 @@ class Ptx:
     def read(self, cell: str) -> torch.Tensor:
         if cell in self.registers:
             return self.registers[cell]
-        if cell.startswith("0x"):
-            return torch.tensor(int(cell, 16))
+        if cell.startswith(("0x", "0f")):
+            return torch.tensor(int(cell[2:], 16))
         return bits_of_floats(torch.tensor(float(cell), dtype=torch.float32))
 
     def run(self, text: str) -> None:
@@ -52,15 +52,14 @@ def bits_of_halves(x: torch.Tensor) -> torch.Tensor:
     return low | high << 16
 
 
-def saturated(x: torch.Tensor) -> torch.Tensor:
-    return x.float().clamp(0, 1).nan_to_num(0.0)
+def saturated(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).clamp(-(2**15), 2**15 - 1).long() & 0xFFFF
 
 
 OPERATIONS = {
-    "fma.rn.sat.f32": lambda a, b, c: bits_of_floats(saturated(floats(a) * floats(b) + floats(c))),
     "fma.rn.f32": lambda a, b, c: bits_of_floats(floats(a) * floats(b) + floats(c)),
     "mov.b32": lambda a: a,
-    "prmt.b32": lambda a, b, selector: (a & 0xFFFF) | (b & 0xFFFF) << 16,
+    "cvt.pack.sat.s16.s32": lambda high, low: saturated(low) | saturated(high) << 16,
     "lop3.b32": lambda a, b, c, table: (a & b) | c,
     "fma.rn.f16x2": lambda a, b, c: bits_of_halves(halves(a) * halves(b) + halves(c)),
     "mul.rn.f16x2": lambda a, b: bits_of_halves(halves(a) * halves(b)),
@@ -69,7 +68,7 @@ OPERATIONS = {
 
 @pytest.fixture
 def run(monkeypatch):
-    """exp2_of_pair on float32 tensors of exponents, with a scale of 1."""
+    """exp2_of_pair on float32 tensors of exponents, with a scale of 1 and no offset."""
     texts = []
     monkeypatch.setattr(
         exp2_pairs.cute.arch, "inline_ptx", lambda text, **_: texts.append(text) or text, raising=True
@@ -77,12 +76,12 @@ def run(monkeypatch):
 
     def evaluate(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         text = exp2_of_pair(None, None, None, None)
-        assert "0x5410" in text and "0xea" in text
+        assert "0xea" in text
         arguments = {
             "{$r0}": bits_of_floats(low),
             "{$r1}": bits_of_floats(high),
-            "{$r2}": bits_of_floats(torch.full_like(low, 1 / PAIR_RANGE)),
-            "{$r3}": bits_of_floats(torch.full_like(low, PAIR_ZERO / PAIR_RANGE)),
+            "{$r2}": bits_of_floats(torch.full_like(low, 1.0)),
+            "{$r3}": bits_of_floats(torch.full_like(low, 0.0)),
         }
         machine = Ptx(arguments)
         machine.run(text)
@@ -92,20 +91,22 @@ def run(monkeypatch):
 
 
 def test_it_is_near_the_exponential_and_exact_at_integers(run):
-    x = torch.linspace(-13.9, 12.99, 200_001, dtype=torch.float64).float()
+    x = torch.linspace(-13.9, 15.99, 200_001, dtype=torch.float64).float()
     low, high = run(x, x.flip(0))
     assert torch.equal(low, high.flip(0))
     error = low / x.double().exp2() - 1
     assert error.abs().max() < 0.007 and error.square().mean().sqrt() < 0.0037 and error.mean().abs() < 2e-4
-    integers = torch.arange(-14, 14, dtype=torch.float32)
+    integers = torch.arange(-14, 16, dtype=torch.float32)
     assert torch.equal(run(integers, integers)[0], integers.double().exp2())
 
 
-def test_everything_else_is_zero_or_saturates(run):
-    x = torch.tensor([-torch.inf, -1e9, -100.0, -15.0, torch.nan, 13.0, 20.0, torch.inf])
-    low, high = run(x, x)
-    assert low[:5].tolist() == [0.0] * 5 and low[5:].tolist() == [2.0 ** (PAIR_RANGE - PAIR_ZERO)] * 3
-    assert torch.equal(low, high)
+def test_everything_below_is_zero_and_nothing_else_is_finite(run):
+    below = torch.tensor([-torch.inf, -3e38, -1e9, -100.0, -47.0, -32.0, -31.0, -16.0, -15.0])
+    above = torch.tensor([16.0, 16.5, 17.0, 20.0, 32.0, 47.0, 8191.0, 1e9, 3e38, torch.inf, torch.nan])
+    everything = torch.cat((below, above))
+    low, high = run(everything, everything.flip(0))
+    assert torch.equal(low.isfinite(), high.flip(0).isfinite())
+    assert not low[: len(below)].any() and not low[len(below) :].isfinite().any()
 
 
 def test_pairs_are_spread_evenly():

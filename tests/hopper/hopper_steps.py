@@ -200,6 +200,9 @@ def _cvt(name: str, ops: list[str]) -> Step:
             rounded = [to_bf16 if to == "bf16x2" else to_f16][0]
             high, low = (rounded(warp.get(x, np.float32)).astype(np.uint32) for x in ops[1:])
             result = low | high << np.uint32(16)
+        elif ".pack.sat.s16.s32" in name:
+            high, low = (warp.get(x, np.int32).clip(-(2**15), 2**15 - 1) for x in ops[1:])
+            result = (low.astype(np.uint32) & np.uint32(0xFFFF)) | high.astype(np.uint32) << np.uint32(16)
         elif to == "e4m3x2":
             if source == "f16x2":
                 low, high = warp.get(ops[1], np.uint32).view(np.float16).astype(np.float32).reshape(-1, 2).T
@@ -494,7 +497,7 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _max(name: str, ops: list[str]) -> Step:
-    if name.endswith("u16x2"):
+    if name.endswith("s16x2"):
         return lambda warp, mask: warp.set(
             ops[0], _larger_halves(*(warp.get(x, np.uint32) for x in ops[1:])), mask
         )
@@ -507,7 +510,7 @@ def _min(name: str, ops: list[str]) -> Step:
 
 
 def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.maximum(*(np.ascontiguousarray(x).view(np.uint16) for x in (a, b))).view(np.uint32)
+    return np.maximum(*(np.ascontiguousarray(x).view(np.int16) for x in (a, b))).view(np.uint32)
 
 
 SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
