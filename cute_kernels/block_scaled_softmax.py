@@ -26,11 +26,6 @@ P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""
 
 
-UNIT_RANGE = 2.0**-64
-"""The unit of O is no less than this part of the largest so far, so that O stays within float32. What a quieter block
-adds is too large then, but below 2^-50 of the largest V that the tile has seen."""
-
-
 class BlockScaledSoftmax(OnlineSoftmax):
     """The softmax of ``OnlineSoftmax`` on x = scale S, with scale = softmax_scale log2(e) s_q s_k of the block.
 
@@ -39,9 +34,10 @@ class BlockScaledSoftmax(OnlineSoftmax):
     since the quantizer's are powers of two; then this costs nothing. P depends on the scores alone.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
-    ``enter_block`` finds the block's scales in: pairs of s_k and s_v. Each of a thread's rows has a scale s_q. Of each
-    8 column pairs ``polynomial_pairs`` take their exponentials from the FMA pipe. Here those add nothing below 2^-23 of
-    the row's largest to the row sum: less than a part in 64 after 2^17 keys, all that small, and one that is not.
+    ``enter_block`` finds a block's scales in: softmax_scale log2(e) s_k, and the unit, which is s_v unless that is too
+    small. None is negative. Each of a thread's rows has a scale s_q. Of each 8 column pairs ``polynomial_pairs`` take
+    their exponentials from the FMA pipe. Here those add nothing below 2^-23 of the row's largest to the row sum: less
+    than a part in 64 after 2^17 keys, all that small, and one that is not.
     """
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
@@ -49,27 +45,27 @@ class BlockScaledSoftmax(OnlineSoftmax):
         self.q_scale, self.o_scale, self.block_q = tile_scales
         self.slots, self.polynomial_pairs = slots, polynomial_pairs
         self.tile_scale, self.scale = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
-        self.unit, self.unit_change, self.largest_unit = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
+        self.unit, self.unit_change = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
     def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.tile_scale[r] = self.q_scale[batch, head, rows[r] // self.block_q]
-        self.unit[0], self.largest_unit[0] = Float32(0.0), Float32(0.0)
+        self.unit[0] = Float32(0.0)
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        scale_k, scale_v = self._read_slot(slot)
+        scale_k, unit = self._read_slot(slot)
         self._take_scale(scale_k)
-        self._take_unit(scale_v)
+        self._take_unit(unit)
 
     @cute.jit
     def _read_slot(self, slot: Int32) -> tuple[Float32, Float32]:
-        scale_k, scale_v = self.slots[slot, 0], self.slots[slot, 1]
+        scale_k, unit = self.slots[slot, 0], self.slots[slot, 1]
         # All lanes have read before one of them releases the stage, and with it the slot.
         cute.arch.sync_warp()
-        return scale_k, scale_v
+        return scale_k, unit
 
     @cute.jit
     def _take_scale(self, scale_k: Float32):
@@ -78,9 +74,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
             self.scale[r] = maximum_or_nan(scale_k * self.tile_scale[r], Float32(SMALLEST_SCALE))
 
     @cute.jit
-    def _take_unit(self, scale_v: Float32):
-        unit = maximum_or_nan(scale_v, self.largest_unit[0] * Float32(UNIT_RANGE))
-        self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
+    def _take_unit(self, unit: Float32):
         quotient = self.unit[0] * cute.arch.rcp_approx(unit)
         self.unit_change[0] = Float32(1.0) if unit == self.unit[0] else quotient
         self.unit[0] = unit

@@ -55,7 +55,7 @@ def exp2_of_pair(low: Float32, high: Float32, scale: Float32, offset: Float32) -
 
 @cute.jit
 def sum_of_words(words: list) -> Float32:
-    """Sum of pairs of float16, in float16 up to 8 of them: 2^-11 of a part of the sum is lost at a time, up or down."""
+    """Sum of pairs of float16, of 8 pairs at most in float16: each addition rounds to 2^-11, up or down."""
     parts = -(-len(words) // LONGEST_SUM)
     sums = []
     for i in cutlass.range_constexpr(parts):

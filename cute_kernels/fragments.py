@@ -70,7 +70,20 @@ def store_row_as_operand_a_e4m3(
     r: cutlass.Constexpr[int],
     polynomial_pairs: cutlass.Constexpr[int],
 ):
-    """Round row ``r`` of an accumulator into the register A operand of the next FP8 WGMMA (k = 32).
+    """``store_groups_as_operand_a_e4m3`` of a whole row."""
+    groups = tuple(range(as_rows(acc).shape[1][1]))
+    store_groups_as_operand_a_e4m3(operand, acc, r, groups, polynomial_pairs)
+
+
+@cute.jit
+def store_groups_as_operand_a_e4m3(
+    operand: cute.Tensor,
+    acc: cute.Tensor,
+    r: cutlass.Constexpr[int],
+    groups: cutlass.Constexpr[tuple[int, ...]],
+    polynomial_pairs: cutlass.Constexpr[int],
+):
+    """Round neighbouring groups of 8 columns of row ``r`` into the register A operand of the next FP8 WGMMA (k = 32).
 
     A thread's four bytes of a word should be the keys 4 t .. 4 t + 3 of 16, with t its lane in the row, but it
     holds the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. Those are stored as they are; V comes with its keys in the
@@ -80,7 +93,7 @@ def store_row_as_operand_a_e4m3(
     words = cute.recast_tensor(operand, Int32)
     rows = as_rows(acc)
     packed = as_rows(cute.recast_tensor(acc, Int32))
-    for word in cutlass.range_constexpr(rows.shape[1][1] // 2):
+    for word in cutlass.range_constexpr(groups[0] // 2, (groups[-1] + 1) // 2):
         halves = []
         for j in cutlass.range_constexpr(2 * word, 2 * word + 2):
             if const_expr(is_polynomial(j, polynomial_pairs)):

@@ -7,7 +7,13 @@ from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cute_kernels.block_scaled_softmax import P_EXPONENT, BlockScaledSoftmax
 from cute_kernels.exp2_pairs import is_polynomial, largest_pair, scale_words
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
-from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows, store_row_as_operand_a_e4m3
+from cute_kernels.fragments import (
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+    store_groups_as_operand_a_e4m3,
+    store_row_as_operand_a_e4m3,
+)
 from cute_kernels.row_maximum import largest_bits, over_lanes
 from cute_kernels.softmax import scale_row
 from cute_kernels.warp_scores import WarpScores
@@ -29,6 +35,9 @@ LEAST_MAXIMUM = 3
 RELIABLE = 2.0**64
 """Sums of P so far below what float32 holds that nothing has been lost at either end."""
 
+GROUPS_AT_ONCE = 2
+"""Where a block starts over, this many groups of 8 keys have registers at a time."""
+
 FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
 
@@ -38,13 +47,13 @@ class LaggingSoftmax(BlockScaledSoftmax):
     P may be as large as e4m3 allows, and float32 sums it whatever it is. So a block needs no maximum, and O no factor,
     unless a P is above 448; and none is where no sum of a few is: one comparison of sums that are taken anyway
     (``is_settled``). Where one might be, ``recover`` takes the maximum of P instead of the scores, which P has
-    replaced, and divides by it what came of them. Only where a P has lost its value, because a polynomial saturated or
-    float32 did, the block's scores are computed once more. So it is exact for any input.
+    replaced, and divides by it what came of them. Only where a P has lost its value, because it was too large for
+    float16 or float32, the block's scores are computed once more. So it is exact for any input.
 
     Whenever a maximum is taken, P of the row is lowered by a power of two besides, so that the sums of later blocks
     have room: 2^3 (of many alike) to 2^6 is the row's largest P then. What all this costs: the largest P of a row is a
-    power of two, which e4m3 has, only if it is in a block with a maximum; and P becomes 0 at 2^-13 to 2^-16 of that
-    instead of 2^-18, to the row sum that of polynomials at 2^-18 to 2^-21 instead of 2^-23.
+    power of two, which e4m3 has, only if it is in a block with a maximum, or towers above all before it; and P becomes
+    0 at 2^-13 to 2^-16 of that instead of 2^-18, to the row sum that of polynomials at 2^-18 to 2^-21 instead of 2^-23.
 
     ``scores`` are the warp's, ``totals`` the thread's sums of a block, for each row.
     """
@@ -59,18 +68,17 @@ class LaggingSoftmax(BlockScaledSoftmax):
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
-        self.scale_v = cute.make_rmem_tensor(1, Float32)
+        self.new_unit = cute.make_rmem_tensor(1, Float32)
         self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        scale_k, scale_v = self._read_slot(slot)
+        scale_k, self.new_unit[0] = self._read_slot(slot)
         self._take_scale(scale_k)
-        self.scale_v[0] = scale_v
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        self._take_unit(self.scale_v[0])
+        self._take_unit(self.new_unit[0])
         super().take_scores(acc_S, is_first)
 
     @cute.jit
@@ -96,7 +104,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
     @cute.jit
     def is_settled(self) -> Boolean:
         """Whether the block's P, and O as it is, will do."""
-        is_new_unit = self.scale_v[0] != self.unit[0]
+        is_new_unit = self.new_unit[0] != self.unit[0]
         return not cute.arch.vote_any_sync(is_new_unit or self._needs_maximum(0) or self._needs_maximum(1))
 
     @cute.jit
@@ -112,19 +120,18 @@ class LaggingSoftmax(BlockScaledSoftmax):
             self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
     @cute.jit
-    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32, slot: Int32):
+    def recover(
+        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32, slot: Int32
+    ):
         """Make P, ``row_sum`` and O right after a block that is not settled.
 
         The block's scales are read again where they are wanted: that costs less than the registers that kept them.
         """
-        self.row_scale.fill(1.0)
         if cute.arch.vote_any_sync(self._has_lost_any()):
-            self._replace_lost(acc_S, stage, slot)
-            self._take_unit(self._read_slot(slot)[1])
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
+            self._compute_again(operand, acc_S, acc_O, (stage, slot))
         else:
             self._take_unit(self._read_slot(slot)[1])
+            self.row_scale.fill(1.0)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 if cute.arch.vote_any_sync(self._needs_maximum(r)):
                     self._take_largest(operand, acc_S, acc_O, r, self.polynomial_pairs)
@@ -138,19 +145,57 @@ class LaggingSoftmax(BlockScaledSoftmax):
         return not self.totals[0] < Float32(RELIABLE) or not self.totals[1] < Float32(RELIABLE)
 
     @cute.jit
-    def _replace_lost(self, acc_S: cute.Tensor, stage: Int32, slot: Int32):
-        """P in float32 everywhere, from scores where a polynomial had made it, or all of it. Sets ``row_scale``."""
+    def _compute_again(
+        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
+    ):
+        """P from scores where a polynomial had made it, or all of it if float32 has lost some."""
         rows = as_rows(acc_S)
         groups = range(rows.shape[1][1])
         others = tuple(j for j in groups if not is_polynomial(j, self.polynomial_pairs))
         if const_expr(len(others) == len(groups)):
-            self._replace(acc_S, (stage, slot), others, ())
+            self._start_over(operand, acc_S, acc_O, place)
         else:
             of_others = [rows[r, (e, j)] for r in range(ROWS_PER_THREAD) for j in others for e in range(2)]
             if cute.arch.vote_any_sync(not sum(of_others[1:], of_others[0]) < Float32(RELIABLE)):
-                self._replace(acc_S, (stage, slot), tuple(groups), ())
+                self._start_over(operand, acc_S, acc_O, place)
             else:
-                self._replace(acc_S, (stage, slot), tuple(j for j in groups if j not in others), others)
+                self._replace(acc_S, place, tuple(j for j in groups if j not in others), others)
+                self._take_unit(self._read_slot(place[1])[1])
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
+
+    @cute.jit
+    def _start_over(
+        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
+    ):
+        """All P from scores that are computed twice, a few keys at a time, for their maximum and for what comes of it.
+
+        The largest P of the block is 2^3 then, unless the maximum is that of an earlier block.
+        """
+        stage, slot = place
+        rows = as_rows(acc_S)
+        groups = tuple(range(rows.shape[1][1]))
+        tops = [-Float32.inf] * ROWS_PER_THREAD
+        for first in cutlass.range_constexpr(0, len(groups), GROUPS_AT_ONCE):
+            some = groups[first : first + GROUPS_AT_ONCE]
+            self.scores.compute(acc_S, stage, some)
+            tops = [_maximum_of_groups(acc_S, r, some, tops[r]) for r in range(ROWS_PER_THREAD)]
+        scale_k, unit = self._read_slot(slot)
+        self._take_scale(scale_k)
+        self._take_unit(unit)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            lowered = over_lanes(tops[r], maximum_or_nan) * self.scale[r] + Float32(
+                P_EXPONENT - LEAST_MAXIMUM
+            )
+            self._move_shift(r, maximum_or_nan(lowered, self.shift[r]), is_first=False)
+            scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
+        for first in cutlass.range_constexpr(0, len(groups), GROUPS_AT_ONCE):
+            some = groups[first : first + GROUPS_AT_ONCE]
+            self.scores.compute(acc_S, stage, some)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self._exponentials_of_groups(acc_S, r, some)
+                self.row_sum[r] = self.row_sum[r] + _sum_of_groups(acc_S, r, some)
+                store_groups_as_operand_a_e4m3(operand, acc_S, r, some, polynomial_pairs=0)
 
     @cute.jit
     def _replace(
@@ -161,33 +206,26 @@ class LaggingSoftmax(BlockScaledSoftmax):
         others: cutlass.Constexpr[tuple[int, ...]],
     ):
         """P of some groups of 8 keys from their scores, measured from their maximum if it is a new one."""
-        rows = as_rows(acc_S)
         stage, slot = place
         self.scores.compute(acc_S, stage, groups)
         self._take_scale(self._read_slot(slot)[0])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            top = rows[r, (0, groups[0])]
-            for i in cutlass.range_constexpr(len(groups)):
-                for e in cutlass.range_constexpr(2):
-                    top = maximum_or_nan(top, rows[r, (e, groups[i])])
-            top = over_lanes(top, maximum_or_nan)
+            top = over_lanes(_maximum_of_groups(acc_S, r, groups, -Float32.inf), maximum_or_nan)
             shift = maximum_or_nan(multiply_rounded(top, self.scale[r]), self.shift[r])
             self._move_shift(r, shift, is_first=False)
             _multiply(acc_S, r, self.row_scale[r], others)
-            offset = Float32(P_EXPONENT) - shift
-            for i in cutlass.range_constexpr(len(groups)):
-                for e in cutlass.range_constexpr(2):
-                    rows[r, (e, groups[i])] = exp2(rows[r, (e, groups[i])] * self.scale[r] + offset)
-            self._sum(acc_S, r)
+            self._exponentials_of_groups(acc_S, r, groups)
+            self.totals[r] = _sum_of_groups(acc_S, r, groups + others)
 
     @cute.jit
-    def _sum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
-        """Set ``totals`` of a row that is all in float32."""
+    def _exponentials_of_groups(
+        self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], groups: cutlass.Constexpr[tuple[int, ...]]
+    ):
         rows = as_rows(acc_S)
-        total = Float32(0.0)
-        for j in cutlass.range_constexpr(rows.shape[1][1]):
-            total = total + (rows[r, (0, j)] + rows[r, (1, j)])
-        self.totals[r] = total
+        offset = Float32(P_EXPONENT) - self.shift[r]
+        for i in cutlass.range_constexpr(len(groups)):
+            for e in cutlass.range_constexpr(2):
+                rows[r, (e, groups[i])] = exp2(rows[r, (e, groups[i])] * self.scale[r] + offset)
 
     @cute.jit
     def _take_largest(
@@ -234,6 +272,7 @@ class LaggingSoftmax(BlockScaledSoftmax):
         _multiply(acc_S, r, factor, tuple(j for j in groups if not is_polynomial(j, polynomial_pairs)))
         return factor
 
+
 def _octaves_over(total: Float32, largest: Float32) -> Float32:
     """By how many powers of two a row is to be divided: ``total`` below 2^6, but ``largest`` no less than 2^3."""
     over, above = _exponent(total) - (SETTLED_SUM - 1), _exponent(largest) - LEAST_MAXIMUM
@@ -243,6 +282,29 @@ def _octaves_over(total: Float32, largest: Float32) -> Float32:
 def _exponent(x: Float32) -> Int32:
     """That of a positive number: its binary logarithm, rounded down."""
     return (x.bitcast(Int32) >> FLOAT32_MANTISSA_BITS) - FLOAT32_BIAS
+
+
+@cute.jit
+def _maximum_of_groups(
+    acc_S: cute.Tensor, r: cutlass.Constexpr[int], groups: cutlass.Constexpr[tuple[int, ...]], start: Float32
+) -> Float32:
+    rows = as_rows(acc_S)
+    top = Float32(start)
+    for i in cutlass.range_constexpr(len(groups)):
+        for e in cutlass.range_constexpr(2):
+            top = maximum_or_nan(top, rows[r, (e, groups[i])])
+    return top
+
+
+@cute.jit
+def _sum_of_groups(
+    acc_P: cute.Tensor, r: cutlass.Constexpr[int], groups: cutlass.Constexpr[tuple[int, ...]]
+) -> Float32:
+    rows = as_rows(acc_P)
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(len(groups)):
+        total = total + (rows[r, (0, groups[i])] + rows[r, (1, groups[i])])
+    return total
 
 
 @cute.jit

@@ -54,7 +54,10 @@ class WarpScores(LoopInvariant):
         key = lane // LANES_PER_ROW
         for step in cutlass.range(cute.size(self.mQ, mode=[1]) // WORDS_PER_STEP, unroll=1):
             at = step * WORDS_PER_STEP + word
-            queries, keys = self._every_eighth(self.mQ, (row, at, wg)), self._every_eighth(self.mK, (key, at, stage))
+            queries, keys = (
+                self._every_eighth(self.mQ, (row, at, wg)),
+                self._every_eighth(self.mK, (key, at, stage)),
+            )
             (a0, a2), (a1, a3) = (_widen(queries[r]) for r in range(ROWS_PER_THREAD))
             for i in cutlass.range_constexpr(len(groups)):
                 j = groups[i]

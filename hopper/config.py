@@ -261,7 +261,7 @@ def _validate_lagging(config: Fp8ForwardConfig) -> None:
         if getattr(config, name) is not value:
             raise ValueError(f"{name} is {not value}, allowed with lagging: {value}")
     if config.polynomial_pairs == 8:
-        # Only exponentials of MUFU carry a NaN of a scale.
+        # Only exponentials in float32 can tell what float16 does not hold from what float32 does not.
         raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
 
 
@@ -436,11 +436,13 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
         Fp8Tiling(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False),
+        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=768),
+        LaggingTiling(128, 128, 2, polynomial_pairs=0),
         Fp8Tiling(128, 64, 4, ping_pong=False),
     ),
     (256, True): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False),
+        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=1536),
+        LaggingTiling(128, 128, 2, polynomial_pairs=0),
         Fp8Tiling(128, 64, 4, ping_pong=False),
     ),
 }

@@ -80,7 +80,7 @@ class Consumer(LoopInvariant):
         self._first_scores(mask, n_end - 1, kv_state)
         n_block = n_end - 2
         if const_expr(self.config.causal):
-            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
+            for _ in cutlass.range(self._blocks_with_mask(n_end, n_unmasked), unroll=1):
                 kv_state = self._overlapped_block(mask, n_block, kv_state, True)
                 n_block -= 1
         kv_state = self._unmasked_blocks(mask, n_block, kv_state)
@@ -92,6 +92,10 @@ class Consumer(LoopInvariant):
         self.output.collect()
         kv_state.advance()
         return kv_state
+
+    def _blocks_with_mask(self, n_end: Int32, n_unmasked: Int32) -> Int32:
+        """Behind the first."""
+        return cutlass.max(n_end - 1 - n_unmasked, 0)
 
     @cute.jit
     def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:

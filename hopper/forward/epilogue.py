@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
@@ -73,7 +74,8 @@ class Epilogue(LoopInvariant):
     def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
         dtype = self.o.smem.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-        thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
+        # Pinned, so that the addresses are not kept in registers over the whole tile.
+        thread = pin(self.warp_in_group * cute.arch.WARP_SIZE + self.lane, Int32)
         copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(consumer.output.acc, dtype)
         rO.store(consumer.output.acc.load().to(dtype))

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.eager_softmax import EagerSoftmax
+from cute_kernels.fast_math import pin
 from cute_kernels.lagging_softmax import LaggingSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
@@ -21,6 +22,9 @@ from hopper.forward.output import Output, TwoLevelOutput
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, BlockScales, ScalePublisher
 from hopper.forward.transpose import PRODUCER_WARPS, VTransposer, load_ahead
+
+CROWDED_COLUMNS = 128
+"""Of O: with more, a softmax that lags needs all registers of a thread."""
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -67,6 +71,11 @@ class Fp8ForwardKernel(ForwardKernel):
         scales = (q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k)
         self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, scales, softmax_scale, num_ctas, stream)
 
+    def _coordinates_again(self, work: Work, tile: Int32, coordinates: tuple) -> tuple:
+        """As in ``ForwardKernel``, or computed from the tile's number where O, S and P leave no registers for them."""
+        is_crowded = self.config.lagging and self.config.head_dim_v > CROWDED_COLUMNS
+        return work.order.coordinates(pin(tile, Int32)) if is_crowded else coordinates
+
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         s = BlockScales(*scales)
         tile_scales = (s.q, s.o, s.block_q)
@@ -87,7 +96,10 @@ class Fp8ForwardKernel(ForwardKernel):
         return TwoLevelOutput(self.config, mmas, self._pv_mma(self.config.pv_columns), sV, softmax)
 
     def _make_scales(self, scale_log2: Float32, scales: tuple, storage) -> ScalePublisher:
-        return ScalePublisher(scale_log2, BlockScales(*scales), self.config.tile_n, self._slots(storage))
+        largest_unit = cute.make_rmem_tensor(1, Float32)
+        return ScalePublisher(
+            scale_log2, BlockScales(*scales), self.config.tile_n, self._slots(storage), largest_unit
+        )
 
     def _make_addend(self, scales: tuple, lane: Int32) -> Addend:
         return Addend(BlockScales(*scales).addend, lane)

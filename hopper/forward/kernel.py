@@ -310,6 +310,8 @@ class ForwardKernel:
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
             kv_state = consumer.attend(mask, n_end, work.n_unmasked(m_block), kv_state, q_phase)
+            m_block, head, batch = self._coordinates_again(work, tile, (m_block, head, batch))
+            row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
             epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
@@ -322,6 +324,10 @@ class ForwardKernel:
             if warp == 0:
                 work.scheduler.finish()
         epilogue.drain()
+
+    def _coordinates_again(self, work: Work, tile: Int32, coordinates: tuple) -> tuple:
+        """Those of a tile after its last block: registers have kept them."""
+        return coordinates
 
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         return OnlineSoftmax(scale_log2)

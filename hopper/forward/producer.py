@@ -41,6 +41,7 @@ class Producer(LoopInvariant):
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, batch)
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        self.scales.begin()
         self.scales.publish(head_kv, batch, n_end - 1, producer_slot(kv_state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_end - 1, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
@@ -57,7 +58,8 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def load_queries(self, m_block: Int32, head: Int32, batch: Int32, q_phase: Int32):
-        """Issue the loads of Q for one output tile."""
+        """Issue the loads of Q for one output tile, before those of K."""
+        self.scales.begin()
         tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, batch)
         for wg in cutlass.range_constexpr(self.config.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)

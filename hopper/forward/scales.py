@@ -6,10 +6,15 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_kernels.fast_math import maximum_or_nan
 from cute_kernels.invariant import LoopInvariant
 
 SLOT_FLOATS = 2
-"""A slot: the scale of a block of K times softmax_scale log2(e), and that of V."""
+"""A slot: the scale of a block of K times softmax_scale log2(e), and the unit of O, which is the scale of V or more."""
+
+UNIT_RANGE = 2.0**-64
+"""The unit of O is no less than this part of the largest so far, so that O stays within float32. What a quieter block
+adds is too large then, but below 2^-50 of the largest V that the tile has seen."""
 
 
 class BlockScales(NamedTuple):
@@ -32,6 +37,9 @@ class BlockScales(NamedTuple):
 class NoScales(LoopInvariant):
     """What the producer of a 16-bit kernel publishes."""
 
+    def begin(self):
+        """Called by the producer warp before the first block of a tile."""
+
     def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
         """Called by the producer warp before it acquires the stage of K of block ``n_block``."""
 
@@ -43,13 +51,17 @@ class ScalePublisher(NoScales):
     There are twice as many slots as stages of K. The slot of a block was last used 2 ``stages`` blocks ago, and
     the block ``stages`` + 1 ago has been released before the stage of the last block was acquired; so a slot
     can be written before its stage is acquired. The arrival with which the producer acquires the stage publishes it:
-    one lane writes and one arrives, with the warp's barrier between them.
+    one lane writes and one arrives, with the warp's barrier between them. ``largest_unit`` is a register.
     """
 
     scale_log2: Float32
     scales: BlockScales
     tile_n: int
     slots: cute.Tensor
+    largest_unit: cute.Tensor
+
+    def begin(self):
+        self.largest_unit[0] = Float32(0.0)
 
     @cute.jit
     def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
@@ -57,7 +69,10 @@ class ScalePublisher(NoScales):
         block = n_block * self.tile_n // s.block_k
         if cute.arch.lane_idx() == 0:
             self.slots[slot, 0] = _valid(s.k[batch, head_kv, block]) * self.scale_log2
-            self.slots[slot, 1] = _valid(s.v[batch, head_kv, block])
+            least = self.largest_unit[0] * Float32(UNIT_RANGE)
+            unit = maximum_or_nan(_valid(s.v[batch, head_kv, block]), least)
+            self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
+            self.slots[slot, 1] = unit
         cute.arch.sync_warp()
 
 

@@ -34,10 +34,10 @@ LOUD = 40.0
 """Of K in the column that makes scores jump."""
 
 
-def config_of(causal: bool = False, lagging: bool = True) -> Fp8ForwardConfig:
+def config_of(causal: bool = False, lagging: bool = True, pairs: int = PAIRS) -> Fp8ForwardConfig:
     config = select_fp8_forward_config(DIM, DIM, causal, "bfloat16", 4 * TILE, TILE)
     small = {"tile_m": TILE, "ping_pong": False, "late_rescale": False, "registers": Registers(256, 24)}
-    config = replace(config, **small, lagging=lagging, eager=False, polynomial_pairs=PAIRS)
+    config = replace(config, **small, lagging=lagging, eager=False, polynomial_pairs=pairs)
     validate_forward_config(config)
     return config
 
@@ -121,27 +121,50 @@ def without_jumps(parts: QuantizedQKV) -> QuantizedQKV:
     return replace(parts, q=replace(parts.q, data=data))
 
 
-@pytest.mark.parametrize("column", [POLYNOMIAL, MUFU])
-@pytest.mark.parametrize("octaves", [1, 4, 7, 12, 30, 122.5, 130, 300])
-def test_one_key_above_all_others(octaves: float, column: int) -> None:
-    """One row in the second block that is visited and one of another warp in the last one. P is lost from 8 octaves on
-    where a polynomial saturates, and from 123 on in float32."""
+@pytest.mark.parametrize(("column", "pairs"), [(POLYNOMIAL, PAIRS), (MUFU, PAIRS), (MUFU, 0)])
+@pytest.mark.parametrize("octaves", [1, 4, 7, 9.5, 11, 12, 30, 122.5, 130, 300])
+def test_one_key_above_all_others(octaves: float, column: int, pairs: int) -> None:
+    """One row in the second block that is visited and one of another warp in the last one. P is lost from some 11
+    octaves on where a polynomial makes it, and from 123 on in float32."""
     assert is_polynomial(POLYNOMIAL // 8, PAIRS) and not is_polynomial(MUFU // 8, PAIRS)
     rows = {5: TILE + column, 40: column}
     parts = jumping({row: octaves for row in rows}, rows)
-    out = check(parts)
+    config = config_of(pairs=pairs)
+    out = check(parts, config=config)
     if octaves > 20:
         values = dequantized(parts)[2]
         for row, key in rows.items():
             # Its P is rounded.
             assert relative(out[0, row, 0], values[0, key, 0].double()) < 2.0**-4
-    same, _ = fp8_forward_on_numpy(config_of(), without_jumps(parts), SCALE, LATE)
+    same, _ = fp8_forward_on_numpy(config, without_jumps(parts), SCALE, LATE)
     warps = torch.arange(TILE) // 16
     others = (warps != 5 // 16) & (warps != 40 // 16)
     assert torch.equal(out[:, others], same[:, others])
     beside = ~others
     beside[list(rows)] = False
     assert relative(out[:, beside], same[:, beside].double()) < 0.03
+
+
+@pytest.mark.parametrize("octaves", [2.1, 2.3, 2.45, 2.6, 2.7])
+@pytest.mark.parametrize("column", [POLYNOMIAL + 2, MUFU + 2])
+def test_a_key_that_towers_is_not_rounded(octaves: float, column: int) -> None:
+    """Two keys outweigh all others: the first is 2^6 by then, and the second, of a later block, below 448. In e4m3 it
+    would be off by up to a 16th."""
+    q, k, v = draw(TILE, 3 * TILE)
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    q[:, 7, :, 0] = LOUD
+    first, second = 2 * TILE + MUFU, TILE + column
+    loud = 20.0 / (LOUD * OCTAVES), (20.0 + octaves) / (LOUD * OCTAVES)
+    k[:, first, :, 0], k[:, second, :, 0] = loud
+    k[:, [first, second], :, 1:] = 0.0
+    parts = quantized(q, k, v)
+    q, k, v = (x.double() for x in dequantized(parts))
+    scores = q[0, 7, 0] @ k[0, :, 0].T * SCALE
+    jump = ((scores[second] - scores[first]) * math.log2(math.e)).item()
+    assert 2.0 < jump < 2.8 and not (256.0 * 0.99 < 2.0 ** (6 + jump) < 256.0 * 1.01)
+    out = check(parts)
+    exact = torch.softmax(scores, 0) @ v[0, :, 0]
+    assert relative(out[0, 7, 0], exact) < 0.008
 
 
 @pytest.mark.parametrize("octaves", [122.2, 122.6, 123.4])
@@ -219,14 +242,14 @@ def test_blocks_of_zeros() -> None:
         check(quantized(q, k, v))
 
 
-@pytest.mark.parametrize("column", [POLYNOMIAL, MUFU])
+@pytest.mark.parametrize(("column", "pairs"), [(POLYNOMIAL, PAIRS), (MUFU, PAIRS), (MUFU, 0)])
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_a_nan_reaches_who_sees_it(block: int, column: int) -> None:
+def test_a_nan_reaches_who_sees_it(block: int, column: int, pairs: int) -> None:
     """Of 128 queries the first half sees the third block through a mask, and the others as a whole."""
     q, k, v = draw(2 * TILE, 4 * TILE)
     key = block * TILE + column
     k[0, key, 0, 3] = math.nan
-    out, lse = fp8_forward_on_numpy(config_of(causal=True), quantized(q, k, v), SCALE, LATE)
+    out, lse = fp8_forward_on_numpy(config_of(causal=True, pairs=pairs), quantized(q, k, v), SCALE, LATE)
     first = max(key - 2 * TILE, 0)
     assert bool(out[0, first:].isnan().all()) and bool(lse[0, 0, first:].isnan().all())
     assert bool(out[0, :first].isfinite().all()) and bool(lse[0, 0, :first].isfinite().all())
