@@ -33,10 +33,10 @@ def is_polynomial(pair: int, polynomial_pairs: int) -> bool:
 
 
 def exp2_of_pair(low: Float32, high: Float32, scale: Float32, offset: Float32) -> Int32:
-    """2^(scale s + offset) of two scores s, as float16 in one word: 0 up to 2^-15, NaN from 2^17 on or if s is NaN.
+    """2^(scale s + offset) of two scores s, as float16 in one word: 0 up to 2^-15, infinite or NaN from 2^16 on.
 
-    1024 y is a multiple of the smallest float32, so that its bits are the integer. Those of a negative number, as an
-    integer, are below every int16, and those of a NaN above: the saturating pack makes them -0 and float16's NaN.
+    A NaN stays one. 1024 y is a multiple of the smallest float32, so that its bits are the integer. Those of a negative
+    number, as an integer, are below every int16, and those of a NaN above: the saturating pack makes them -0 and NaN.
     """
     c2, c1, c0 = QUADRATIC
     return cute.arch.inline_ptx(

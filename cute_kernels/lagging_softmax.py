@@ -121,16 +121,17 @@ class LaggingSoftmax(BlockScaledSoftmax):
 
     @cute.jit
     def recover(
-        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, stage: Int32, slot: Int32
+        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
     ):
         """Make P, ``row_sum`` and O right after a block that is not settled.
 
-        The block's scales are read again where they are wanted: that costs less than the registers that kept them.
+        ``place`` is its stage of K and its slot. The block's scales are read again where they are wanted: that costs
+        less than the registers that kept them.
         """
         if cute.arch.vote_any_sync(self._has_lost_any()):
-            self._compute_again(operand, acc_S, acc_O, (stage, slot))
+            self._compute_again(operand, acc_S, acc_O, place)
         else:
-            self._take_unit(self._read_slot(slot)[1])
+            self._take_unit(self._read_slot(place[1])[1])
             self.row_scale.fill(1.0)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 if cute.arch.vote_any_sync(self._needs_maximum(r)):
@@ -238,10 +239,13 @@ class LaggingSoftmax(BlockScaledSoftmax):
     ):
         """Bring the largest P of row ``r`` down to a power of two, at most 2^8, and the sums of its threads below 2^6.
 
+        Where it is below 2^3 it stays: other rows need this, perhaps in every block.
+
         ``polynomial_pairs`` says which pairs are two float16.
         """
         largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
         kept = cute.arch.fmin(Float32(_exponent(largest)), Float32(P_EXPONENT))
+        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
         rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - kept, Float32(0.0))
         quotient = exp2(-rise)
         total = max_over_lanes(self.totals[r], LANES_PER_ROW) * quotient

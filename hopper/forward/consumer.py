@@ -15,7 +15,7 @@ from hopper.forward.barriers import PingPong
 from hopper.forward.feeder import NoFeeder
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
-from hopper.wgmma import issue_gemm, keep_descriptor
+from hopper.wgmma import issue_gemm
 
 
 class Consumer(LoopInvariant):
@@ -38,7 +38,7 @@ class Consumer(LoopInvariant):
     ):
         self.config = config
         self.mmas = mmas
-        self.tSrQ, self.tSrK = (keep_descriptor(operand) for operand in operands)
+        self.tSrQ, self.tSrK = operands
         self.pipes = pipes
         self.softmax = softmax
         self.output = output
@@ -80,7 +80,7 @@ class Consumer(LoopInvariant):
         self._first_scores(mask, n_end - 1, kv_state)
         n_block = n_end - 2
         if const_expr(self.config.causal):
-            for _ in cutlass.range(self._blocks_with_mask(n_end, n_unmasked), unroll=1):
+            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
                 kv_state = self._overlapped_block(mask, n_block, kv_state, True)
                 n_block -= 1
         kv_state = self._unmasked_blocks(mask, n_block, kv_state)
@@ -92,10 +92,6 @@ class Consumer(LoopInvariant):
         self.output.collect()
         kv_state.advance()
         return kv_state
-
-    def _blocks_with_mask(self, n_end: Int32, n_unmasked: Int32) -> Int32:
-        """Behind the first."""
-        return cutlass.max(n_end - 1 - n_unmasked, 0)
 
     @cute.jit
     def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:
@@ -266,7 +262,7 @@ class LaggingConsumer(Consumer):
         if self.softmax.is_settled():
             self.softmax.add_totals()
         else:
-            slot = consumer_slot(k_state)
-            self.softmax.recover(self.tOrP, acc_S, self.output.acc, k_state.index, slot)
+            place = k_state.index, consumer_slot(k_state)
+            self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
         self.pipes.k.consumer_release(k_state)
         return k_state

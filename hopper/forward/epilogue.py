@@ -21,7 +21,8 @@ from hopper.forward.operands import TmaOperand, q_state
 class Epilogue(LoopInvariant):
     """Writes the 64 rows of one warpgroup; TMA clips what lies past the end of the sequence or of head_dim_v.
 
-    Each warpgroup has its own stage of ``o`` and its own TMA store, so that no warpgroup waits for another.
+    Where registers are crowded, its addresses are made for each tile, and not kept from one to the next. Each warpgroup
+    has its own stage of ``o`` and its own TMA store, so that no warpgroup waits for another.
     """
 
     o: TmaOperand
@@ -29,6 +30,7 @@ class Epilogue(LoopInvariant):
     addend: NoAddend
     lane: Int32
     warp_in_group: Int32
+    is_crowded: bool
 
     @cute.jit
     def store(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
@@ -74,8 +76,9 @@ class Epilogue(LoopInvariant):
     def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
         dtype = self.o.smem.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-        # Pinned, so that the addresses are not kept in registers over the whole tile.
-        thread = pin(self.warp_in_group * cute.arch.WARP_SIZE + self.lane, Int32)
+        thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
+        if const_expr(self.is_crowded):
+            thread = pin(thread, Int32)
         copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(consumer.output.acc, dtype)
         rO.store(consumer.output.acc.load().to(dtype))

@@ -8,7 +8,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.eager_softmax import EagerSoftmax
-from cute_kernels.fast_math import pin
 from cute_kernels.lagging_softmax import LaggingSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
@@ -23,8 +22,8 @@ from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, BlockScales, ScalePublisher
 from hopper.forward.transpose import PRODUCER_WARPS, VTransposer, load_ahead
 
-CROWDED_COLUMNS = 128
-"""Of O: with more, a softmax that lags needs all registers of a thread."""
+UNCROWDED_COLUMNS = 128
+"""Of O, beside which a softmax that lags finds all registers that it wants."""
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -36,6 +35,10 @@ class Fp8ForwardKernel(ForwardKernel):
     """
 
     v_major = OperandMajorMode.K
+
+    @property
+    def is_crowded(self) -> bool:
+        return self.config.lagging and self.config.head_dim_v > UNCROWDED_COLUMNS
 
     @property
     def consumer_type(self) -> type[Consumer]:
@@ -70,11 +73,6 @@ class Fp8ForwardKernel(ForwardKernel):
         mVt = cute.make_tensor(mVt.iterator, cute.select(mVt.layout, mode=[2, 3, 1, 0]))
         scales = (q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k)
         self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, scales, softmax_scale, num_ctas, stream)
-
-    def _coordinates_again(self, work: Work, tile: Int32, coordinates: tuple) -> tuple:
-        """As in ``ForwardKernel``, or computed from the tile's number where O, S and P leave no registers for them."""
-        is_crowded = self.config.lagging and self.config.head_dim_v > CROWDED_COLUMNS
-        return work.order.coordinates(pin(tile, Int32)) if is_crowded else coordinates
 
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         s = BlockScales(*scales)

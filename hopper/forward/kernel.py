@@ -14,6 +14,7 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.block_range import BlockRange
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
     ROW_STRIDE,
     ROWS_PER_THREAD,
@@ -32,6 +33,7 @@ from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand, Wor
 from hopper.forward.output import Output
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, NoScales
+from hopper.wgmma import keep_descriptor
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 ONE_WARPGROUP = (1, 1, 1)
@@ -284,13 +286,14 @@ class ForwardKernel:
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
         thr_qk = mmas.qk.get_slice(0)
-        fragments = (
-            mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg])),
-            mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem)),
-        )
+        tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg]))
+        tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem))
+        # Consumers whose producers transpose V have fewer registers.
+        fragments = (tSrQ if self.v_row_stages > 0 else keep_descriptor(tSrQ), keep_descriptor(tSrK))
         output = self._make_output(mmas, operands.v.smem, softmax)
         consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, output, feeder, wg)
-        epilogue = Epilogue(operands.o, mLSE, self._make_addend(scales, lane), lane, warp_in_group)
+        addend = self._make_addend(scales, lane)
+        epilogue = Epilogue(operands.o, mLSE, addend, lane, warp_in_group, self.is_crowded)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -310,8 +313,9 @@ class ForwardKernel:
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
             kv_state = consumer.attend(mask, n_end, work.n_unmasked(m_block), kv_state, q_phase)
-            m_block, head, batch = self._coordinates_again(work, tile, (m_block, head, batch))
-            row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
+            if const_expr(self.is_crowded):
+                m_block, head, batch = work.order.coordinates(pin(tile, Int32))
+                row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
             epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
@@ -324,10 +328,6 @@ class ForwardKernel:
             if warp == 0:
                 work.scheduler.finish()
         epilogue.drain()
-
-    def _coordinates_again(self, work: Work, tile: Int32, coordinates: tuple) -> tuple:
-        """Those of a tile after its last block: registers have kept them."""
-        return coordinates
 
     def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
         return OnlineSoftmax(scale_log2)

@@ -55,7 +55,7 @@ def flash_attn_func(
         softmax_scale: factor of the scores, positive; head_dim**-0.5 by default.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the mask is aligned bottom-right).
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
-            the data is multiplied by; ones by default. Where the product of those of q and k is negative,
+            the data is multiplied by; ones by default. Where that of q or k is negative,
             the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient. The "ampere" backend
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed

@@ -164,13 +164,13 @@ def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
     assert relative(check_fp8(parts, False, 128), torch.ones(1, 70, 1, 64, dtype=torch.float64)) < 2e-3
 
 
-@pytest.mark.parametrize("signs", [(-1.0, 1.0, 1.0), (1.0, -1.0, 1.0), (-1.0, -1.0, 1.0), (1.0, 1.0, -1.0)])
-def test_fp8_forward_with_a_negative_descale_is_nan(signs: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("signs", [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0)])
+def test_fp8_forward_with_a_negative_descale_is_nan(signs: tuple[float, float]) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (1, 1), 64))
-    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), torch.bfloat16)
+    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), None, torch.bfloat16)
     config = select_fp8_forward_config(64, 64, False, "bfloat16", 130)
     out, lse = fp8_forward_on_numpy(config, parts, 0.125)
-    assert bool(out.isnan().all()) and (bool(lse.isnan().all()) or signs[2] < 0)
+    assert bool(out.isnan().all()) and bool(lse.isnan().all())
 
 
 @pytest.mark.parametrize("quiet", [0.0, 2.0**-20])
