@@ -38,6 +38,7 @@ class Fp8ForwardKernel(ForwardKernel):
 
     @property
     def is_crowded(self) -> bool:
+        """As in ``ForwardKernel``."""
         return self.config.lagging and self.config.head_dim_v > UNCROWDED_COLUMNS
 
     @property

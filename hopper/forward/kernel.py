@@ -108,6 +108,9 @@ class ForwardKernel:
     scale_slots = 0
     v_row_stages = 0
 
+    is_crowded = False
+    """Whether all registers are taken in a tile, so that what can be made again after it is not kept."""
+
     def __init__(self, config: ForwardConfig):
         validate_forward_config(config)
         self.config = config
