@@ -25,7 +25,7 @@ SETTLED_SUM = 6
 """Wherever a maximum is taken, no thread's sum of a row stays above 2^6: those of later blocks may be seven times as
 large."""
 
-TOWERING = 4.0, 64.0
+TOWERING = 4.0, 16.0
 """A thread's sum of a row that is this many times its sum of earlier blocks, and this more, has a P that may outweigh
 all others: one that should not be rounded."""
 
