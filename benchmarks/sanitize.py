@@ -28,12 +28,8 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_am
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
-from hopper.config import (
-    ForwardConfig,
-    Fp8ForwardConfig,
-    shipped_forward_configs,
-    shipped_fp8_forward_configs,
-)
+from hopper.config import ForwardConfig, Fp8ForwardConfig, shipped_forward_configs
+from hopper.fp8_config import shipped_fp8_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward

@@ -39,6 +39,13 @@ def minimum_or_nan(a: Float32, b: Float32) -> Float32:
     )
 
 
+def maximum_of_halves(a: Int32, b: Int32) -> Int32:
+    """``maximum_or_nan`` of two pairs of float16 in words."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+    )
+
+
 def pin(x: Float32 | Int32, dtype: type[cutlass.Numeric] = Float32) -> Float32 | Int32:
     """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[dtype], read_only_args=[x])

@@ -42,6 +42,13 @@ def as_rows(acc: cute.Tensor) -> cute.Tensor:
     )
 
 
+def words_of_pairs(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator of float16 as words of two columns, (row, j): shape (2, N / 8)."""
+    words = cute.recast_tensor(acc, Int32)
+    row, groups = acc.layout.shape[0][1:]
+    return cute.make_tensor(words.iterator, cute.make_layout((row, groups), stride=(1, row)))
+
+
 @cute.jit
 def store_rows(values: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
     """A value for each of the thread's rows, ``row`` and 8 below it, to a vector that may end before them."""
@@ -101,3 +108,12 @@ def store_groups_as_operand_a_e4m3(
             else:
                 halves.append(pack_e4m3(rows[r, (0, j)], rows[r, (1, j)]))
         words[r + rows.shape[0] * word] = join(*halves)
+
+
+@cute.jit
+def store_words_as_operand_a_e4m3(operand: cute.Tensor, pairs: cute.Tensor, r: cutlass.Constexpr[int]):
+    """``store_row_as_operand_a_e4m3`` of pairs of float16 in words, (row, j)."""
+    words = cute.recast_tensor(operand, Int32)
+    for word in cutlass.range_constexpr(pairs.shape[1] // 2):
+        halves = [pack_e4m3_of_float16(pairs[r, 2 * word + i]) for i in range(2)]
+        words[r + ROWS_PER_THREAD * word] = join(*halves)

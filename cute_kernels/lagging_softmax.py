@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
-from cute_kernels.block_scaled_softmax import P_EXPONENT, BlockScaledSoftmax
+from cute_kernels.block_scaled_softmax import P_EXPONENT
 from cute_kernels.exp2_pairs import is_polynomial, largest_pair, scale_words
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
 from cute_kernels.fragments import (
@@ -15,22 +15,15 @@ from cute_kernels.fragments import (
     store_row_as_operand_a_e4m3,
 )
 from cute_kernels.row_maximum import largest_bits, over_lanes
+from cute_kernels.settling_softmax import (
+    LEAST_MAXIMUM,
+    SETTLED_SUM,
+    SettlingSoftmax,
+    exponent_of,
+    octaves_over,
+)
 from cute_kernels.softmax import scale_row
 from cute_kernels.warp_scores import WarpScores
-
-LARGEST_P = 448.0
-"""Of e4m3."""
-
-SETTLED_SUM = 6
-"""Wherever a maximum is taken, no thread's sum of a row stays above 2^6: those of later blocks may be seven times as
-large."""
-
-TOWERING = 4.0, 16.0
-"""A thread's sum of a row that is this many times its sum of earlier blocks, and this more, has a P that may outweigh
-all others: one that should not be rounded."""
-
-LEAST_MAXIMUM = 3
-"""No P is lowered for that where it would leave the row's largest below 2^3: what is small beside it counts too."""
 
 RELIABLE = 2.0**64
 """Sums of P so far below what float32 holds that nothing has been lost at either end."""
@@ -38,10 +31,8 @@ RELIABLE = 2.0**64
 GROUPS_AT_ONCE = 2
 """Where a block starts over, this many groups of 8 keys have registers at a time."""
 
-FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
-
-class LaggingSoftmax(BlockScaledSoftmax):
+class LaggingSoftmax(SettlingSoftmax):
     """``BlockScaledSoftmax`` whose exponents are measured from a maximum of earlier blocks while that will do.
 
     P may be as large as e4m3 allows, and float32 sums it whatever it is. So a block needs no maximum, and O no factor,
@@ -68,13 +59,6 @@ class LaggingSoftmax(BlockScaledSoftmax):
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
-        self.new_unit = cute.make_rmem_tensor(1, Float32)
-        self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-
-    @cute.jit
-    def enter_block(self, slot: Int32):
-        scale_k, self.new_unit[0] = self._read_slot(slot)
-        self._take_scale(scale_k)
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -93,31 +77,13 @@ class LaggingSoftmax(BlockScaledSoftmax):
         total = max_over_lanes(total, LANES_PER_ROW)
         if cute.arch.vote_any_sync(total >= Float32(2.0**SETTLED_SUM)):
             largest = max_over_lanes(_largest(acc_S, r, self.polynomial_pairs), LANES_PER_ROW)
-            factor = self._raise_shift(acc_S, r, _octaves_over(total, largest), self.polynomial_pairs)
+            factor = self._raise_shift(acc_S, r, octaves_over(total, largest), self.polynomial_pairs)
             self.row_scale[r] = self.row_scale[r] * factor
 
     @cute.jit
     def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """By the maximum of the last block that has had one."""
         self.totals[r] = pin(self._exponentials(acc_S, r))
-
-    @cute.jit
-    def is_settled(self) -> Boolean:
-        """Whether the block's P, and O as it is, will do."""
-        is_new_unit = self.new_unit[0] != self.unit[0]
-        return not cute.arch.vote_any_sync(is_new_unit or self._needs_maximum(0) or self._needs_maximum(1))
-
-    @cute.jit
-    def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
-        """Whether a P of the thread's row may exceed what e4m3 holds or outweigh all others, or is NaN."""
-        times, more = TOWERING
-        towers = self.totals[r] - Float32(times) * self.row_sum[r] > Float32(more)
-        return (not self.totals[r] <= Float32(LARGEST_P)) | towers
-
-    @cute.jit
-    def add_totals(self):
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
     @cute.jit
     def recover(
@@ -244,12 +210,12 @@ class LaggingSoftmax(BlockScaledSoftmax):
         ``polynomial_pairs`` says which pairs are two float16.
         """
         largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
-        kept = cute.arch.fmin(Float32(_exponent(largest)), Float32(P_EXPONENT))
+        kept = cute.arch.fmin(Float32(exponent_of(largest)), Float32(P_EXPONENT))
         kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
         rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - kept, Float32(0.0))
         quotient = exp2(-rise)
         total = max_over_lanes(self.totals[r], LANES_PER_ROW) * quotient
-        octaves = _octaves_over(total, largest * quotient)
+        octaves = octaves_over(total, largest * quotient)
         self.row_sum[r] = self.row_sum[r] + self.totals[r]
         factor = self._raise_shift(acc_S, r, rise + octaves, polynomial_pairs)
         store_row_as_operand_a_e4m3(operand, acc_S, r, polynomial_pairs)
@@ -275,17 +241,6 @@ class LaggingSoftmax(BlockScaledSoftmax):
                 words[r, (0, j)] = scale_words(words[r, (0, j)], factor)
         _multiply(acc_S, r, factor, tuple(j for j in groups if not is_polynomial(j, polynomial_pairs)))
         return factor
-
-
-def _octaves_over(total: Float32, largest: Float32) -> Float32:
-    """By how many powers of two a row is to be divided: ``total`` below 2^6, but ``largest`` no less than 2^3."""
-    over, above = _exponent(total) - (SETTLED_SUM - 1), _exponent(largest) - LEAST_MAXIMUM
-    return Float32(cutlass.max(cutlass.min(over, above), 0))
-
-
-def _exponent(x: Float32) -> Int32:
-    """That of a positive number: its binary logarithm, rounded down."""
-    return (x.bitcast(Int32) >> FLOAT32_MANTISSA_BITS) - FLOAT32_BIAS
 
 
 @cute.jit

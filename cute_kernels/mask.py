@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows, words_of_pairs
 from cute_kernels.invariant import LoopInvariant
+
+LOWER_HALF = 0xFFFF
+MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
+"""float16 -inf in the upper half of a signed word, and in both."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,37 @@ class TileMask(LoopInvariant):
     @cute.jit
     def apply(self, acc_S: cute.Tensor, n_block: Int32):
         """Set the hidden scores of key block ``n_block`` to -inf."""
-        scores = as_rows(acc_S)
-        first_key = n_block * self.tile_n + self.col
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            visible = self.seqlen_k - first_key
-            if const_expr(self.causal):
-                keys_of_row = self.row + r * ROW_STRIDE + 1 + self.seqlen_k - self.seqlen_q
-                visible = cutlass.min(visible, keys_of_row - first_key)
-            for j in cutlass.range_constexpr(scores.shape[1][1]):
-                for e in cutlass.range_constexpr(scores.shape[1][0]):
-                    hidden = visible <= COLUMNS_PER_GROUP * j + e
-                    scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+            visible = self._visible(r, n_block)
+            if const_expr(acc_S.element_type is Float16):
+                _hide_halves(words_of_pairs(acc_S), r, visible)
+            else:
+                _hide(as_rows(acc_S), r, visible)
+
+    @cute.jit
+    def _visible(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
+        """Columns of the block that row ``r`` may see, from the thread's first."""
+        first_key = n_block * self.tile_n + self.col
+        visible = self.seqlen_k - first_key
+        if const_expr(self.causal):
+            keys_of_row = self.row + r * ROW_STRIDE + 1 + self.seqlen_k - self.seqlen_q
+            visible = cutlass.min(visible, keys_of_row - first_key)
+        return visible
+
+
+@cute.jit
+def _hide(scores: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
+    for j in cutlass.range_constexpr(scores.shape[1][1]):
+        for e in cutlass.range_constexpr(scores.shape[1][0]):
+            hidden = visible <= COLUMNS_PER_GROUP * j + e
+            scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+
+
+@cute.jit
+def _hide_halves(words: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
+    """The columns of a pair are neighbours, of which the second is hidden if the first is."""
+    for j in cutlass.range_constexpr(words.shape[1]):
+        word = words[r, j]
+        left = (word & LOWER_HALF) | MINUS_INF_ABOVE
+        word = Int32(left) if visible <= COLUMNS_PER_GROUP * j + 1 else word
+        words[r, j] = Int32(MINUS_INFS) if visible <= COLUMNS_PER_GROUP * j else word

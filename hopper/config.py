@@ -161,7 +161,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
     FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). ``eager`` is for few warps: the softmax is ``EagerSoftmax``.
-    With ``lagging`` it is ``LaggingSoftmax``, which takes few maxima.
+    With ``lagging`` it is ``LaggingSoftmax``, which takes few maxima, and with ``half_scores`` ``HalfScoresSoftmax``,
+    which does so on scores in float16: no product of a row of Q and one of K, as e4m3, may exceed 65504.
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
     whose bits FP8 WGMMA keeps only a part in its sums.
@@ -171,6 +172,7 @@ class Fp8ForwardConfig(ForwardConfig):
     polynomial_pairs: int = 0
     eager: bool = False
     lagging: bool = False
+    half_scores: bool = False
     v_rows: bool = False
     two_level: bool = False
 
@@ -188,6 +190,7 @@ class Fp8ForwardConfig(ForwardConfig):
     def name(self) -> str:
         parts = ["eager"] if self.eager else []
         parts += ["lagging"] if self.lagging else []
+        parts += ["half"] if self.half_scores else []
         parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
@@ -245,11 +248,18 @@ def _validate_fp8(config: Fp8ForwardConfig) -> None:
     if config.two_level:
         _validate_two_level(config)
     if config.lagging:
-        _validate_lagging(config)
+        _validate_lagging(config, "lagging")
+        if config.polynomial_pairs == 8:
+            # Only exponentials in float32 can tell what float16 does not hold from what float32 does not.
+            raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
+    if config.half_scores:
+        _validate_lagging(config, "half_scores")
+        if config.lagging:
+            raise ValueError("lagging is True, allowed with half_scores: False")
 
 
-def _validate_lagging(config: Fp8ForwardConfig) -> None:
-    """P V of a block is awaited in that block, as the softmax may multiply O, and K until its end."""
+def _validate_lagging(config: Fp8ForwardConfig, option: str) -> None:
+    """P V of a block is awaited in that block, as the softmax may multiply O."""
     required = {
         "pipelined": True,
         "warp_specialized": True,
@@ -259,10 +269,7 @@ def _validate_lagging(config: Fp8ForwardConfig) -> None:
     }
     for name, value in required.items():
         if getattr(config, name) is not value:
-            raise ValueError(f"{name} is {not value}, allowed with lagging: {value}")
-    if config.polynomial_pairs == 8:
-        # Only exponentials in float32 can tell what float16 does not hold from what float32 does not.
-        raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
+            raise ValueError(f"{name} is {not value}, allowed with {option}: {value}")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:
@@ -381,209 +388,6 @@ def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> Forw
     )
     validate_forward_config(config)
     return config
-
-
-@dataclass(frozen=True)
-class Fp8Tiling(Tiling):
-    """``Tiling`` of an e4m3 kernel."""
-
-    late_rescale: bool = True
-    polynomial_pairs: int = 0
-    eager: bool = False
-    lagging: bool = False
-    pipelined: bool = True
-    two_level: bool = False
-
-
-@dataclass(frozen=True)
-class TwoLevelTiling(Fp8Tiling):
-    """``Fp8Tiling`` with a second accumulator, whose registers are not there for keys."""
-
-    late_rescale: bool = False
-    two_level: bool = True
-
-
-@dataclass(frozen=True)
-class LaggingTiling(Fp8Tiling):
-    """``Fp8Tiling`` with the softmax that takes few maxima."""
-
-    ping_pong: bool = False
-    late_rescale: bool = False
-    polynomial_pairs: int = 3
-    lagging: bool = True
-
-
-FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
-    (64, False): (
-        LaggingTiling(192, 128, 4),
-        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
-        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
-    ),
-    (64, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        LaggingTiling(192, 128, 4),
-        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
-        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
-    ),
-    (128, False): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1280),
-        LaggingTiling(128, 192, 3),
-        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
-    ),
-    (128, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=2560),
-        LaggingTiling(128, 192, 3),
-        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
-    ),
-    (256, False): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=768),
-        LaggingTiling(128, 128, 2, polynomial_pairs=0),
-        Fp8Tiling(128, 64, 4, ping_pong=False),
-    ),
-    (256, True): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=1536),
-        LaggingTiling(128, 128, 2, polynomial_pairs=0),
-        Fp8Tiling(128, 64, 4, ping_pong=False),
-    ),
-}
-"""By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
-those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the last; those of ``NARROW_KEYS`` serve
-blocks that no other divides. The width that is chosen for blocks of any size is the one that our quantizer gives its
-blocks: that without a mask, unless it is told of one."""
-
-NARROW_KEYS = 64
-"""Keys of a tile that is slower than wider ones, but divides most blocks."""
-
-
-FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
-    64: (Fp8Tiling(192, 128, 3, polynomial_pairs=3), Fp8Tiling(192, 64, 3, polynomial_pairs=3)),
-    128: (Fp8Tiling(128, 128, 2, polynomial_pairs=2), Fp8Tiling(128, 64, 3, polynomial_pairs=2)),
-    256: (Fp8Tiling(128, 64, 2),),
-}
-"""By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition."""
-
-FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
-    64: (
-        TwoLevelTiling(128, 128, 4, polynomial_pairs=3),
-        TwoLevelTiling(128, 160, 4, polynomial_pairs=3),
-        TwoLevelTiling(192, 64, 4, polynomial_pairs=3),
-    ),
-    128: (
-        TwoLevelTiling(128, 128, 4, polynomial_pairs=2),
-        TwoLevelTiling(128, 96, 4, polynomial_pairs=2),
-        TwoLevelTiling(128, 64, 4, polynomial_pairs=2),
-    ),
-    256: (TwoLevelTiling(128, 128, 2, pipelined=False), TwoLevelTiling(128, 64, 4, pipelined=False)),
-}
-"""By head_dim, with and without a causal mask. Every width in ``FP8_TILINGS`` is a multiple of one here, so that what
-was quantized for one level can be attended to with two. Up to head_dim 128 a thread has registers for two accumulators
-of all columns of O, but not for 192 keys beside them; at 256 P V comes in parts of its columns, after the softmax."""
-
-FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
-    64: (TwoLevelTiling(128, 128, 3, polynomial_pairs=3),),
-    128: (TwoLevelTiling(128, 96, 3, polynomial_pairs=2),),
-    256: (TwoLevelTiling(128, 64, 2, pipelined=False),),
-}
-"""By head_dim, for V in rows."""
-
-FP8_ROW_QUERIES = {64: 2**31, 128: 12_288, 256: 6_144}
-"""By head_dim: queries of one key/value head up to which a kernel that transposes V on its way is faster than PyTorch's
-transposition and a kernel that finds it transposed (`fp8_rows.json` in the development results, to a factor of 4)."""
-
-
-def transposes_v(head_dim: int, head_dim_v: int, queries: int) -> bool:
-    """Whether the FP8 kernel should transpose a V in rows that ``queries`` rows of Q of a key/value head attend to."""
-    size = max(head_dim, head_dim_v)
-    native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
-    return queries <= FP8_ROW_QUERIES[native]
-
-
-def select_fp8_forward_config(
-    head_dim: int,
-    head_dim_v: int,
-    causal: bool,
-    output: str,
-    seqlen_k: int,
-    block_k: int = 0,
-    v_rows: bool = False,
-    two_level: bool = False,
-) -> Fp8ForwardConfig:
-    """The config that serves an e4m3 problem with an output of dtype ``output``.
-
-    ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v), and
-    ``two_level`` that P V is to be added to O in float32.
-
-    Raises:
-        ValueError: a head dimension is too large, or no tiling divides ``block_k``.
-    """
-    fits = [size for size, _ in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
-    if not fits:
-        raise ValueError(
-            f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
-        )
-    tilings = _fp8_tilings(min(fits), causal, v_rows, two_level)
-    dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
-    if not dividing:
-        widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
-        raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
-    wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
-    tiling = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
-    return _make_fp8_config(min(fits), causal, output, tiling, v_rows)
-
-
-def _fp8_tilings(head_dim: int, causal: bool, v_rows: bool, two_level: bool) -> tuple[Fp8Tiling, ...]:
-    if two_level:
-        return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
-    return FP8_ROW_TILINGS[head_dim] if v_rows else FP8_TILINGS[head_dim, causal]
-
-
-def _make_fp8_config(
-    head_dim: int, causal: bool, output: str, tiling: Fp8Tiling, v_rows: bool = False
-) -> Fp8ForwardConfig:
-    has_two = tiling.tile_m == 2 * WARPGROUP_ROWS
-    if v_rows:
-        registers = TWO_CONSUMERS_TRANSPOSING if has_two else THREE_CONSUMERS_TRANSPOSING
-    else:
-        registers = TWO_CONSUMERS if has_two else THREE_CONSUMERS
-    config = Fp8ForwardConfig(
-        dtype=FP8_DTYPE,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        causal=causal,
-        tile_m=tiling.tile_m,
-        tile_n=tiling.tile_n,
-        stages=tiling.stages,
-        registers=registers,
-        pipelined=tiling.pipelined,
-        ping_pong=tiling.ping_pong,
-        late_rescale=tiling.late_rescale,
-        output=output,
-        polynomial_pairs=tiling.polynomial_pairs,
-        eager=tiling.eager,
-        lagging=tiling.lagging,
-        v_rows=v_rows,
-        two_level=tiling.two_level,
-    )
-    validate_forward_config(config)
-    return config
-
-
-def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConfig, ...]:
-    """Every config that ``select_fp8_forward_config`` can return for this ``two_level``, each once."""
-    transposed = tuple(
-        _make_fp8_config(head_dim, causal, output, tiling)
-        for output in DTYPES
-        for head_dim, causal in FP8_TILINGS
-        for tiling in _fp8_tilings(head_dim, causal, v_rows=False, two_level=two_level)
-    )
-    # FP8 tensors with descales, which are what comes in rows, give bfloat16.
-    rows = tuple(
-        _make_fp8_config(head_dim, causal, "bfloat16", tiling, v_rows=True)
-        for head_dim in FP8_ROW_TILINGS
-        for tiling in _fp8_tilings(head_dim, False, v_rows=True, two_level=two_level)
-        for causal in (False, True)
-    )
-    return transposed + rows
 
 
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:

@@ -31,7 +31,8 @@ from typing import Any
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
-from hopper.config import shipped_forward_configs, shipped_fp8_forward_configs
+from hopper.config import shipped_forward_configs
+from hopper.fp8_config import shipped_fp8_forward_configs
 from hopper.inspection import ResourceUsage, resource_usage
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import _kernels

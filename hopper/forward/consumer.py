@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
@@ -216,8 +217,9 @@ class Consumer(LoopInvariant):
             self.pipes.q.consumer_release(q_state(self.config, self.wg, q_phase))
 
     def _make_acc_S(self) -> cute.Tensor:
+        qk = self.mmas.qk
         return cute.make_rmem_tensor(
-            self.mmas.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
+            qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), qk.op.acc_dtype
         )
 
     @cute.jit
@@ -234,16 +236,22 @@ class LaggingConsumer(Consumer):
     """
 
     @cute.jit
-    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:
-        for _ in cutlass.range(n_block + 1, unroll=1):
-            kv_state = self._lagging_block(kv_state)
-        return kv_state
-
-    @cute.jit
-    def _lagging_block(self, v_state: PipelineState) -> PipelineState:
-        """``_overlapped_block`` without a maximum."""
+    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, v_state: PipelineState) -> PipelineState:
+        """The state of the next block is made while a block is computed, not between two of them."""
         k_state = v_state.clone()
         k_state.advance()
+        while n_block >= 0:
+            after = k_state.clone()
+            after.advance()
+            after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
+            self._lagging_block(mask, n_block, v_state, k_state)
+            v_state, k_state = k_state, after
+            n_block = n_block - 1
+        return v_state
+
+    @cute.jit
+    def _lagging_block(self, mask: TileMask, n_block: Int32, v_state: PipelineState, k_state: PipelineState):
+        """``_overlapped_block`` without a maximum."""
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
@@ -265,4 +273,3 @@ class LaggingConsumer(Consumer):
             place = k_state.index, consumer_slot(k_state)
             self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
         self.pipes.k.consumer_release(k_state)
-        return k_state

@@ -3,11 +3,13 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.eager_softmax import EagerSoftmax
+from cute_kernels.fragments import COLUMNS_PER_GROUP
+from cute_kernels.half_scores_softmax import HalfScoresSoftmax
 from cute_kernels.lagging_softmax import LaggingSoftmax
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
@@ -15,6 +17,7 @@ from cute_kernels.warp_scores import WarpScores
 from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8ForwardConfig
 from hopper.forward.addend import Addend
 from hopper.forward.consumer import Consumer, LaggingConsumer
+from hopper.forward.half_scores_consumer import HalfScoresConsumer
 from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzle_bytes, swizzled_layout
 from hopper.forward.operands import Mmas, TmaOperand, Work
 from hopper.forward.output import Output, TwoLevelOutput
@@ -43,7 +46,13 @@ class Fp8ForwardKernel(ForwardKernel):
 
     @property
     def consumer_type(self) -> type[Consumer]:
+        if self.config.half_scores:
+            return HalfScoresConsumer
         return LaggingConsumer if self.config.lagging else Consumer
+
+    @property
+    def score_dtype(self) -> type[cutlass.Numeric]:
+        return Float16 if self.config.half_scores else Float32
 
     def __init__(self, config: Fp8ForwardConfig):
         super().__init__(config)
@@ -79,6 +88,8 @@ class Fp8ForwardKernel(ForwardKernel):
         s = BlockScales(*scales)
         tile_scales = (s.q, s.o, s.block_q)
         common = scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs
+        if self.config.half_scores:
+            return HalfScoresSoftmax(*common, self.config.tile_n // COLUMNS_PER_GROUP)
         if self.config.lagging:
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if self.config.eager else BlockScaledSoftmax)(*common)

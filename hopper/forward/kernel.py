@@ -105,6 +105,7 @@ class ForwardKernel:
 
     v_major = OperandMajorMode.MN
     consumer_type = Consumer
+    score_dtype = Float32
     scale_slots = 0
     v_row_stages = 0
 
@@ -428,7 +429,7 @@ class ForwardKernel:
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
-            Float32,
+            self.score_dtype,
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, c.tile_n),
         )

@@ -8,14 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
-from hopper.config import (
-    FP8_KEYS_PER_STEP,
-    FP8_TILINGS,
-    NATIVE_HEAD_DIMS,
-    REGISTERS_PER_SM,
-    SMEM_BYTES,
-    select_fp8_forward_config,
-)
+from hopper.config import FP8_KEYS_PER_STEP, NATIVE_HEAD_DIMS, REGISTERS_PER_SM, SMEM_BYTES
+from hopper.fp8_config import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
 
 WARP_THREADS = 32
 CHUNK = 8
@@ -40,11 +34,14 @@ KEYS_PER_STORE = 16
 """Keys that a thread stores at once for one dimension of V: 16 bytes."""
 
 E4M3_MAX = 448.0
-INVERSE_E4M3_MAX = 1.0 / E4M3_MAX
 LARGEST_OF_ROW = 256.0
-"""What the largest element of a row with a scale of its own becomes. Both this and 448 are without error; with this the
-elements down to 4 / 7 of it are rounded to 1 / 16 of it instead of 1 / 14, which leaves 3 % less squared error of 128
-normal values (5 % of 64, 3 % of 256)."""
+"""What the largest element of a row with a scale of its own becomes, but for ``SMALLER_CODES``. Both this and 448 are
+without error; with this the elements down to 4 / 7 of it are rounded to 1 / 16 of it instead of 1 / 14, which leaves
+3 % less squared error of 128 normal values (5 % of 64, 3 % of 256)."""
+SMALLER_CODES = ((64, 16, 16), (128, 32, 16))
+"""Rows of (head_dim at most, divisor of the largest code of Q, that of K), narrow heads first: so that scores fit
+float16, in which the attention kernel may then have them. Divisors are powers of two, which cost no digits but those of
+codes that become subnormal. Wider heads keep theirs."""
 MIN_SCALE = 2.0**-80
 """The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
 
@@ -57,6 +54,20 @@ WORKING_REGISTERS = 56
 
 def is_power_of_two(x: float) -> bool:
     return math.frexp(x)[0] == 0.5
+
+
+def largest_codes(head_dim: int, scales_rows: bool) -> tuple[float, float]:
+    """The largest magnitudes of codes of Q and of K, which the largest element of a block or row becomes.
+
+    Up to head_dim 128 the product of any row of Q and any row of K, a sum of products of codes, fits float16: its
+    magnitude is at most 28 * 28 * 64 or 14 * 28 * 128, 50176 of 65504. Columns of zeros that pad head_dim later change
+    nothing of it. ``scales_rows``: each row of Q has a scale of its own.
+    """
+    largest_q = LARGEST_OF_ROW if scales_rows else E4M3_MAX
+    for width, divisor_q, divisor_k in SMALLER_CODES:
+        if head_dim <= width:
+            return largest_q / divisor_q, E4M3_MAX / divisor_k
+    return largest_q, E4M3_MAX
 
 
 def hadamard_blocks(head_dim: int) -> list[int]:
@@ -195,6 +206,11 @@ class QuantizeConfig:
         return self.block_q == 1
 
     @property
+    def largest_codes(self) -> tuple[float, float]:
+        """Those of Q and of K, by the function of this name."""
+        return largest_codes(self.head_dim, self.scales_rows)
+
+    @property
     def lanes(self) -> int:
         """Threads that share a row. Each holds whole chunks of every Hadamard block, the smallest of which decides."""
         return 2 if self.head_dim % 32 or self.head_dim_v % 32 else 4
@@ -312,9 +328,14 @@ def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
 
 def default_block_sizes(head_dim: int, head_dim_v: int) -> list[int]:
     """Rows that K and V have in a block unless told otherwise: the key tiles of the attention kernel."""
-    lengths = {tiling.max_seqlen_k for tilings in FP8_TILINGS.values() for tiling in tilings}
+    tables = *FP8_TILINGS.values(), *FP8_HALF_SCORES_TILINGS.values()
+    lengths = {tiling.max_seqlen_k for tilings in tables for tiling in tilings}
     dims = head_dim, head_dim_v
     masks = False, True
     return sorted(
-        {select_fp8_forward_config(*dims, causal, DTYPES[0], n).tile_n for n in lengths for causal in masks}
+        {
+            select_fp8_forward_config(*dims, causal, DTYPES[0], n, half_scores=True).tile_n
+            for n in lengths
+            for causal in masks
+        }
     )

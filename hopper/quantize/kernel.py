@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 
 from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
-from hopper.quantize.config import CHUNK, QuantizeConfig, validate_quantize_config
+from hopper.quantize.config import CHUNK, E4M3_MAX, QuantizeConfig, validate_quantize_config
 from hopper.quantize.operand import CHUNK_WORDS, Cta, Operand, RowScaledOperand, TransposedOperand
 
 PHASES = 4
@@ -142,12 +142,12 @@ class QuantizeKernel:
         buffer = storage.buffer.get_tensor(cute.make_layout(c.vt.size // 4))
         (signs_qk, signs_v), (mean_k, mean_v) = shared_signs, means
         operand_q = RowScaledOperand if c.scales_rows else Operand
+        of_q, of_k, of_v = zip(sources, data, scales, strict=True)
+        largest_q, largest_k = c.largest_codes
         q, k, v = (
-            operand_q(c.q, sources[0], data[0], scales[0], signs_qk, mean_k, c.rotate, False),
-            Operand(c.k, sources[1], data[1], scales[1], signs_qk, mean_k, c.rotate, c.smooth_k),
-            TransposedOperand(
-                c.v, sources[2], data[2], scales[2], signs_v, mean_v, c.rotate_v, c.smooth_v, buffer, c.vt
-            ),
+            operand_q(c.q, *of_q, signs_qk, mean_k, c.rotate, False, largest_q),
+            Operand(c.k, *of_k, signs_qk, mean_k, c.rotate, c.smooth_k, largest_k),
+            TransposedOperand(c.v, *of_v, signs_v, mean_v, c.rotate_v, c.smooth_v, E4M3_MAX, buffer, c.vt),
         )
         first_of_k, first_of_v, end = bounds
         grid = Grid(first_of_k, first_of_v, end, divisors[:2], divisors[2:])

@@ -14,9 +14,7 @@ from hopper.config import FP8_KEY_ORDER
 from hopper.quantize.config import (
     BLOCK_STEP,
     CHUNK,
-    INVERSE_E4M3_MAX,
     KEYS_PER_STORE,
-    LARGEST_OF_ROW,
     MIN_SCALE,
     WARP_THREADS,
     BlockTiling,
@@ -76,8 +74,8 @@ class Operand(LoopInvariant):
 
     ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
     e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
-    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. A ``place`` is (item of the sequence, head,
-    batch entry).
+    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. The largest of the values that share a scale
+    becomes ``largest``. A ``place`` is (item of the sequence, head, batch entry).
     """
 
     tiling: BlockTiling
@@ -88,6 +86,7 @@ class Operand(LoopInvariant):
     mean: cute.Tensor
     rotate: bool
     smooth: bool
+    largest: float
 
     def rows_present(self, place: tuple) -> Int32:
         """Rows of an item that lie in the sequence."""
@@ -214,7 +213,7 @@ class Operand(LoopInvariant):
     @property
     def _unit(self) -> float:
         """Scale of values whose maximum is 1."""
-        return INVERSE_E4M3_MAX
+        return 1.0 / self.largest
 
     def _final_scale(self, scale: Float32) -> Float32:
         return scale
@@ -246,10 +245,6 @@ class RowScaledOperand(Operand):
 
     A row lies in one warp, so warps do not wait for each other, and what is done to one row is done before the next.
     """
-
-    @property
-    def _unit(self) -> float:
-        return 1.0 / LARGEST_OF_ROW
 
     @cute.jit
     def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:

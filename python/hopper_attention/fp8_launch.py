@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hopper.fp8_config import scores_fit_half
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of
@@ -201,6 +202,7 @@ def problem_of(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> Fp
         causal,
         v_rows=isinstance(v, QuantizedTensor),
         two_level=two_level,
+        half_scores=scores_fit_half(q.largest, k.largest, q.data.shape[3]),
     )
 
 

@@ -7,12 +7,8 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.problem import MAX_HEAD_DIM
-from hopper.config import (
-    Fp8ForwardConfig,
-    check_problem_size,
-    select_fp8_forward_config,
-    transposes_v,
-)
+from hopper.config import Fp8ForwardConfig, check_problem_size
+from hopper.fp8_config import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES
@@ -32,7 +28,7 @@ class Fp8Problem(NamedTuple):
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...). The
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
     for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
-    P V; everything else adds in float32 as it is.
+    P V; everything else adds in float32 as it is. ``half_scores`` says that scores fit float16, before they are scaled.
     """
 
     q_shape: tuple[int, ...]
@@ -45,6 +41,7 @@ class Fp8Problem(NamedTuple):
     causal: bool
     v_rows: bool = False
     two_level: bool = False
+    half_scores: bool = False
 
 
 def block_of(rows: int, seqlen: int) -> int:
@@ -137,7 +134,7 @@ def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     seqlen_k = p.k_shape[1]
     queries = p.q_shape[1] * (p.q_shape[2] // max(p.k_shape[2], 1))
     transposes = p.v_rows and p.block_k == ONE_BLOCK and transposes_v(p.q_shape[3], p.v_shape[3], queries)
-    dtype, options = DTYPE_NAMES[p.out_dtype], (p.block_k, transposes, p.two_level)
+    dtype, options = DTYPE_NAMES[p.out_dtype], (p.block_k, transposes, p.two_level, p.half_scores)
     config = select_fp8_forward_config(p.q_shape[3], p.v_shape[3], p.causal, dtype, seqlen_k, *options)
     check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
     return config

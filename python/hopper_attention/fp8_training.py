@@ -22,9 +22,8 @@ from hopper_attention.quantization import (
     add_mean,
     default_block_k,
     quantize_qkv,
-    rotate_back,
-    rotate_head_dim,
 )
+from hopper_attention.rotation import rotate_back, rotate_head_dim
 
 OF_THE_TILE = 0
 """``block_k`` as the operator is told to take the kernel's tile."""

@@ -1,11 +1,15 @@
-"""FP8 (e4m3) inputs for attention: scales of rows and blocks, and the rotation that spreads outliers.
+"""FP8 (e4m3) inputs for attention: scales of rows and blocks, by rules of which the rotation is a part.
 
 Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are the
 definition that the fused kernel follows to the bit, and its twin in PyTorch:
 
 - A block is some rows of a head that share a scale: of Q one row, of K and V the keys of the attention kernel's tile,
   unless told otherwise.
-- scale = amax * (1 / 448) of a block's finite values, amax / 256 for a row of Q by itself, and 2^-80 or more.
+- scale = amax * (1 / largest) of the finite values of a block, and 2^-80 or more. ``largest`` is the code that amax
+  becomes: 448 in V; in K 28 up to head_dim 128 and 448 above; in blocks of Q 28 up to head_dim 64, 14 up to 128 and 448
+  above, in a row of Q by itself 16, 8 and 256 (``hopper.quantize.config.largest_codes``). No code is larger, so the
+  product of a row of Q and one of K, a sum of products of codes, fits float16 up to head_dim 128, in which the
+  attention kernel may then have it.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
@@ -28,16 +32,16 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hopper.config import FP8_KEYS_PER_STEP, select_fp8_forward_config
+from hopper.config import FP8_KEYS_PER_STEP
+from hopper.fp8_config import select_fp8_forward_config
 from hopper.quantize.config import (
     DEFAULT_BLOCK_Q,
     DEFAULT_SMOOTH_V,
     E4M3_MAX,
-    INVERSE_E4M3_MAX,
-    LARGEST_OF_ROW,
     MIN_SCALE,
-    hadamard_blocks,
+    largest_codes,
 )
+from hopper_attention.rotation import rotate_back, rotate_head_dim
 from hopper_attention.shapes import attention_shape
 
 E4M3 = torch.float8_e4m3fn
@@ -70,7 +74,8 @@ def default_block_k(
 ) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
     accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
-    select = partial(select_fp8_forward_config, head_dim, head_dim_v, causal, "bfloat16", seqlen_k)
+    sizes = head_dim, head_dim_v, causal, "bfloat16", seqlen_k
+    select = partial(select_fp8_forward_config, *sizes, half_scores=True)
     try:
         width = select().tile_n
         is_divided = two_level and select(width, two_level=True).tile_n < width
@@ -88,9 +93,10 @@ class Fp8Quantization:
         granularity: what shares a scale. "tensor": everything; "head": a batch entry's key/value head, or the
             group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
             a key/value head.
-        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-256, which costs it no
-            digits, and no row with outliers decides for its neighbours. Scales of Q are (batch, heads,
-            ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
+        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-256, or +-16 up to head_dim
+            64 and +-8 up to 128 so that scores fit float16, in which the attention kernel may then have them. A power
+            of two costs it no digits, and no row with outliers decides for its neighbours. Scales of Q are (batch,
+            heads, ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
             ceil(seqlen_k / block_k)).
         block_k: rows of K and V in a block, and keys of the FP8 kernel's tile; "tile" for :func:`default_block_k`.
         seed: of the rotation's signs.
@@ -141,14 +147,18 @@ class QuantizedTensor:
         data: float8_e4m3fn (batch, seqlen, heads, head_dim).
         scale: float32 (batch, heads, ceil(seqlen / block)); multiplies the data.
         block: rows that share a scale.
+        largest: no code is larger in magnitude than this; 448 unless the quantizer promises less.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
     block: int
+    largest: float = E4M3_MAX
 
     def __post_init__(self) -> None:
         _check_parts(self.data, self.scale, self.block, "(batch, seqlen, heads, head_dim)")
+        if not 0 < self.largest <= E4M3_MAX:
+            raise ValueError(f"largest is {self.largest}, allowed: above 0, at most {E4M3_MAX:.0f}")
         batch, seqlen, heads, _ = self.data.shape
         _check_scale_shape(self.scale, (batch, heads, math.ceil(seqlen / self.block)))
 
@@ -313,40 +323,6 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(~torch.isfinite(x), math.nan).to(E4M3)
 
 
-def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0).to(device)
-
-
-def _hadamard(x: torch.Tensor) -> torch.Tensor:
-    """x H / sqrt(n) along the last dimension, whose size n is a power of two, by log2(n) butterflies."""
-    size = x.shape[-1]
-    half = 1
-    while half < size:
-        low, high = x.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
-        x = torch.stack((low + high, low - high), -2).flatten(-3)
-        half *= 2
-    return x * (1.0 / math.sqrt(size))
-
-
-def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """x diag(signs) H, float32, along the last dimension of x (..., head_dim).
-
-    H is the normalised Hadamard matrix; where head_dim is not a power of two it is block-diagonal, one
-    Hadamard matrix for each power of two in head_dim, the largest first (96 = 64 + 32). The product is
-    orthogonal, so that Q K^T does not change when Q and K are both rotated. All heads share the signs.
-    """
-    signed = x.float() * rotation_signs(x.shape[-1], seed, x.device)
-    return torch.cat([_hadamard(part) for part in signed.split(hadamard_blocks(x.shape[-1]), -1)], -1)
-
-
-def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """The inverse of :func:`rotate_head_dim`, float32: Hadamard matrices are symmetric, the signs their own inverse."""
-    parts = x.float().split(hadamard_blocks(x.shape[-1]), -1)
-    return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)
-
-
 def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     """The mean of x (b, s, hk, d) over the keys, float32 (b, hk, d)."""
     return x.mean(1, dtype=torch.float32)
@@ -439,18 +415,18 @@ def _quantize(
     block: int,
     kv_heads: int,
     final: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
-    unit: float = INVERSE_E4M3_MAX,
+    largest: float = E4M3_MAX,
 ) -> QuantizedTensor:
-    """Quantize float32 x (b, s, h, d) with ``final(amax unit)`` as the scale."""
+    """Quantize float32 x (b, s, h, d) with ``final(amax (1 / largest))`` as the scale."""
     batch, seqlen, heads, _ = x.shape
     if granularity != "block":
         block = max(seqlen, 1)
     if x.numel() == 0:
         blocks = math.ceil(seqlen / block)
-        return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block)
+        return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block, largest)
     amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
-    scale = final((amax * unit).clamp_min(MIN_SCALE).contiguous())
-    return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block)
+    scale = final((amax * (1.0 / largest)).clamp_min(MIN_SCALE).contiguous())
+    return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block, largest)
 
 
 def _quantize_by_torch(
@@ -466,10 +442,10 @@ def _quantize_by_torch(
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
     rows = _quantize(v32, c.granularity, block_k, kv_heads, final)
-    unit_q = 1.0 / LARGEST_OF_ROW if c.granularity == "block" and c.block_q == 1 else INVERSE_E4M3_MAX
+    largest_q, largest_k = largest_codes(q.shape[3], c.granularity == "block" and c.block_q == 1)
     return (
-        _quantize(q32, c.granularity, c.block_q, kv_heads, unit=unit_q),
-        _quantize(k32, c.granularity, block_k, kv_heads),
+        _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q),
+        _quantize(k32, c.granularity, block_k, kv_heads, largest=largest_k),
         TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
     )
 

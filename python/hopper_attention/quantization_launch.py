@@ -22,8 +22,8 @@ from hopper_attention.quantization import (
     QuantizedTensor,
     TransposedV,
     padded_keys,
-    rotation_signs,
 )
+from hopper_attention.rotation import rotation_signs
 
 MAX_ITEMS = 2**30
 """Numbers of what a CTA takes at once are 32 bits wide, with room for a grid past the end."""
@@ -134,9 +134,10 @@ def quantize_fused(
     config = select_quantize_config(q.dtype, q.shape[3], v.shape[3], k.shape[1], quantization)
     outputs = empty_outputs(config, q, k, v)
     fill(outputs, config, quantization.seed, q, k, v, means)
+    largest_q, largest_k = config.largest_codes
     return (
-        QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
-        QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),
+        QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q, largest_q),
+        QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k, largest_k),
         TransposedV(outputs.vt8, outputs.v_scale, config.block_k, k.shape[1]),
     )
 

@@ -103,7 +103,8 @@ def _mul(name: str, ops: list[str]) -> Step:
 
 def _fma(name: str, ops: list[str]) -> Step:
     if name.endswith("f16x2"):
-        return _pairs(lambda a, b, c: a * b + c)(name, ops)
+        least = 0.0 if ".relu" in name else -np.inf
+        return _pairs(lambda a, b, c: np.maximum(a * b + c, least))(name, ops)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         a, b, c = (warp.get(x, np.float32).astype(np.float64) for x in ops[1:])
@@ -446,6 +447,7 @@ def add_products(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
 def _wgmma(name: str, ops: list[str]) -> Step:
     columns, depth = map(int, re.search(r"m64n(\d+)k(\d+)", name).groups())
     kind = name.split(".")[-1]
+    sum_type = name.split(".")[-3]
     results = operands_of(ops[0].strip("{}"))
     in_registers = ops[1].startswith("{")
     flags = [x for x in ops[4:]]
@@ -455,6 +457,21 @@ def _wgmma(name: str, ops: list[str]) -> Step:
     lane = np.arange(LANES)
     row = lane[:, None] // 4 + 8 * (np.arange(4) % 4 // 2)
     places = [(row[:, i % 4], 8 * (i // 4) + 2 * (lane % 4) + i % 2) for i in range(columns // 2)]
+
+    def sums(warp: Warp) -> np.ndarray:
+        """Of each place the lanes' values."""
+        if sum_type == "f32":
+            return np.stack([warp.get(x, np.float32) for x in results])
+        words = np.stack([warp.get(x, np.uint32) for x in results])
+        halves = np.ascontiguousarray(words).view(np.float16).reshape(len(results), LANES, 2)
+        return halves.transpose(0, 2, 1).reshape(len(places), LANES).astype(np.float32)
+
+    def set_sums(warp: Warp, values: np.ndarray) -> None:
+        if sum_type != "f32":
+            halves = values.astype(np.float16).reshape(len(results), 2, LANES).transpose(0, 2, 1)
+            values = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
+        for register, of_lanes in zip(results, values, strict=True):
+            warp.set(register, of_lanes, np.ones(LANES, bool))
 
     def multiply(warp: Warp, a_at: int, b_at: int, accumulates: bool) -> None:
         if in_registers:
@@ -471,11 +488,10 @@ def _wgmma(name: str, ops: list[str]) -> Step:
         b = _matrix(warp, b_at, np.arange(columns), depth, b_transposed, kind)
         total = np.zeros((16, columns), np.float32)
         if accumulates:
-            for register, (r, c) in zip(results, places, strict=True):
-                total[r, c] = warp.get(register, np.float32)
+            for of_lanes, (r, c) in zip(sums(warp), places, strict=True):
+                total[r, c] = of_lanes
         total = add_products(a, b, total)
-        for register, (r, c) in zip(results, places, strict=True):
-            warp.set(register, total[r, c], np.ones(LANES, bool))
+        set_sums(warp, np.stack([total[r, c] for r, c in places]))
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         assert mask.all()
@@ -502,11 +518,15 @@ def _max(name: str, ops: list[str]) -> Step:
             ops[0], _larger_halves(*(warp.get(x, np.uint32) for x in ops[1:])), mask
         )
     assert ".relu" not in name
-    return _plain(np.maximum if ".NaN" in name else np.fmax)(name, ops)
+    operation = np.maximum if ".NaN" in name else np.fmax
+    return _by_type(operation, operation)(name, ops)
 
 
 def _min(name: str, ops: list[str]) -> Step:
-    return _plain((lambda a, b: np.maximum(np.minimum(a, b), 0)) if ".relu" in name else np.fmin)(name, ops)
+    if ".relu" in name:
+        return _plain(lambda a, b: np.maximum(np.minimum(a, b), 0))(name, ops)
+    operation = np.minimum if ".NaN" in name else np.fmin
+    return _by_type(operation, operation)(name, ops)
 
 
 def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -514,7 +534,7 @@ def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
-    "add": _by_type(np.add, np.add), "sub": _plain(np.subtract), "and": _plain(np.bitwise_and),
+    "add": _by_type(np.add, np.add), "sub": _by_type(np.subtract, np.subtract), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "not": _plain(np.invert), "neg": _plain(np.negative),
     "max": _max,
     "min": _min, "abs": _plain(np.abs), "div": _plain(_divide),

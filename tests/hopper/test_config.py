@@ -14,10 +14,10 @@ from hopper.config import (
     check_problem_size,
     cover_head_dims,
     select_forward_config,
-    select_fp8_forward_config,
     shipped_forward_configs,
     validate_forward_config,
 )
+from hopper.fp8_config import select_fp8_forward_config
 
 
 def base() -> ForwardConfig:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper.config import Registers, select_fp8_forward_config
+from hopper.config import Registers
+from hopper.fp8_config import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy

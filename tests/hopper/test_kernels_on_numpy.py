@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from hopper.backward.config import select_backward_config
-from hopper.config import (
-    Registers,
-    select_forward_config,
-    select_fp8_forward_config,
-    validate_forward_config,
-)
+from hopper.config import Registers, select_forward_config, validate_forward_config
+from hopper.fp8_config import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy

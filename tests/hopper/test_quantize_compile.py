@@ -18,6 +18,7 @@ from hopper.quantize.config import (
     TransposeTiling,
     default_block_sizes,
     hadamard_blocks,
+    largest_codes,
     shipped_quantize_configs,
     validate_quantize_config,
 )
@@ -113,8 +114,8 @@ def test_each_row_of_q_has_a_scale() -> None:
     (q8, _, _), (bits, _, _) = quantize_on_numpy(plain, q, k, v, 0, means, 3)
     scale = torch.from_numpy(bits).view(torch.float32).view(2, 3, 37)
     amax = q.float().abs().amax(-1).transpose(1, 2)
-    assert torch.equal(scale, amax / 256)
-    assert (torch.from_numpy(q8).view(torch.float8_e4m3fn).view(q.shape).float().abs().amax(-1) == 256).all()
+    assert torch.equal(scale, amax / 16)
+    assert (torch.from_numpy(q8).view(torch.float8_e4m3fn).view(q.shape).float().abs().amax(-1) == 16).all()
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,25 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
 def test_configs_that_no_kernel_can_be_built_from(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validate_quantize_config(replace(D128, **change))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "of_rows", "of_blocks"),
+    [
+        (16, (16, 28), (28, 28)),
+        (64, (16, 28), (28, 28)),
+        (80, (8, 28), (14, 28)),
+        (128, (8, 28), (14, 28)),
+        (144, (256, 448), (448, 448)),
+        (256, (256, 448), (448, 448)),
+    ],
+)
+def test_codes_of_q_and_k_are_small_where_scores_then_fit_float16(head_dim, of_rows, of_blocks) -> None:
+    for scales_rows, codes in ((True, of_rows), (False, of_blocks)):
+        config = replace(D128, head_dim=head_dim, block_q=1 if scales_rows else 64, block_k=64)
+        assert largest_codes(head_dim, scales_rows) == config.largest_codes == codes
+        is_exact = torch.tensor(codes).to(torch.float8_e4m3fn).float().tolist() == list(codes)
+        assert is_exact and (head_dim > 128 or math.prod(codes) * head_dim <= torch.finfo(torch.float16).max)
 
 
 def test_names_tell_configs_apart() -> None:

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hopper.config import (
-    FP8_KEY_ORDER,
-    Fp8ForwardConfig,
-    select_fp8_forward_config,
-    shipped_fp8_forward_configs,
-    validate_forward_config,
-)
+from hopper.config import FP8_KEY_ORDER, Fp8ForwardConfig, validate_forward_config
+from hopper.fp8_config import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,

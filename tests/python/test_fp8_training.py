@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hopper_attention import flash_attn_fp8_func, fp8_training
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv, rotate_back, rotate_head_dim
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive
+from hopper_attention.rotation import rotate_back, rotate_head_dim
 
 DEFAULT = Fp8Quantization()
 NO_SCHEMA_CHECK = ("test_schema", "test_autograd_registration", "test_faketensor")

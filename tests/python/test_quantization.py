@@ -6,26 +6,24 @@ import math
 import pytest
 import torch
 
-from hopper.config import FP8_KEY_ORDER, select_fp8_forward_config
+from hopper.config import FP8_KEY_ORDER
+from hopper.fp8_config import select_fp8_forward_config
+from hopper.quantize.config import hadamard_blocks
 from hopper_attention.quantization import (
     E4M3_MAX,
-    LARGEST_OF_ROW,
     MIN_SCALE,
     Fp8Quantization,
     QuantizedTensor,
     TransposedV,
     default_block_k,
     from_descales,
-    hadamard_blocks,
     power_of_two,
     quantize_qkv,
-    rotate_back,
-    rotate_head_dim,
-    rotation_signs,
     row_scale,
     to_e4m3,
     transpose_for_kernel,
 )
+from hopper_attention.rotation import rotate_back, rotate_head_dim, rotation_signs
 
 PLAIN = Fp8Quantization(rotate=False, block_q=16, block_k=32, smooth_v=False)
 
@@ -66,17 +64,56 @@ def test_reconstruction_within_half_an_ulp(granularity, rotate, dtype):
         )
         allowed = half_ulp(part.data) * ones.dequantize() * (1 + 1e-5)
         assert ((part.dequantize() - exact).abs() <= allowed).all(), name
-        has_row_scales = name == "q" and part.block == 1
-        assert part.data.float().abs().max().item() == (LARGEST_OF_ROW if has_row_scales else E4M3_MAX)
+        assert part.data.float().abs().max().item() == part.largest == (E4M3_MAX if name == "v" else 28.0)
 
 
-def test_scale_is_the_amax_of_its_block_over_448():
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 96, 128, 256])
+@pytest.mark.parametrize("block_q", [1, 64])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_codes_keep_their_promise_and_scores_fit_float16(head_dim, block_q, granularity, rotate):
+    quantization = Fp8Quantization(rotate=rotate, granularity=granularity, block_q=block_q, block_k=32)
+    parts = quantize_qkv(*draw(head_dim=head_dim), quantization=quantization)
+    for part in (parts.q, parts.k):
+        codes = part.data.float().abs()
+        assert codes.max() == part.largest
+        if granularity == "block":
+            assert all((chunk.amax((1, 3)) == part.largest).all() for chunk in codes.split(part.block, 1))
+    of_q, of_k = (256.0 if granularity == "block" and block_q == 1 else 448.0), 448.0
+    if head_dim <= 128:
+        of_q, of_k = of_q / (16 if head_dim <= 64 else 32), of_k / 16
+        assert parts.q.largest * parts.k.largest * head_dim <= torch.finfo(torch.float16).max
+    assert (parts.q.largest, parts.k.largest) == (of_q, of_k)
+    assert parts.v.row_major().largest == E4M3_MAX
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 70])
+def test_codes_of_few_or_extreme_values_keep_their_promise(seqlen_k):
+    q, k, v = draw(seqlen_k=seqlen_k, head_dim=128, dtype=torch.bfloat16)
+    q[0, :10], q[0, 10:20] = 1e-42, torch.finfo(q.dtype).max
+    q[1, 0], q[1, 1, :, 3] = 0.0, math.inf
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False))
+    codes = parts.q.data.float()
+    assert codes.nan_to_num().abs().max() == parts.q.largest == 8.0 and parts.k.largest == 28.0
+    assert (codes[0, 10:20].abs() == 8.0).all() and not codes[1, 0].any()
+
+
+def test_what_others_quantized_may_have_every_code():
+    data, scale = torch.ones(1, 8, 2, 16).to(torch.float8_e4m3fn), torch.ones(1, 2, 2)
+    assert QuantizedTensor(data, scale, 4).largest == 448
+    parts = from_descales(data, data, data, None, None, None, torch.float16)
+    assert parts.q.largest == parts.k.largest == parts.v.largest == 448
+    promised = QuantizedTensor(data, scale, 4, largest=28.0)
+    assert promised.row_major().largest == dataclasses.replace(promised, scale=2 * scale).largest == 28
+
+
+def test_scale_is_the_amax_of_its_block_over_the_largest_code():
     q, k, v = draw()
     parts = quantize_qkv(q, k, v, quantization=PLAIN)
     assert parts.q.scale.shape == (2, 4, 4) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
     assert parts.q.block == 16 and parts.k.block == parts.v.block == 32
-    assert parts.q.scale[1, 3, 2].item() == pytest.approx(q[1, 32:48, 3].abs().max().item() / 448, rel=1e-6)
-    assert parts.k.scale[0, 1, 2].item() == pytest.approx(k[0, 64:, 1].abs().max().item() / 448, rel=1e-6)
+    assert parts.q.scale[1, 3, 2].item() == pytest.approx(q[1, 32:48, 3].abs().max().item() / 28, rel=1e-6)
+    assert parts.k.scale[0, 1, 2].item() == pytest.approx(k[0, 64:, 1].abs().max().item() / 28, rel=1e-6)
     of_v = v[1, 32:64, 0].abs().max().item() / 448
     assert parts.v.scale[1, 0, 1].item() == 2.0 ** math.ceil(math.log2(of_v))
 
@@ -88,10 +125,10 @@ def test_each_row_of_q_has_a_scale_unless_told_otherwise():
     assert parts.q.block == parts.quantization.block_q == 1 and parts.q.scale.shape == (2, 4, 50)
     rotated = rotate_head_dim(q, parts.quantization.seed)
     amax = rotated.abs().amax(-1).transpose(1, 2)
-    assert torch.equal(parts.q.scale, (amax / 256).clamp_min(MIN_SCALE))
+    assert torch.equal(parts.q.scale, (amax / 16).clamp_min(MIN_SCALE))
     assert parts.q.scale[1, 3, 20] == MIN_SCALE and not parts.q.data[1, 20, 3].float().any()
     largest = parts.q.data.float().abs().amax(-1)
-    assert (largest == 256.0).sum() == largest.numel() - 1
+    assert (largest == 16.0).sum() == largest.numel() - 1
     by_head = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity="head"))
     assert by_head.q.block == 50 and by_head.q.scale.shape == (2, 4, 1)
 
@@ -111,7 +148,7 @@ def test_what_is_no_number_concerns_its_row_of_q_alone(rotate):
     scales, of_clean = dirty.scale.transpose(1, 2), clean.scale.transpose(1, 2)
     assert torch.equal(scales[others], of_clean[others]) and scales[0, 7, 2] == MIN_SCALE
     finite = q[1, 20, 3][torch.isfinite(q[1, 20, 3])]
-    expected = MIN_SCALE if rotate else (finite.abs().max() / 256).item()
+    expected = MIN_SCALE if rotate else (finite.abs().max() / 16).item()
     assert scales[1, 20, 3].item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -126,9 +163,9 @@ def test_scales_by_tensor_and_by_head():
     assert by_tensor.q.block == 50 and by_tensor.q.scale.shape == (2, 4, 1)
     assert by_tensor.v.scale.unique().tolist() == pytest.approx([v.abs().max().item() / 448], rel=1e-6)
     by_head = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, granularity="head"))
-    group = q[1, :, 2:4].abs().max().item() / 448
+    group = q[1, :, 2:4].abs().max().item() / 28
     assert by_head.q.scale[1, 2:, 0].tolist() == pytest.approx([group, group], rel=1e-6)
-    assert by_head.k.scale[1, 1].item() == pytest.approx(k[1, :, 1].abs().max().item() / 448, rel=1e-6)
+    assert by_head.k.scale[1, 1].item() == pytest.approx(k[1, :, 1].abs().max().item() / 28, rel=1e-6)
 
 
 def test_an_all_zero_block_has_the_least_scale():
@@ -146,7 +183,7 @@ def test_rounded_operations_of_the_definition():
     q, k, v = draw(dtype=torch.bfloat16)
     parts = quantize_qkv(q, k, v, quantization=PLAIN)
     amax = k[1, 32:64, 0].double().abs().max()
-    scale = (amax * torch.tensor(1 / 448).double()).float()
+    scale = (amax * torch.tensor(1 / 28).double()).float()
     inverse = (1 / scale.double()).float()
     assert parts.k.scale[1, 0, 1] == scale
     scaled = (k[1, 32:64, 0].double() * inverse.double()).float()
@@ -204,7 +241,7 @@ def test_a_non_finite_element_spoils_itself_alone(bad):
     nan = torch.isnan(dirty.k.data.float())
     assert nan.nonzero().tolist() == [[1, 40, 0, 5]]
     kept = k[1, 32:64, 0][torch.isfinite(k[1, 32:64, 0])]
-    assert dirty.k.scale[1, 0, 1].item() == pytest.approx(kept.abs().max().item() / 448, rel=1e-6)
+    assert dirty.k.scale[1, 0, 1].item() == pytest.approx(kept.abs().max().item() / 28, rel=1e-6)
     elsewhere = torch.ones_like(nan)
     elsewhere[1, 32:64, 0] = False
     assert torch.equal(dirty.k.data.float()[elsewhere], clean.k.data.float()[elsewhere])
@@ -293,6 +330,17 @@ def test_from_descales_takes_one_scale_a_kv_head():
         (lambda d, s: QuantizedTensor(d, s.double(), 4), TypeError, "scale has dtype torch.float64, allowed"),
         (lambda d, s: QuantizedTensor(d, s, 3), ValueError, r"scale has shape .*allowed.*\(1, 2, 3\)"),
         (lambda d, s: QuantizedTensor(d, s, 0), ValueError, "block is 0, allowed"),
+        (
+            lambda d, s: QuantizedTensor(d, s, 4, 0.0),
+            ValueError,
+            r"largest is 0.0, allowed: above 0, at most 448",
+        ),
+        (
+            lambda d, s: QuantizedTensor(d, s, 4, 449),
+            ValueError,
+            "largest is 449, allowed: above 0, at most 448",
+        ),
+        (lambda d, s: QuantizedTensor(d, s, 4, math.nan), ValueError, "largest is nan, allowed"),
         (lambda d, s: QuantizedTensor(d[0], s, 4), ValueError, r"data has shape \(8, 2, 16\), allowed"),
         (
             lambda d, s: from_descales(*[d.float()] * 3, None, None, None, torch.float16),

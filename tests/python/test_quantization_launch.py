@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from hopper.quantize.config import QuantizeConfig
-from hopper_attention import compile_cache, quantization, quantization_launch
+from hopper_attention import compile_cache, quantization_launch
 from hopper_attention.backends import Target
 from hopper_attention.checks import TensorSpec
 from hopper_attention.fp8 import flash_attn_fp8_func
@@ -24,9 +24,9 @@ from hopper_attention.quantization import (
     default_block_k,
     quantize_qkv,
     robust_mean_of_keys,
-    rotation_signs,
 )
 from hopper_attention.quantization_launch import quantize_fused, select_quantize_config, why_not_fused
+from hopper_attention.rotation import rotation_signs
 
 fused_qkv = partial(quantize_qkv, backend="fused")
 
@@ -150,6 +150,7 @@ def test_what_the_kernel_is_given(kernel: FakeKernel) -> None:
     assert parts.v.data.shape == (2, 2, 32, 224) and parts.v.seqlen == 203
     assert parts.q.scale.shape == (2, 4, 113) and parts.k.scale.shape == parts.v.scale.shape == (2, 2, 3)
     assert (parts.q.block, parts.k.block, parts.v.block) == (1, 96, 96)
+    assert (parts.q.largest, parts.k.largest) == config.largest_codes == (16.0, 28.0)
     assert parts.dtype == torch.float16
     assert parts.shift.numel() == parts.mean_v.numel() == 0
 
@@ -241,7 +242,7 @@ def test_the_kernel_runs_where_it_is_asked_for_and_torch_elsewhere(kernel: FakeK
         quantize_qkv(q, k, v, backend="fast")
     for backend in (None, "torch"):
         parts = quantize_qkv(q, k, v, quantization=c, backend=backend)
-        assert kernel.arguments == () and parts.k.data.float().abs().max() == quantization.E4M3_MAX
+        assert kernel.arguments == () and parts.k.data.float().abs().max() == parts.k.largest == 28.0
     assert quantize_qkv(q, k[:, :0], v[:, :0]).v.shape == (2, 0, 2, 64)
 
 

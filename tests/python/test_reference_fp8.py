@@ -12,7 +12,6 @@ from hopper_attention.quantization import (
     default_block_k,
     from_descales,
     quantize_qkv,
-    rotate_head_dim,
 )
 from hopper_attention.reference import (
     attention_fp8_per_tensor,
@@ -23,6 +22,7 @@ from hopper_attention.reference import (
     fp8,
 )
 from hopper_attention.reference.tiles import spans
+from hopper_attention.rotation import rotate_head_dim
 
 SEQLENS = ((1, 1), (1, 239), (113, 203), (799, 3), (257, 256))
 

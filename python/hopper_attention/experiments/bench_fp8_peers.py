@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hopper.config import Fp8ForwardConfig, select_fp8_forward_config
+from hopper.config import Fp8ForwardConfig
+from hopper.fp8_config import select_fp8_forward_config
 from hopper_attention.experiments.bench_peers import (
     Inputs,
     Limits,
@@ -95,7 +96,7 @@ def shipped_fp8_config(problem: Problem, two_level: bool = False) -> Fp8ForwardC
     p = problem
     block_k = block_of(default_block_k(p.head_dim, p.head_dim_v, p.seqlen_k), p.seqlen_k)
     sizes = p.head_dim, p.head_dim_v, p.causal, p.dtype, p.seqlen_k
-    return select_fp8_forward_config(*sizes, block_k, two_level=two_level)
+    return select_fp8_forward_config(*sizes, block_k, two_level=two_level, half_scores=True)
 
 
 def choose_backend(problem: Problem, setting: Setting, two_level: bool = False) -> tuple[str, str]:

@@ -57,8 +57,8 @@ from hopper_attention.quantization import (
     QuantizedQKV,
     quantize_qkv,
     restore_values,
-    rotate_head_dim,
 )
+from hopper_attention.rotation import rotate_head_dim
 
 KIND = "prepass"
 QUANTIZE, COPY = "quantize", "copy"

@@ -24,7 +24,8 @@ from hopper_attention.experiments.bench_fp8_peers import (
 from hopper_attention.experiments.bench_peers import Inputs, Setting, prepare_fa3, why_no_fa3
 from hopper_attention.experiments.bench_results import Problem as BenchProblem
 from hopper_attention.experiments.rmse_inputs import RmseExperiment
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv, rotate_head_dim
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from hopper_attention.rotation import rotate_head_dim
 
 HOPPER_KERNEL = "Hopper kernel"
 AMPERE_KERNEL = "16-bit kernel without WGMMA"

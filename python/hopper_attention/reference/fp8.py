@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -60,7 +61,7 @@ def _split_scales(v: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
     A head's only scale is a factor, whatever its sign. Scales of blocks are positive.
     """
     if v.scale.shape[-1] == 1:
-        return QuantizedTensor(v.data, torch.ones_like(v.scale), v.block), v.scale[..., 0]
+        return replace(v, scale=torch.ones_like(v.scale)), v.scale[..., 0]
     return v, v.scale.new_ones(v.scale.shape[:2])
 
 

@@ -1,0 +1,153 @@
+"""The softmax of FP8 scores that Q K^T leaves in float16, two in a register."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+
+from cute_kernels.block_scaled_softmax import P_EXPONENT
+from cute_kernels.exp2_pairs import (
+    add_halves,
+    exp2_of_halves,
+    exp2_of_halves_by_polynomial,
+    is_polynomial,
+    scale_words,
+    sum_of_words,
+)
+from cute_kernels.fast_math import (
+    exp2,
+    max_over_lanes,
+    maximum_of_halves,
+    maximum_or_nan,
+    multiply_rounded,
+    pack,
+    pin,
+    unpack,
+)
+from cute_kernels.fragments import (
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    store_words_as_operand_a_e4m3,
+    words_of_pairs,
+)
+from cute_kernels.row_maximum import over_lanes
+from cute_kernels.settling_softmax import LEAST_MAXIMUM, SettlingSoftmax, octaves_over
+from cute_kernels.softmax import scale_row
+
+ALMOST_ONE = 1.0 - 2.0**-6
+"""With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
+
+NANS, FIFTEENS = 0x7FFF7FFF, 0x4B804B80
+"""Pairs of float16: NaN, and 15."""
+
+
+class HalfScoresSoftmax(SettlingSoftmax):
+    """``SettlingSoftmax`` on scores in float16.
+
+    While WGMMA runs, its accumulators take most of the registers' bandwidth: beside Q K^T into float32 other
+    instructions run at half their rate, beside Q K^T into float16 at four fifths. Two scores also share the product
+    with their scale, and they stay in their registers until P is known to do. The inputs promise that no product of a
+    row of Q and one of K exceeds what float16 holds. A score is rounded to 2^-12 of itself by each WGMMA that adds to
+    it, and so is its distance to the maximum; e4m3 rounds Q, K and P to 2^-4.
+
+    ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Where float16 does not
+    reach, as before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. ``words`` are
+    P, (row, pair of columns), of ``pairs`` pairs in a row.
+    """
+
+    def __init__(
+        self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int, pairs: int
+    ):
+        super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
+        self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
+        self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
+
+    @cute.jit
+    def take_new_unit(self):
+        self._take_unit(self.new_unit[0])
+
+    @cute.jit
+    def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """P of row ``r`` by the maximum of the last block that has had one."""
+        scores = words_of_pairs(acc_S)
+        scale = pack(self.scale[r], self.scale[r], Float16)
+        higher = add_halves(self.offset[r], Int32(FIFTEENS))
+        for j in cutlass.range_constexpr(scores.shape[1]):
+            if const_expr(is_polynomial(j, self.polynomial_pairs)):
+                self.words[r, j] = exp2_of_halves_by_polynomial(scores[r, j], scale, higher)
+            else:
+                self.words[r, j] = exp2_of_halves(scores[r, j], scale, self.offset[r])
+        self.totals[r] = pin(self._sum_of_words(r))
+
+    @cute.jit
+    def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        store_words_as_operand_a_e4m3(operand, self.words, r)
+
+    @cute.jit
+    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor):
+        """Make P, ``row_sum`` and O right after a block that is not settled."""
+        self.take_new_unit()
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if cute.arch.vote_any_sync(self._needs_maximum(r)):
+                self.take_maximum(acc_S, r)
+                self.store_P(operand, acc_S, r)
+                scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
+            else:
+                self.row_sum[r] = self.row_sum[r] + self.totals[r]
+                scale_row(acc_O, r, self.unit_change[0])
+
+    @cute.jit
+    def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
+
+        The largest P is a power of two, at most 2^8, and the sums of the row's threads are below 2^6 if that leaves it
+        at 2^3. Where it would be below 2^3 nothing is raised: other rows need this, perhaps in every block.
+        """
+        before = self.shift[r]
+        top = multiply_rounded(self._largest_score(acc_S, r), self.scale[r]) + Float32(P_EXPONENT)
+        exponent = top - before
+        kept = cute.arch.fmin(cute.math.floor(exponent), Float32(P_EXPONENT))
+        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
+        shift = top - kept if exponent > kept else before
+        self._place_shift(r, shift)
+        self._exponentials_in_float32(acc_S, r)
+        total = self._sum_of_words(r)
+        about = max_over_lanes(total, LANES_PER_ROW) * Float32(ALMOST_ONE)
+        octaves = octaves_over(about, exp2(top - self.shift[r]))
+        lower = self.shift[r]
+        self._place_shift(r, lower + octaves)
+        factor = exp2(lower - self.shift[r])
+        for j in cutlass.range_constexpr(self.words.shape[1]):
+            self.words[r, j] = scale_words(self.words[r, j], factor)
+        self.row_scale[r] = exp2(before - self.shift[r])
+        self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total * factor
+
+    @cute.jit
+    def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
+        """Make this the shift of row ``r``, or the nearest that leaves ``offset`` exact."""
+        offset = Float32(P_EXPONENT) - shift
+        offset = pack(offset, offset, Float16)
+        reached = Float32(P_EXPONENT) - unpack(offset, Float16)[0]
+        is_finite = cute.math.absf(reached) < Float32.inf
+        self.offset[r] = offset if is_finite else Int32(NANS)
+        self.shift[r] = reached if is_finite else shift
+
+    @cute.jit
+    def _largest_score(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        """NaN if one is."""
+        scores = words_of_pairs(acc_S)
+        top = scores[r, 0]
+        for j in cutlass.range_constexpr(1, scores.shape[1]):
+            top = maximum_of_halves(top, scores[r, j])
+        return over_lanes(maximum_or_nan(*unpack(top, Float16)), maximum_or_nan)
+
+    @cute.jit
+    def _exponentials_in_float32(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        scores = words_of_pairs(acc_S)
+        offset = Float32(P_EXPONENT) - self.shift[r]
+        for j in cutlass.range_constexpr(scores.shape[1]):
+            low, high = unpack(scores[r, j], Float16)
+            low, high = exp2(low * self.scale[r] + offset), exp2(high * self.scale[r] + offset)
+            self.words[r, j] = pack(low, high, Float16)
+
+    def _sum_of_words(self, r: int) -> Float32:
+        return sum_of_words([self.words[r, j] for j in range(self.words.shape[1])])

@@ -1,0 +1,46 @@
+"""The rotation that spreads outliers along head_dim: random signs and a Hadamard matrix.
+
+Each sum, difference and product is rounded to float32 by itself, which the fused quantizer follows to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hopper.quantize.config import hadamard_blocks
+
+
+def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0).to(device)
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x H / sqrt(n) along the last dimension, whose size n is a power of two, by log2(n) butterflies."""
+    size = x.shape[-1]
+    half = 1
+    while half < size:
+        low, high = x.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
+        x = torch.stack((low + high, low - high), -2).flatten(-3)
+        half *= 2
+    return x * (1.0 / math.sqrt(size))
+
+
+def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """x diag(signs) H, float32, along the last dimension of x (..., head_dim).
+
+    H is the normalised Hadamard matrix; where head_dim is not a power of two it is block-diagonal, one
+    Hadamard matrix for each power of two in head_dim, the largest first (96 = 64 + 32). The product is
+    orthogonal, so that Q K^T does not change when Q and K are both rotated. All heads share the signs.
+    """
+    signed = x.float() * rotation_signs(x.shape[-1], seed, x.device)
+    return torch.cat([_hadamard(part) for part in signed.split(hadamard_blocks(x.shape[-1]), -1)], -1)
+
+
+def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """The inverse of :func:`rotate_head_dim`, float32: Hadamard matrices are symmetric, the signs their own inverse."""
+    parts = x.float().split(hadamard_blocks(x.shape[-1]), -1)
+    return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)

@@ -1,0 +1,107 @@
+"""The softmax of scores in float16 gives what the others do, on simulated machine code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hopper.config import Fp8ForwardConfig, validate_forward_config
+from hopper.fp8_config import scores_fit_half, select_fp8_forward_config
+from hopper_attention.reference import attention_naive
+from tests.hopper import test_lagging_softmax
+from tests.hopper.on_numpy import fp8_forward_on_numpy
+from tests.hopper.test_lagging_softmax import (  # noqa: F401  (the same cases, which find the config below)
+    DIM,
+    LATE,
+    LOUD,
+    OCTAVES,
+    SCALE,
+    TILE,
+    check,
+    dequantized,
+    draw,
+    quantized,
+    relative,
+    test_a_key_that_towers_is_not_rounded,
+    test_a_nan_reaches_who_sees_it,
+    test_a_scale_that_is_nan,
+    test_blocks_of_zeros,
+    test_many_large_p,
+    test_odd_lengths_and_a_scale_for_each_row,
+    test_one_key_above_all_others,
+    test_rows_beside_one_that_rises_with_every_block,
+    test_scores_of_any_sign,
+    test_scores_that_rise_with_every_block,
+    test_the_bits_do_not_depend_on_timing,
+    test_two_keys_whose_sum_float32_lacks,
+    test_units_of_o_that_change_with_jumps,
+)
+
+lagging_config = test_lagging_softmax.config_of
+
+
+def config_of(causal: bool = False, lagging: bool = True, pairs: int = 3) -> Fp8ForwardConfig:
+    config = lagging_config(causal, lagging=False, pairs=pairs)
+    config = replace(config, half_scores=lagging)
+    validate_forward_config(config)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def scores_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_lagging_softmax, "config_of", config_of)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "tile_n"), [(64, True, 192), (112, False, 128), (128, True, 128)]
+)
+def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> None:
+    """Rows of every warpgroup with a key that towers, and columns of Q and K that TMA fills."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = 200, 2 * tile_n + 20, 2 * tile_n + 20
+    q, k, v = (torch.randn(1, n, 1, head_dim, generator=generator) for n in lengths)
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    q[:, ::5, :, 0] = 20.0 / (LOUD * math.log2(math.e) * head_dim**-0.5)
+    k[:, 3::57, :, 0] = LOUD
+    parts = quantized(q, k, v, tile_n)
+    assert scores_fit_half(parts.q.largest, parts.k.largest, head_dim)
+    config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 9000, tile_n, half_scores=True)
+    assert config.half_scores and config.tile_n == tile_n and config.consumers == 3
+    check(parts, causal, config)
+
+
+@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("octaves", [2.0**15, 2.0**17])
+def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
+    """A row whose maximum, scaled, is above or below all of float16, beside rows of common size."""
+    q, k, v = draw(TILE, 3 * TILE)
+    q[..., 0], k[..., 0] = 0.0, 1.0
+    q[:, 3, :, 0], q[:, 20, :, 0] = octaves / OCTAVES, -octaves / OCTAVES
+    parts = quantized(q, k, v)
+    out, lse = fp8_forward_on_numpy(config_of(pairs=pairs), parts, SCALE, LATE)
+    exact, exact_lse = attention_naive(*dequantized(parts))
+    others = [row for row in range(TILE) if row not in (3, 20)]
+    assert relative(out[:, others], exact[:, others]) < 0.05
+    for row in (3, 20):
+        assert (lse[0, 0, row] / exact_lse[0, 0, row] - 1).abs() < 2.0**-10
+        # Scores of a block are alike, and those of another are far away.
+        assert relative(out[0, row], exact[0, row]) < 0.05
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_softmax_scale_that_float16_lacks(causal: bool) -> None:
+    """Tiny inputs: their product is 0 in float16, as good as are the scores."""
+    q, k, v = draw(TILE + 13, 3 * TILE)
+    check(quantized(q * 2.0**-40, k, v), causal)
+
+
+def test_scores_are_refused_that_may_not_fit() -> None:
+    assert scores_fit_half(28.0, 28.0, 64) and scores_fit_half(8.0, 28.0, 128)
+    assert not scores_fit_half(448.0, 448.0, 64) and not scores_fit_half(28.0, 28.0, 128)
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 8192)
+            assert not config.half_scores
