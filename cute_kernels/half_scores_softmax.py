@@ -36,6 +36,9 @@ from cute_kernels.softmax import scale_row
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
+FARTHEST = 1024.0
+"""Below this float16 has steps of 1/2 or less."""
+
 NANS, FIFTEENS = 0x7FFF7FFF, 0x4B804B80
 """Pairs of float16: NaN, and 15."""
 
@@ -49,15 +52,22 @@ class HalfScoresSoftmax(SettlingSoftmax):
     row of Q and one of K exceeds what float16 holds. A score is rounded to 2^-12 of itself by each WGMMA that adds to
     it, and so is its distance to the maximum; e4m3 rounds Q, K and P to 2^-4.
 
-    ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Where float16 does not
-    reach, as before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. ``words`` are
-    P, (row, pair of columns), of ``pairs`` pairs in a row.
+    ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
+    before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. ``words`` are P, (row,
+    pair of columns), of ``pairs`` pairs in a row.
     """
 
     def __init__(
-        self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int, pairs: int
+        self,
+        scale_log2: Float32,
+        tile_scales: tuple,
+        slots: cute.Tensor,
+        polynomial_pairs: int,
+        towering: tuple[float, float],
+        pairs: int,
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
+        self.towering = towering
         self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
 
@@ -124,12 +134,11 @@ class HalfScoresSoftmax(SettlingSoftmax):
     @cute.jit
     def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
         """Make this the shift of row ``r``, or the nearest that leaves ``offset`` exact."""
-        offset = Float32(P_EXPONENT) - shift
-        offset = pack(offset, offset, Float16)
-        reached = Float32(P_EXPONENT) - unpack(offset, Float16)[0]
-        is_finite = cute.math.absf(reached) < Float32.inf
-        self.offset[r] = offset if is_finite else Int32(NANS)
-        self.shift[r] = reached if is_finite else shift
+        wanted = Float32(P_EXPONENT) - shift
+        is_near = cute.math.absf(wanted) < Float32(FARTHEST)
+        offset = pack(wanted, wanted, Float16)
+        self.offset[r] = offset if is_near else Int32(NANS)
+        self.shift[r] = Float32(P_EXPONENT) - unpack(offset, Float16)[0] if is_near else shift
 
     @cute.jit
     def _largest_score(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:

@@ -193,7 +193,7 @@ def test_rounded_operations_of_the_definition():
 def test_blocks_of_keys_follow_the_tile_of_the_kernel():
     for dims in ((64, 64), (128, 64), (80, 256)):
         for seqlen_k in (500, 5000, 50000):
-            expected = select_fp8_forward_config(*dims, True, "float16", seqlen_k).tile_n
+            expected = select_fp8_forward_config(*dims, True, "float16", seqlen_k, half_scores=True).tile_n
             assert default_block_k(*dims, seqlen_k) == expected
     assert default_block_k(320, 64, 500) == 128
     parts = quantize_qkv(*draw(seqlen_k=500))
