@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from hopper.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper_attention.fp8_launch import EmulationLaunch
 from hopper_attention.quantization import QuantizedQKV
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
@@ -15,6 +16,11 @@ LSE_ROUNDING = 5e-3
 
 LAGGING_LSE_ROUNDING = 7e-3
 """Of a kernel that lags: the only exponential that counts in a row may be a polynomial, which is off by up to 0.6 %."""
+
+
+def score_rounding(config: Fp8ForwardConfig, head_dim: int) -> float:
+    """By how much of itself a score may be off that lies in float16: each WGMMA rounds it, and so is its scale."""
+    return (math.ceil(head_dim / FP8_KEYS_PER_STEP) + 1) * 2.0**-12 if config.half_scores else 0.0
 
 
 def emulate(parts: QuantizedQKV, causal: bool, lagging: bool) -> list[tuple[Tensor, Tensor]]:

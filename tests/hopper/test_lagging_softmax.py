@@ -17,7 +17,7 @@ from hopper.fp8_config import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy
-from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, allowed_ratio, emulate
+from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, allowed_ratio, emulate, score_rounding
 from tests.hopper.hopper_machine import Timing, parse
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_eager_softmax import signed
@@ -75,7 +75,9 @@ def check(parts: QuantizedQKV, causal: bool = False, config: Fp8ForwardConfig | 
     assert torch.equal(lse > -math.inf, visible) and not out.transpose(1, 2)[~visible].any()
     check_lse(lse[visible], exact_lse[visible], config)
     of_p, _ = attention_naive(q, k, v.abs(), causal=causal)
-    of_scores = score_rounding(config) * exact_lse.transpose(1, 2).unsqueeze(-1).abs().nan_to_num(posinf=0.0)
+    of_scores = score_rounding(config, q.shape[3]) * exact_lse.transpose(1, 2).unsqueeze(-1).abs().nan_to_num(
+        posinf=0.0
+    )
     allowed = (
         (2.0**-4 + 0.014 + of_scores) * of_p
         + 2.0**-15 * v.double().abs().sum(1, keepdim=True)
@@ -87,13 +89,9 @@ def check(parts: QuantizedQKV, causal: bool = False, config: Fp8ForwardConfig | 
     return out
 
 
-def score_rounding(config: Fp8ForwardConfig) -> float:
-    """Scores in float16 are rounded to 2^-12 of themselves by each of two WGMMA, and so is their scale."""
-    return 1.5 * 2.0**-11 if config.half_scores else 0.0
-
-
 def check_lse(lse: Tensor, exact: Tensor, config: Fp8ForwardConfig) -> None:
-    assert bool(((lse - exact).abs() < LAGGING_LSE_ROUNDING + score_rounding(config) * exact.abs()).all())
+    allowed = LAGGING_LSE_ROUNDING + score_rounding(config, config.head_dim) * exact.abs()
+    assert bool(((lse - exact).abs() < allowed).all())
 
 
 # maxima of blocks
