@@ -96,6 +96,15 @@ def exp2_of_halves_by_polynomial(pair: Int32, scale: Int32, offset: Int32) -> In
     )
 
 
+def infinite_as_nan(pair: Int32) -> Int32:
+    """A pair of float16 in which NaN stands for what was infinite."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 {$w0}, {$r0}, z, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[pair],
+    )
+
+
 @cute.jit
 def sum_of_words(words: list) -> Float32:
     """Sum of pairs of float16, of 8 pairs at most in float16: each addition rounds to 2^-11, up or down."""

@@ -9,6 +9,7 @@ from cute_kernels.exp2_pairs import (
     add_halves,
     exp2_of_halves,
     exp2_of_halves_by_polynomial,
+    infinite_as_nan,
     is_polynomial,
     scale_words,
     sum_of_words,
@@ -36,9 +37,13 @@ from cute_kernels.softmax import scale_row
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
-FARTHEST = 1024.0
-"""Below this float16 has steps of 1/2 or less."""
+FARTHEST = 256.0
+"""Below this float16 has steps of 1/8 or less."""
 
+NEARLY = 2.0**-5
+"""Octaves: e4m3 rounds what is that near to a power of two to it."""
+
+FIFTEEN = 15.0
 NANS, FIFTEENS = 0x7FFF7FFF, 0x4B804B80
 """Pairs of float16: NaN, and 15."""
 
@@ -49,12 +54,13 @@ class HalfScoresSoftmax(SettlingSoftmax):
     While WGMMA runs, its accumulators take most of the registers' bandwidth: beside Q K^T into float32 other
     instructions run at half their rate, beside Q K^T into float16 at four fifths. Two scores also share the product
     with their scale, and they stay in their registers until P is known to do. The inputs promise that no product of a
-    row of Q and one of K exceeds what float16 holds. A score is rounded to 2^-12 of itself by each WGMMA that adds to
-    it, and so is its distance to the maximum; e4m3 rounds Q, K and P to 2^-4.
+    row of Q and one of K exceeds what float16 holds. A score is rounded by up to 2^-11 of itself, by each WGMMA that
+    adds to it, by its scale, and once more when it has become an exponent. So exponents of scores that are large and
+    alike are off by what all of them have in common, too: by 2^-5 octaves or so where that is 100 octaves.
 
     ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
-    before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. ``words`` are P, (row,
-    pair of columns), of ``pairs`` pairs in a row.
+    before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
+    float16 does not hold the scale. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row.
     """
 
     def __init__(
@@ -63,11 +69,9 @@ class HalfScoresSoftmax(SettlingSoftmax):
         tile_scales: tuple,
         slots: cute.Tensor,
         polynomial_pairs: int,
-        towering: tuple[float, float],
         pairs: int,
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
-        self.towering = towering
         self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
 
@@ -79,7 +83,8 @@ class HalfScoresSoftmax(SettlingSoftmax):
     def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by the maximum of the last block that has had one."""
         scores = words_of_pairs(acc_S)
-        scale = pack(self.scale[r], self.scale[r], Float16)
+        # One that float16 does not hold would make 0 of P of any negative score.
+        scale = infinite_as_nan(pack(self.scale[r], self.scale[r], Float16))
         higher = add_halves(self.offset[r], Int32(FIFTEENS))
         for j in cutlass.range_constexpr(scores.shape[1]):
             if const_expr(is_polynomial(j, self.polynomial_pairs)):
@@ -109,11 +114,15 @@ class HalfScoresSoftmax(SettlingSoftmax):
     def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
 
-        The largest P is a power of two, at most 2^8, and the sums of the row's threads are below 2^6 if that leaves it
-        at 2^3. Where it would be below 2^3 nothing is raised: other rows need this, perhaps in every block.
+        The largest P is a power of two, at most 2^8, but for the rounding of ``offset``, and the sums of the row's
+        threads are about 2^6 at most if that leaves it at 2^3. Where it would be below 2^3 nothing is raised: other
+        rows need this, perhaps in every block. Where e4m3 undoes that rounding, ``row_sum`` does too: a P that
+        outweighs all others would be wrong by it.
         """
         before = self.shift[r]
-        top = multiply_rounded(self._largest_score(acc_S, r), self.scale[r]) + Float32(P_EXPONENT)
+        of_thread = self._largest_score(acc_S, r)
+        of_row = over_lanes(of_thread, maximum_or_nan)
+        top = multiply_rounded(of_row, self.scale[r]) + Float32(P_EXPONENT)
         exponent = top - before
         kept = cute.arch.fmin(cute.math.floor(exponent), Float32(P_EXPONENT))
         kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
@@ -129,25 +138,33 @@ class HalfScoresSoftmax(SettlingSoftmax):
         for j in cutlass.range_constexpr(self.words.shape[1]):
             self.words[r, j] = scale_words(self.words[r, j], factor)
         self.row_scale[r] = exp2(before - self.shift[r])
-        self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total * factor
+        total = total * factor
+        exponent = top - self.shift[r]
+        whole = cute.math.floor(exponent + Float32(0.5))
+        is_rounded = of_thread == of_row and cute.math.absf(exponent - whole) < Float32(NEARLY)
+        total = total + (exp2(whole) - exp2(exponent)) if is_rounded else total
+        self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
 
     @cute.jit
     def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
         """Make this the shift of row ``r``, or the nearest that leaves ``offset`` exact."""
         wanted = Float32(P_EXPONENT) - shift
         is_near = cute.math.absf(wanted) < Float32(FARTHEST)
-        offset = pack(wanted, wanted, Float16)
+        # The sum with 15, as polynomials want it, is exact as well where it is the larger one.
+        higher = wanted + Float32(FIFTEEN)
+        higher = unpack(pack(higher, higher, Float16), Float16)[0]
+        offset = pack(higher - Float32(FIFTEEN), higher - Float32(FIFTEEN), Float16)
         self.offset[r] = offset if is_near else Int32(NANS)
         self.shift[r] = Float32(P_EXPONENT) - unpack(offset, Float16)[0] if is_near else shift
 
     @cute.jit
     def _largest_score(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-        """NaN if one is."""
+        """Of the thread's; NaN if one is."""
         scores = words_of_pairs(acc_S)
         top = scores[r, 0]
         for j in cutlass.range_constexpr(1, scores.shape[1]):
             top = maximum_of_halves(top, scores[r, j])
-        return over_lanes(maximum_or_nan(*unpack(top, Float16)), maximum_or_nan)
+        return maximum_or_nan(*unpack(top, Float16))
 
     @cute.jit
     def _exponentials_in_float32(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):

@@ -10,10 +10,6 @@ MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16
 """Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""
 
-TOWERING = 4.0, 16.0
-"""A thread's sum of a row that is this many times its sum of earlier blocks, and this more, has a P that may outweigh
-all others: one that should not be rounded."""
-
 
 def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Of ``native`` pairs, the one of least work that is not smaller in either."""

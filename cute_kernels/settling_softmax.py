@@ -6,7 +6,6 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.fragments import ROWS_PER_THREAD
-from cute_kernels.problem import TOWERING
 
 LARGEST_P = 448.0
 """Of e4m3."""
@@ -14,6 +13,10 @@ LARGEST_P = 448.0
 SETTLED_SUM = 6
 """Wherever a maximum is taken, no thread's sum of a row stays above 2^6: those of later blocks may be seven times as
 large."""
+
+TOWERING = 4.0, 16.0
+"""A thread's sum of a row that is this many times its sum of earlier blocks, and this more, has a P that may outweigh
+all others: one that should not be rounded."""
 
 LEAST_MAXIMUM = 3
 """No P is lowered for that where it would leave the row's largest below 2^3: what is small beside it counts too."""
@@ -26,8 +29,6 @@ class SettlingSoftmax(BlockScaledSoftmax):
 
     ``totals`` are the thread's sums of a block, for each row; ``new_unit`` is the unit of its O.
     """
-
-    towering = TOWERING
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
@@ -48,7 +49,7 @@ class SettlingSoftmax(BlockScaledSoftmax):
     @cute.jit
     def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
         """Whether a P of the thread's row may exceed what e4m3 holds or outweigh all others, or is NaN."""
-        times, more = self.towering
+        times, more = TOWERING
         towers = self.totals[r] - Float32(times) * self.row_sum[r] > Float32(more)
         return (not self.totals[r] <= Float32(LARGEST_P)) | towers
 

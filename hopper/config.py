@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cute_kernels import problem
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES, TOWERING
+from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -162,8 +162,7 @@ class Fp8ForwardConfig(ForwardConfig):
     ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
     FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). ``eager`` is for few warps: the softmax is ``EagerSoftmax``.
     With ``lagging`` it is ``LaggingSoftmax``, which takes few maxima, and with ``half_scores`` ``HalfScoresSoftmax``,
-    which does so on scores in float16: no product of a row of Q and one of K, as e4m3, may exceed 65504. ``towering``
-    is when the latter takes one although P fits e4m3, as ``cute_kernels.problem.TOWERING``.
+    which does so on scores in float16: no product of a row of Q and one of K, as e4m3, may exceed 65504.
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
     whose bits FP8 WGMMA keeps only a part in its sums.
@@ -174,7 +173,6 @@ class Fp8ForwardConfig(ForwardConfig):
     eager: bool = False
     lagging: bool = False
     half_scores: bool = False
-    towering: tuple[float, float] = TOWERING
     v_rows: bool = False
     two_level: bool = False
 
@@ -193,7 +191,6 @@ class Fp8ForwardConfig(ForwardConfig):
         parts = ["eager"] if self.eager else []
         parts += ["lagging"] if self.lagging else []
         parts += ["half"] if self.half_scores else []
-        parts += [] if self.towering == TOWERING else ["tower{:g}_{:g}".format(*self.towering)]
         parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
@@ -257,8 +254,9 @@ def _validate_fp8(config: Fp8ForwardConfig) -> None:
             raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
     if config.half_scores:
         _validate_lagging(config, "half_scores")
-        if config.lagging:
-            raise ValueError("lagging is True, allowed with half_scores: False")
+        for name in ("lagging", "v_rows"):
+            if getattr(config, name):
+                raise ValueError(f"{name} is True, allowed with half_scores: False")
 
 
 def _validate_lagging(config: Fp8ForwardConfig, option: str) -> None:

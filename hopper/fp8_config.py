@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, TOWERING
+from cute_kernels.problem import DTYPES, MAX_HEAD_DIM
 from hopper.config import (
     FP8_DTYPE,
     THREE_CONSUMERS,
@@ -27,7 +27,6 @@ class Fp8Tiling(Tiling):
     eager: bool = False
     lagging: bool = False
     half_scores: bool = False
-    towering: tuple[float, float] = TOWERING
     pipelined: bool = True
     two_level: bool = False
 
@@ -59,10 +58,6 @@ class HalfScoresTiling(Fp8Tiling):
     polynomial_pairs: int = 3
     half_scores: bool = True
 
-
-SOON = 1.0, 8.0
-"""``towering`` that leaves keys exact which weigh about as much as all before. Many a second block has such, so it is
-for sequences of many blocks: there it takes 0.3 % of the error."""
 
 FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     (64, False): (
@@ -115,14 +110,12 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
         *FP8_TILINGS[64, True],
     ),
     (128, False): (
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2, max_seqlen_k=4096),
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2, towering=SOON),
+        HalfScoresTiling(192, 128, 4, polynomial_pairs=2),
         *FP8_TILINGS[128, False],
     ),
     (128, True): (
         LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2, max_seqlen_k=4096),
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2, towering=SOON),
+        HalfScoresTiling(192, 128, 4, polynomial_pairs=2),
         *FP8_TILINGS[128, True],
     ),
 }
@@ -254,7 +247,6 @@ def _make_fp8_config(
         eager=tiling.eager,
         lagging=tiling.lagging,
         half_scores=tiling.half_scores,
-        towering=tiling.towering,
         v_rows=v_rows,
         two_level=tiling.two_level,
     )

@@ -89,7 +89,7 @@ class Fp8ForwardKernel(ForwardKernel):
         tile_scales = (s.q, s.o, s.block_q)
         common = scale_log2, tile_scales, self._slots(storage), self.config.polynomial_pairs
         if self.config.half_scores:
-            return HalfScoresSoftmax(*common, self.config.towering, self.config.tile_n // COLUMNS_PER_GROUP)
+            return HalfScoresSoftmax(*common, self.config.tile_n // COLUMNS_PER_GROUP)
         if self.config.lagging:
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if self.config.eager else BlockScaledSoftmax)(*common)

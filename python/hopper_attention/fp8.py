@@ -117,7 +117,7 @@ def flash_attn_quantized_func(
 
     The output has the dtype that q had before it was quantized. What was done to V is undone: the FP8 kernel adds a
     mean that was subtracted, PyTorch undoes a rotation and then adds the mean itself. The mean of K goes back into the
-    LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 128
+    LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 64
     on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
     """
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)

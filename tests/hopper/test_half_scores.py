@@ -92,6 +92,38 @@ def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
         assert relative(out[0, row], exact[0, row]) < 0.05
 
 
+@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("octaves", [-240.0, -50.0, 14.0, 50.0, 240.0])
+def test_scores_that_have_much_in_common(octaves: float, pairs: int) -> None:
+    """Polynomials and MUFU give the same, and the LSE is off by no more than scores are rounded by."""
+    q, k, v = draw(TILE, 3 * TILE)
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    q[..., 1:] /= 16.0
+    k[..., 0] = octaves / (16.0 * OCTAVES)
+    parts = quantized(q, k, v)
+    config = config_of(pairs=pairs)
+    out, lse = fp8_forward_on_numpy(config, parts, SCALE, LATE)
+    exact, exact_lse = attention_naive(*dequantized(parts))
+    assert (lse - exact_lse).abs().max() < 3e-3 + 2.0**-11 * abs(octaves) * math.log(2)
+    assert relative(out, exact) < 0.03 + 2.0**-10 * abs(octaves)
+
+
+def test_a_scale_that_float16_does_not_hold() -> None:
+    """Scores of 2^-14 and less, of which negative ones must not vanish."""
+    q, k, v = draw(TILE, 2 * TILE)
+    parts = quantized(q, k, v)
+    codes_q, codes_k = torch.zeros_like(parts.q.data.float()), torch.zeros_like(parts.k.data.float())
+    codes_q[..., 0], codes_q[..., 1] = 16.0, 2.0**-9
+    codes_k[:, :TILE, :, 1], codes_k[..., 2] = -(2.0**-9), 28.0
+    scale = 80000.0 / OCTAVES
+    parts = replace(
+        parts,
+        q=replace(parts.q, data=codes_q.to(parts.q.data.dtype), scale=torch.full_like(parts.q.scale, scale)),
+        k=replace(parts.k, data=codes_k.to(parts.k.data.dtype), scale=torch.ones_like(parts.k.scale)),
+    )
+    check(parts)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_softmax_scale_that_float16_lacks(causal: bool) -> None:
     """Tiny inputs: their product is 0 in float16, as good as are the scores."""

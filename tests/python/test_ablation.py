@@ -62,7 +62,7 @@ D128 = select_forward_config("float16", 128, 128, False, 8448)
 D256 = select_forward_config("float16", 256, 256, False, 8448)
 D64 = select_forward_config("bfloat16", 64, 64, True, 8448)
 D192 = select_forward_config("bfloat16", 192, 128, False, 8448)
-FP8_D128 = select_fp8_forward_config(128, 128, False, "bfloat16", 8448)
+FP8_D128 = select_fp8_forward_config(128, 128, False, "bfloat16", 8448, half_scores=True)
 SHIPPED = (D64, select_forward_config("bfloat16", 96, 96, False, 8448), D128, D192, D256, FP8_D128)
 CODE = MachineCode(168, 0, 213_000, {"wgmma": 38, "exp2": 178, "mufu": 187, "spill": 0, "all": 2296})
 

@@ -136,7 +136,7 @@ def tuned(
 
 def with_maxima(shipped: ForwardConfig) -> dict[str, Any]:
     """The change to a softmax that takes a maximum in every block: one that lags needs pipelining and a producer."""
-    return {"lagging": False} if isinstance(shipped, Fp8ForwardConfig) else {}
+    return {"lagging": False, "half_scores": False} if isinstance(shipped, Fp8ForwardConfig) else {}
 
 
 def shipped_alone(shipped: ForwardConfig) -> tuple[ForwardConfig, ...]:
