@@ -13,7 +13,7 @@ from hopper.fp8_config import scores_fit_half, select_fp8_forward_config
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
 from tests.hopper.on_numpy import fp8_forward_on_numpy
-from tests.hopper.test_lagging_softmax import (  # noqa: F401  (the same cases, which find the config below)
+from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs those cases here too, with the config below)
     DIM,
     LATE,
     LOUD,
