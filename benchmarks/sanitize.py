@@ -41,8 +41,8 @@ from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
-FP8_LSE_ERROR = 7e-3
-"""A polynomial exponential is off by up to 0.6 %, and may be the only one that counts in a row."""
+FP8_LSE_ERROR = 1.1e-2
+"""An exponential by chords is off by up to 1 %, and may be the only one that counts in a row."""
 
 FP8_TOLERANCE = 1.1
 """RMS error of the FP8 kernel over that of its emulation: one small case has a wider spread than the tests' average."""
@@ -112,7 +112,7 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])
 
-    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if config.lagging else (P_EXPONENT,)
+    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if config.lagging or config.half_scores else (P_EXPONENT,)
     emulations = [
         EmulationLaunch(config.causal, exponent)(parts, config.head_dim**-0.5, wants_lse=True)
         for exponent in exponents

@@ -121,7 +121,7 @@ class BlockScaledSoftmax(OnlineSoftmax):
             terms = []
             for j in cutlass.range_constexpr(pairs * half // 2, pairs * (half + 1) // 2):
                 if const_expr(is_polynomial(j, self.polynomial_pairs)):
-                    pair = exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], scale, offset)
+                    pair = self._exp2_of_pair(rows[r, (0, j)], rows[r, (1, j)], scale, offset)
                     polynomials.append(pair)
                     words[r, (0, j)] = pair
                 else:
@@ -133,6 +133,9 @@ class BlockScaledSoftmax(OnlineSoftmax):
         if const_expr(len(polynomials) > 0):
             sums.append(sum_of_words(polynomials))
         return sum(sums[1:], sums[0])
+
+    def _exp2_of_pair(self, low: Float32, high: Float32, scale: Float32, offset: Float32) -> Int32:
+        return exp2_of_pair(low, high, scale, offset)
 
     def _row_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
         return row_maximum(acc_S, r, of_thread)

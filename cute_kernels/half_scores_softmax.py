@@ -6,11 +6,13 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.block_scaled_softmax import P_EXPONENT
 from cute_kernels.exp2_pairs import (
-    add_halves,
+    CEILING,
+    EXPONENTS,
+    ceiling_of_offset,
     exp2_of_halves,
-    exp2_of_halves_by_polynomial,
-    infinite_as_nan,
+    exp2_of_halves_by_chords,
     is_polynomial,
+    scale_of_slope,
     scale_words,
     sum_of_words,
 )
@@ -38,14 +40,13 @@ ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
 FARTHEST = 256.0
-"""Below this float16 has steps of 1/8 or less."""
+"""Up to here float16 has steps of 1/4 or less of an octave, for distances from the ceiling too."""
 
 NEARLY = 2.0**-5
 """Octaves: e4m3 rounds what is that near to a power of two to it."""
 
-FIFTEEN = 15.0
-NANS, FIFTEENS = 0x7FFF7FFF, 0x4B804B80
-"""Pairs of float16: NaN, and 15."""
+NANS = 0x7FFF7FFF
+"""A pair of NaN in float16."""
 
 
 class HalfScoresSoftmax(SettlingSoftmax):
@@ -56,7 +57,10 @@ class HalfScoresSoftmax(SettlingSoftmax):
     with their scale, and they stay in their registers until P is known to do. The inputs promise that no product of a
     row of Q and one of K exceeds what float16 holds. A score is rounded by up to 2^-11 of itself, by each WGMMA that
     adds to it, by its scale, and once more when it has become an exponent. So exponents of scores that are large and
-    alike are off by what all of them have in common, too: by 2^-5 octaves or so where that is 100 octaves.
+    alike are off by what all of them have in common, too: by 2^-5 octaves or so where that is 100 octaves. A scale
+    below 2^-9 is rounded by up to 2^-20 instead, since chords want 1/32 of it, which moves the exponents of a block by
+    1/36 octave at most where codes promise products below 28672. Chords are off by up to 3 % (1 % RMS), and so is the
+    sum of a row in which a single one counts.
 
     ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
     before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
@@ -83,12 +87,13 @@ class HalfScoresSoftmax(SettlingSoftmax):
     def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by the maximum of the last block that has had one."""
         scores = words_of_pairs(acc_S)
+        slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
+        slope = pack(slope, slope, Float16)
         # One that float16 does not hold would make 0 of P of any negative score.
-        scale = infinite_as_nan(pack(self.scale[r], self.scale[r], Float16))
-        higher = add_halves(self.offset[r], Int32(FIFTEENS))
+        scale, ceiling = scale_of_slope(slope), ceiling_of_offset(self.offset[r])
         for j in cutlass.range_constexpr(scores.shape[1]):
             if const_expr(is_polynomial(j, self.polynomial_pairs)):
-                self.words[r, j] = exp2_of_halves_by_polynomial(scores[r, j], scale, higher)
+                self.words[r, j] = exp2_of_halves_by_chords(scores[r, j], slope, ceiling)
             else:
                 self.words[r, j] = exp2_of_halves(scores[r, j], scale, self.offset[r])
         self.totals[r] = pin(self._sum_of_words(r))
@@ -150,10 +155,10 @@ class HalfScoresSoftmax(SettlingSoftmax):
         """Make this the shift of row ``r``, or the nearest that leaves ``offset`` exact."""
         wanted = Float32(P_EXPONENT) - shift
         is_near = cute.math.absf(wanted) < Float32(FARTHEST)
-        # The sum with 15, as polynomials want it, is exact as well where it is the larger one.
-        higher = wanted + Float32(FIFTEEN)
-        higher = unpack(pack(higher, higher, Float16), Float16)[0]
-        offset = pack(higher - Float32(FIFTEEN), higher - Float32(FIFTEEN), Float16)
+        # Its distance from the ceiling, as chords want it, is exact as well where it is the larger one.
+        distance = Float32(CEILING) - wanted
+        distance = unpack(pack(distance, distance, Float16), Float16)[0]
+        offset = pack(Float32(CEILING) - distance, Float32(CEILING) - distance, Float16)
         self.offset[r] = offset if is_near else Int32(NANS)
         self.shift[r] = Float32(P_EXPONENT) - unpack(offset, Float16)[0] if is_near else shift
 

@@ -254,6 +254,9 @@ def _validate_fp8(config: Fp8ForwardConfig) -> None:
             raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
     if config.half_scores:
         _validate_lagging(config, "half_scores")
+        if config.polynomial_pairs == 8:
+            # Only MUFU's exponentials can tell that float16 does not hold the scale.
+            raise ValueError("polynomial_pairs is 8, allowed with half_scores: 0 to 7")
         for name in ("lagging", "v_rows"):
             if getattr(config, name):
                 raise ValueError(f"{name} is True, allowed with half_scores: False")

@@ -51,23 +51,24 @@ class LaggingTiling(Fp8Tiling):
 
 @dataclass(frozen=True)
 class HalfScoresTiling(Fp8Tiling):
-    """``Fp8Tiling`` with scores in float16, which leaves registers for a third warpgroup or for more keys."""
+    """``Fp8Tiling`` with scores in float16, which up to head_dim 128 leaves registers for a third warpgroup or for more
+    keys."""
 
     ping_pong: bool = False
     late_rescale: bool = False
-    polynomial_pairs: int = 3
+    polynomial_pairs: int = 5
     half_scores: bool = True
 
 
 FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     (64, False): (
-        LaggingTiling(192, 128, 4),
+        LaggingTiling(192, 128, 4, polynomial_pairs=4),
         Fp8Tiling(192, 160, 3, polynomial_pairs=3),
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
     (64, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        LaggingTiling(192, 128, 4),
+        LaggingTiling(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        LaggingTiling(192, 128, 4, polynomial_pairs=4),
         Fp8Tiling(192, 160, 3, polynomial_pairs=3),
         Fp8Tiling(192, 64, 4, polynomial_pairs=3),
     ),
@@ -99,27 +100,37 @@ blocks: that without a mask, unless it is told of one."""
 
 FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
     (64, False): (
-        LaggingTiling(192, 128, 4, max_seqlen_k=4096),
+        LaggingTiling(192, 128, 4, polynomial_pairs=4, max_seqlen_k=1024),
+        HalfScoresTiling(192, 128, 4, max_seqlen_k=4096),
         HalfScoresTiling(192, 192, 4),
         *FP8_TILINGS[64, False],
     ),
     (64, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        LaggingTiling(192, 128, 4, max_seqlen_k=4096),
+        LaggingTiling(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        LaggingTiling(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
         HalfScoresTiling(192, 192, 4),
         *FP8_TILINGS[64, True],
     ),
     (128, False): (
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2),
+        HalfScoresTiling(192, 128, 4),
         *FP8_TILINGS[128, False],
     ),
     (128, True): (
         LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        HalfScoresTiling(192, 128, 4, polynomial_pairs=2),
+        HalfScoresTiling(192, 128, 4),
         *FP8_TILINGS[128, True],
     ),
+    (256, False): (
+        HalfScoresTiling(128, 128, 2, polynomial_pairs=2),
+        *FP8_TILINGS[256, False],
+    ),
+    (256, True): (
+        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=1536),
+        HalfScoresTiling(128, 128, 2, polynomial_pairs=1),
+        *FP8_TILINGS[256, True],
+    ),
 }
-"""As ``FP8_TILINGS``, which serve what is not here, for Q and K whose scores fit float16."""
+"""As ``FP8_TILINGS``, for Q and K whose scores fit float16."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
@@ -218,8 +229,7 @@ def _fp8_tilings(
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
         return FP8_ROW_TILINGS[head_dim]
-    tilings = FP8_TILINGS[head_dim, causal]
-    return FP8_HALF_SCORES_TILINGS.get((head_dim, causal), tilings) if half_scores else tilings
+    return (FP8_HALF_SCORES_TILINGS if half_scores else FP8_TILINGS)[head_dim, causal]
 
 
 def _make_fp8_config(

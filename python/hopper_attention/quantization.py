@@ -6,10 +6,9 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 - A block is some rows of a head that share a scale: of Q one row, of K and V the keys of the attention kernel's tile,
   unless told otherwise.
 - scale = amax * (1 / largest) of the finite values of a block, and 2^-80 or more. ``largest`` is the code that amax
-  becomes: 448 in V; in K 28 up to head_dim 128 and 448 above; in blocks of Q 28 up to head_dim 64, 14 up to 128 and 448
-  above, in a row of Q by itself 16, 8 and 256 (``hopper.quantize.config.largest_codes``). No code is larger, so the
-  product of a row of Q and one of K, a sum of products of codes, fits float16 up to head_dim 128, in which the
-  attention kernel may then have it.
+  becomes: 448 in V; in K 28 up to head_dim 128 and 14 above; in blocks of Q 28 up to head_dim 64 and 14 above, in a
+  row of Q by itself 16 and 8 (``hopper.quantize.config.largest_codes``). No code is larger, so the product of a row of
+  Q and one of K, a sum of products of codes, fits float16, in which the attention kernel may then have it.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
@@ -93,10 +92,10 @@ class Fp8Quantization:
         granularity: what shares a scale. "tensor": everything; "head": a batch entry's key/value head, or the
             group of query heads that reads it; "block": ``block_q`` rows of a query head, ``block_k`` rows of
             a key/value head.
-        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-256, or +-16 up to head_dim
-            64 and +-8 up to 128 so that scores fit float16, in which the attention kernel may then have them. A power
-            of two costs it no digits, and no row with outliers decides for its neighbours. Scales of Q are (batch,
-            heads, ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
+        block_q: rows of Q in a block. With 1, the largest element of every row becomes +-16 up to head_dim 64 and +-8
+            above, so that scores fit float16, in which the attention kernel may then have them. A power of two costs it
+            no digits, and no row with outliers decides for its neighbours. Scales of Q are (batch, heads,
+            ceil(seqlen_q / block_q)), then (batch, heads, seqlen_q); those of K and V are (batch, kv_heads,
             ceil(seqlen_k / block_k)).
         block_k: rows of K and V in a block, and keys of the FP8 kernel's tile; "tile" for :func:`default_block_k`.
         seed: of the rotation's signs.

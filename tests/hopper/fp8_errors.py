@@ -14,12 +14,16 @@ from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 LSE_ROUNDING = 5e-3
 """What the LSE may be off by beside the scores: exponentials and their sum."""
 
-LAGGING_LSE_ROUNDING = 7e-3
-"""Of a kernel that lags: the only exponential that counts in a row may be a polynomial, which is off by up to 0.6 %."""
+LAGGING_LSE_ROUNDING = 1.1e-2
+"""Of a kernel that lags: the only exponential that counts in a row may be one by chords, off by up to 1 %."""
+
+COARSE_LSE_ROUNDING = 3e-2
+"""The same with scores in float16, where chords have 32 steps an octave and are off by up to 3 %."""
 
 
 def score_rounding(config: Fp8ForwardConfig, head_dim: int) -> float:
-    """By how much of itself a score may be off that lies in float16: each WGMMA rounds it, and so is its scale."""
+    """By how much of itself a score may be off that lies in float16: each WGMMA rounds it, and so is its scale, if that
+    is 2^-9 or more."""
     return (math.ceil(head_dim / FP8_KEYS_PER_STEP) + 1) * 2.0**-12 if config.half_scores else 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -103,8 +104,7 @@ def _mul(name: str, ops: list[str]) -> Step:
 
 def _fma(name: str, ops: list[str]) -> Step:
     if name.endswith("f16x2"):
-        least = 0.0 if ".relu" in name else -np.inf
-        return _pairs(lambda a, b, c: np.maximum(a * b + c, least))(name, ops)
+        return _pairs(partial(_fma_of_halves, name))(name, ops)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         a, b, c = (warp.get(x, np.float32).astype(np.float64) for x in ops[1:])
@@ -114,6 +114,19 @@ def _fma(name: str, ops: list[str]) -> Step:
         warp.set(ops[0], result, mask)
 
     return step
+
+
+SMALLEST_NORMAL_HALF = 2.0**-14
+
+
+def _fma_of_halves(name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    flushed = [np.where(np.abs(x) < SMALLEST_NORMAL_HALF, 0.0, x) if ".ftz" in name else x for x in (a, b, c)]
+    result = flushed[0] * flushed[1] + flushed[2]
+    if ".ftz" in name:
+        result = np.where(np.abs(result) < SMALLEST_NORMAL_HALF, 0.0, result)
+    if ".relu" in name:
+        result = np.maximum(result, 0.0)
+    return np.nan_to_num(np.clip(result, 0.0, 1.0), nan=0.0) if ".sat" in name else result
 
 
 def _pairs(operation: Callable[..., np.ndarray]) -> Callable[[str, list[str]], Step]:

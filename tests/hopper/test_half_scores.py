@@ -12,6 +12,7 @@ from hopper.config import Fp8ForwardConfig, validate_forward_config
 from hopper.fp8_config import scores_fit_half, select_fp8_forward_config
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
+from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, LAGGING_LSE_ROUNDING, score_rounding
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs those cases here too, with the config below)
     DIM,
@@ -43,7 +44,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
 lagging_config = test_lagging_softmax.config_of
 
 
-def config_of(causal: bool = False, lagging: bool = True, pairs: int = 3) -> Fp8ForwardConfig:
+def config_of(causal: bool = False, lagging: bool = True, pairs: int = 5) -> Fp8ForwardConfig:
     config = lagging_config(causal, lagging=False, pairs=pairs)
     config = replace(config, half_scores=lagging)
     validate_forward_config(config)
@@ -73,7 +74,7 @@ def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> Non
     check(parts, causal, config)
 
 
-@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("pairs", [0, 5])
 @pytest.mark.parametrize("octaves", [1000.0, 3000.0, 2.0**15, 2.0**17])
 def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
     """A row whose maximum, scaled, is above or below all of float16, beside rows of common size."""
@@ -92,7 +93,7 @@ def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
         assert relative(out[0, row], exact[0, row]) < 0.05
 
 
-@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("pairs", [0, 5])
 @pytest.mark.parametrize("octaves", [-240.0, -50.0, 14.0, 50.0, 240.0])
 def test_scores_that_have_much_in_common(octaves: float, pairs: int) -> None:
     """Polynomials and MUFU give the same, and the LSE is off by no more than scores are rounded by."""
@@ -106,6 +107,40 @@ def test_scores_that_have_much_in_common(octaves: float, pairs: int) -> None:
     exact, exact_lse = attention_naive(*dequantized(parts))
     assert (lse - exact_lse).abs().max() < 3e-3 + 2.0**-11 * abs(octaves) * math.log(2)
     assert relative(out, exact) < 0.03 + 2.0**-10 * abs(octaves)
+
+
+@pytest.mark.parametrize("exponent", [-11, -14, -18, -21])
+def test_scales_of_which_float16_holds_few_digits(exponent: int) -> None:
+    """The largest products that codes promise, with scales that are subnormal once divided by 32, and 0 at last."""
+    q, k, v = draw(TILE, 3 * TILE)
+    parts = quantized(torch.ones_like(q), torch.ones_like(k), v)
+    factors = torch.linspace(0.5, 1.0, parts.q.scale.shape[-1])
+    scale = (
+        factors.expand(parts.q.scale.shape)
+        * 2.0**exponent
+        / (parts.k.scale.max() * SCALE * math.log2(math.e))
+    )
+    parts = replace(parts, q=replace(parts.q, scale=scale.contiguous()))
+    out, lse = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+    exact, exact_lse = attention_naive(*dequantized(parts))
+    rounding = parts.q.largest * parts.k.largest * DIM * 2.0**-20 * math.log(2)
+    of_scores = score_rounding(config_of(), DIM) * exact_lse.abs()
+    assert ((lse - exact_lse).abs() < LAGGING_LSE_ROUNDING + rounding + of_scores).all()
+    assert relative(out, exact) < 0.04
+
+
+@pytest.mark.parametrize("column", range(2, TILE, 7))
+def test_a_key_that_counts_alone_but_does_not_tower(column: int) -> None:
+    """In a later block, so that its P is any number, and by MUFU or by chords."""
+    q, k, v = draw(TILE, 2 * TILE)
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    q[..., 1:] /= 16.0
+    k[:, column, :, 0] = 7.3 / (16.0 * OCTAVES)
+    parts = quantized(q, k, v)
+    out, lse = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+    exact, exact_lse = attention_naive(*dequantized(parts))
+    assert (lse - exact_lse).abs().max() < COARSE_LSE_ROUNDING
+    assert relative(out, exact) < 0.07
 
 
 def test_a_scale_that_float16_does_not_hold() -> None:
@@ -129,6 +164,11 @@ def test_a_softmax_scale_that_float16_lacks(causal: bool) -> None:
     """Tiny inputs: their product is 0 in float16, as good as are the scores."""
     q, k, v = draw(TILE + 13, 3 * TILE)
     check(quantized(q * 2.0**-40, k, v), causal)
+
+
+def test_some_columns_must_come_from_mufu() -> None:
+    with pytest.raises(ValueError, match="polynomial_pairs is 8, allowed with half_scores: 0 to 7"):
+        config_of(pairs=8)
 
 
 def test_scores_are_refused_that_may_not_fit() -> None:

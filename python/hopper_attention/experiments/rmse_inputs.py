@@ -121,7 +121,7 @@ def draw(
     - "normal": N(0, 1).
 
     An outlier is N(0, 1) + N(0, outlier_std^2). Under one scale, e4m3 holds values at full precision down to
-    1/28672 of the largest, and with the smaller codes of Q and K up to head_dim 128 down to 1/896 or less, so
+    1/28672 of the largest, and with the smaller codes of Q and K down to 1/512 or less, so
     the paper's outliers, of standard deviation 10, cost the others next to nothing, and block scales change
     little. They pay where the tokens of other blocks are thousands of times larger: then those of a quiet block
     keep their precision. The rotation helps where outliers are single elements. Without
