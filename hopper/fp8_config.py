@@ -159,9 +159,10 @@ FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
     ),
     256: (TwoLevelTiling(128, 128, 2, pipelined=False), TwoLevelTiling(128, 64, 4, pipelined=False)),
 }
-"""By head_dim, with and without a causal mask. Every width in ``FP8_TILINGS`` is a multiple of one here, so that what
-was quantized for one level can be attended to with two. Up to head_dim 128 a thread has registers for two accumulators
-of all columns of O, but not for 192 keys beside them; at 256 P V comes in parts of its columns, after the softmax."""
+"""By head_dim, with and without a causal mask. Every width in ``FP8_TILINGS`` and ``FP8_HALF_SCORES_TILINGS`` is a
+multiple of one here, so that what was quantized for one level can be attended to with two. Up to head_dim 128 a
+thread has registers for two accumulators of all columns of O, but not for 192 keys beside them; at 256 P V comes in
+parts of its columns, after the softmax."""
 
 FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
     64: (TwoLevelTiling(128, 128, 3, polynomial_pairs=3),),

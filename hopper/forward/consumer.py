@@ -230,9 +230,10 @@ class Consumer(LoopInvariant):
 
 
 class LaggingConsumer(Consumer):
-    """``Consumer`` with a ``LaggingSoftmax``, whose blocks without a mask have no maximum.
+    """``Consumer`` with a softmax that lags: blocks without a mask have no maximum.
 
-    A block's K is released at its end, since its scores may be wanted again.
+    A subclass says by ``_scores_have_come``, ``_recover`` and ``_leave_block`` what becomes of a block's K and scores.
+    Here K is released at the end of the block, since its scores may be wanted again (``LaggingSoftmax``).
     """
 
     @cute.jit
@@ -244,14 +245,21 @@ class LaggingConsumer(Consumer):
             after = k_state.clone()
             after.advance()
             after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
-            self._lagging_block(mask, n_block, v_state, k_state)
+            self._lagging_block(mask, n_block, (v_state, k_state), False)
             v_state, k_state = k_state, after
             n_block = n_block - 1
         return v_state
 
     @cute.jit
-    def _lagging_block(self, mask: TileMask, n_block: Int32, v_state: PipelineState, k_state: PipelineState):
-        """``_overlapped_block`` without a maximum."""
+    def _lagging_block(
+        self,
+        mask: TileMask,
+        n_block: Int32,
+        states: tuple[PipelineState, PipelineState],
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """``_overlapped_block`` without a maximum. ``states`` are those of the V before and of the block's K."""
+        v_state, k_state = states
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
@@ -260,6 +268,9 @@ class LaggingConsumer(Consumer):
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
         warpgroup.wait_group(1)
+        self._scores_have_come(k_state)
+        if const_expr(is_masked):
+            mask.apply(acc_S, n_block)
         self.softmax.exponentiate_by_last(acc_S, 0)
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
@@ -270,6 +281,17 @@ class LaggingConsumer(Consumer):
         if self.softmax.is_settled():
             self.softmax.add_totals()
         else:
-            place = k_state.index, consumer_slot(k_state)
-            self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
+            self._recover(acc_S, k_state)
+        self._leave_block(k_state)
+
+    def _scores_have_come(self, k_state: PipelineState):
+        """Behind Q K^T."""
+
+    @cute.jit
+    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
+        place = k_state.index, consumer_slot(k_state)
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
+
+    @cute.jit
+    def _leave_block(self, k_state: PipelineState):
         self.pipes.k.consumer_release(k_state)

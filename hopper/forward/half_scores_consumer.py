@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
@@ -41,42 +41,17 @@ class HalfScoresConsumer(LaggingConsumer):
     ) -> PipelineState:
         k_state = v_state.clone()
         k_state.advance()
-        self._half_scores_block(mask, n_block, v_state, k_state, is_masked)
+        self._lagging_block(mask, n_block, (v_state, k_state), is_masked)
         return k_state
 
     @cute.jit
-    def _lagging_block(self, mask: TileMask, n_block: Int32, v_state: PipelineState, k_state: PipelineState):
-        self._half_scores_block(mask, n_block, v_state, k_state, False)
+    def _scores_have_come(self, k_state: PipelineState):
+        """They stay until P will do, so K is not wanted again."""
+        self.pipes.k.consumer_release(k_state)
 
     @cute.jit
-    def _half_scores_block(
-        self,
-        mask: TileMask,
-        n_block: Int32,
-        v_state: PipelineState,
-        k_state: PipelineState,
-        is_masked: cutlass.Constexpr[bool],
-    ):
-        """As ``LaggingConsumer._lagging_block``, but K is not wanted again."""
-        acc_S = self._make_acc_S()
-        self.pipes.k.consumer_wait(k_state)
-        self.ping_pong.take_turn()
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
-        self.output.start(self.tOrP, v_state.index)
-        self.ping_pong.pass_turn()
-        self.softmax.enter_block(consumer_slot(k_state))
-        warpgroup.wait_group(1)
-        self.pipes.k.consumer_release(k_state)
-        if const_expr(is_masked):
-            mask.apply(acc_S, n_block)
-        self.softmax.exponentiate_by_last(acc_S, 0)
-        self.pipes.v.consumer_wait(k_state)
-        self.output.wait(self.tOrP, v_state.index)
-        self.pipes.v.consumer_release(v_state)
-        self.softmax.store_P(self.tOrP, acc_S, 0)
-        self.softmax.exponentiate_by_last(acc_S, 1)
-        self.softmax.store_P(self.tOrP, acc_S, 1)
-        if self.softmax.is_settled():
-            self.softmax.add_totals()
-        else:
-            self.softmax.recover(self.tOrP, acc_S, self.output.acc)
+    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc)
+
+    def _leave_block(self, k_state: PipelineState):
+        """Nothing is left to be released."""
