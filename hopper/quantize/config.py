@@ -41,7 +41,7 @@ without error; with this the elements down to 4 / 7 of it are rounded to 1 / 16 
 SMALLER_CODES = ((64, 16, 16), (128, 32, 16), (MAX_HEAD_DIM, 32, 32))
 """Rows of (head_dim at most, divisor of the largest code of Q, that of K), narrow heads first: so that scores fit
 float16, in which the attention kernel may then have them. Divisors are powers of two, which cost no digits but those of
-codes that become subnormal."""
+codes that become subnormal. Wider heads, which no kernel takes, keep theirs."""
 MIN_SCALE = 2.0**-80
 """The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
 
@@ -59,11 +59,12 @@ def is_power_of_two(x: float) -> bool:
 def largest_codes(head_dim: int, scales_rows: bool) -> tuple[float, float]:
     """The largest magnitudes of codes of Q and of K, which the largest element of a block or row becomes.
 
-    The product of any row of Q and any row of K, a sum of products of codes, fits float16: its magnitude is at most
-    28 * 28 * 64, 14 * 28 * 128 or 14 * 14 * 256, 50176 of 65504. Columns of zeros that pad head_dim later change
-    nothing of it. ``scales_rows``: each row of Q has a scale of its own.
+    The product of any row of Q and any row of K, a sum of products of codes, fits float16 up to head_dim 256: its
+    magnitude is at most 28 * 28 * 64, 14 * 28 * 128 or 14 * 14 * 256, 50176 of 65504. Columns of zeros that pad
+    head_dim later change nothing of it. ``scales_rows``: each row of Q has a scale of its own.
     """
-    divisor_q, divisor_k = next(divisors for width, *divisors in SMALLER_CODES if head_dim <= width)
+    divisors = (divisors for width, *divisors in SMALLER_CODES if head_dim <= width)
+    divisor_q, divisor_k = next(divisors, (1, 1))
     largest_q = LARGEST_OF_ROW if scales_rows else E4M3_MAX
     return largest_q / divisor_q, E4M3_MAX / divisor_k
 

@@ -8,7 +8,8 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 - scale = amax * (1 / largest) of the finite values of a block, and 2^-80 or more. ``largest`` is the code that amax
   becomes: 448 in V; in K 28 up to head_dim 128 and 14 above; in blocks of Q 28 up to head_dim 64 and 14 above, in a
   row of Q by itself 16 and 8 (``hopper.quantize.config.largest_codes``). No code is larger, so the product of a row of
-  Q and one of K, a sum of products of codes, fits float16, in which the attention kernel may then have it.
+  Q and one of K, a sum of products of codes, fits float16, in which the attention kernel may then have it. Heads wider
+  than 256, which the emulation alone attends to, have 448, and a row of Q by itself 256.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.

@@ -234,6 +234,7 @@ def test_codes_of_q_and_k_are_so_small_that_scores_fit_float16(head_dim, of_rows
         assert largest_codes(head_dim, scales_rows) == config.largest_codes == codes
         is_exact = torch.tensor(codes).to(torch.float8_e4m3fn).float().tolist() == list(codes)
         assert is_exact and math.prod(codes) * head_dim <= torch.finfo(torch.float16).max
+    assert largest_codes(264, True) == (256.0, 448.0)
 
 
 def test_names_tell_configs_apart() -> None:
