@@ -11,16 +11,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
-from hopper.forward.compile import TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_ELEMENTS
 from hopper.forward.consumer import Consumer
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.operands import Pipelines
@@ -233,24 +233,17 @@ def compile_recording(config: ForwardConfig, recorded_tile: int, options: str = 
     """``compile_forward`` of a 16-bit config, with ``stamps`` between tile_counter and softmax_scale."""
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk, count = (cute.sym_int() for _ in range(6))
-    d, dv = (cute.sym_int(divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(2))
-    lse_strides = (cute.sym_int(64), cute.sym_int(64), 1)
-
-    def dense(*shape):
-        strides = tuple(cute.sym_int(64, divisibility=TMA_ALIGNMENT_ELEMENTS) for _ in range(3))
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=TMA_ALIGNMENT_BYTES)
-
-    return cute.compile(
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    return compile_for_torch(
         RecordingKernel(config, recorded_tile),
-        dense(b, sq, h, d),
-        dense(b, sk, hk, d),
-        dense(b, sk, hk, dv),
-        dense(b, sq, h, dv),
-        make_fake_tensor(Float32, (b, h, cute.sym_int()), lse_strides, assumed_align=4),
-        make_fake_tensor(Int32, (2,), (1,), assumed_align=4),
+        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
+        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
+        strided(Float32, (b, h, cute.sym_int()), 1),
+        words(2),
         make_fake_tensor(Int64, (count,), (1,), assumed_align=WORD_BYTES),
         Float32(0.0),
         Int32(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )

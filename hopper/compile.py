@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
+from hopper.config import ForwardConfig, Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 
 HOPPER_ARCH = "sm_90a"
+
+COMPILERS: dict[type, tuple[str, str]] = {
+    Fp8ForwardConfig: ("hopper.forward.compile", "compile_forward_fp8"),
+    ForwardConfig: ("hopper.forward.compile", "compile_forward"),
+    BackwardConfig: ("hopper.backward.compile", "compile_backward"),
+    BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
+    QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
+    AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
+    AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),
+}
+"""By the type of a config, the first that it is an instance of: module and function that compile its kernel. Modules by
+name, since they import the DSL."""
 
 
 def arch_of(config: Any) -> str:
@@ -20,35 +34,21 @@ def arch_of(config: Any) -> str:
     return config.arch if isinstance(config, AmpereForwardConfig | AmpereBackwardConfig) else HOPPER_ARCH
 
 
+def module_of(config: Any) -> str:
+    """The module that compiles the kernel of ``config``, and so reaches all that the kernel is made of."""
+    return _compiler_of(config)[0]
+
+
 def compile_kernel(config: Any, options: str = "") -> Any:
-    """Compile the kernel of ``config``: forward, FP8 forward, backward, quantizer, the forward or the backward of
-    GPUs without WGMMA, or one of the two steps of a backward.
+    """Compile the kernel of ``config``: of the forward, FP8 or not, of the backward or one of its two steps, or of the
+    quantizer; for Hopper, or for GPUs without WGMMA.
 
-    What comes back is described where it is made: ``compile_forward``, ``compile_forward_fp8``, ``compile_backward``,
-    ``compile_quantize``, ``compile_ampere_forward``, ``compile_ampere_backward``, ``compile_step``. ``options`` go to
-    ``cute.compile``.
+    What comes back is described at the functions named in ``COMPILERS``. ``options`` go to ``cute.compile``.
     """
-    options = f"--gpu-arch {arch_of(config)} {options}".strip()
-    if isinstance(config, AmpereForwardConfig):
-        from cute_kernels.ampere.forward import compile_ampere_forward
+    module, function = _compiler_of(config)
+    compiler = getattr(import_module(module), function)
+    return compiler(config, f"--gpu-arch {arch_of(config)} {options}".strip())
 
-        return compile_ampere_forward(config, options)
-    if isinstance(config, AmpereBackwardConfig):
-        from cute_kernels.ampere.backward.compile import compile_ampere_backward
 
-        return compile_ampere_backward(config, options)
-    if isinstance(config, BackwardConfig):
-        from hopper.backward.compile import compile_backward
-
-        return compile_backward(config, options)
-    if isinstance(config, BackwardStep):
-        from cute_kernels.backward.compile import compile_step
-
-        return compile_step(config, options)
-    if isinstance(config, QuantizeConfig):
-        from hopper.quantize.compile import compile_quantize
-
-        return compile_quantize(config, options)
-    from hopper.forward import compile_forward
-
-    return compile_forward(config, options)
+def _compiler_of(config: Any) -> tuple[str, str]:
+    return next(compiler for kind, compiler in COMPILERS.items() if isinstance(config, kind))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
+from dataclasses import replace
 
 import pytest
 
-from hopper.inspection import ResourceUsage
+from hopper.config import shipped_forward_configs
+from hopper.inspection import ResourceUsage, digest_of_code
 from tests import compile_pool, shipped_usage
 from tests.shipped_usage import RECORD, code_of, every_shipped_kernel, recorded
 
@@ -20,8 +23,8 @@ FORCED = "ampere_fwd_sm_90a"
 def test_every_shipped_kernel_is_recorded_without_spills() -> None:
     """For sm_80, sm_86, sm_89, sm_120 and sm_90a. If the sources are others by now, the tests compile instead."""
     names = {config.name for config in every_shipped_kernel()}
-    usage = {name: ResourceUsage(*x) for name, x in json.loads(RECORD.read_text())["usage"].items()}
-    if recorded():
+    usage = {name: ResourceUsage(*x) for name, x in json.loads(RECORD.read_text())["kernels"].items()}
+    if len(recorded()) == len(names):
         assert set(usage) == names and len(names) == len(every_shipped_kernel())
     spilling = {name: x for name, x in usage.items() if x.spills or x.stack_bytes}
     assert all(
@@ -46,12 +49,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what is compiled; "sampled" alone is in the sample."""
     seen: list[str] = []
 
-    def compile_each(configs):
+    def compile_each(configs, jobs=0):
         seen.extend(config.name for config in configs)
         return dict.fromkeys(configs, ONE)
 
-    monkeypatch.setattr(compile_pool, "compile_each", compile_each)
-    monkeypatch.setattr(compile_pool, "is_sampled", lambda name: name == "sampled")
+    monkeypatch.setattr(shipped_usage, "compile_each", compile_each)
+    monkeypatch.setattr(compile_pool, "is_sampled", lambda config: config.name == "sampled")
     return seen
 
 
@@ -69,9 +72,44 @@ def test_what_is_compiled_must_be_as_recorded(compiled, monkeypatch) -> None:
         compile_pool.usage_of_each([Config("sampled")])
 
 
+def test_what_differs_is_compiled_again_before_it_counts_as_changed(monkeypatch) -> None:
+    config, other = Config("one in two orders"), replace(ONE, code="other")
+    results = [other, ONE, other, other]
+    monkeypatch.setattr(shipped_usage, "compile_each", lambda configs, jobs=0: {configs[0]: results.pop(0)})
+    known = {config.name: ONE}
+    assert shipped_usage.compile_to_compare([config], known)[config] == ONE
+    assert shipped_usage.compile_to_compare([config], known)[config] == other
+    assert results == []
+
+
+def test_the_digest_is_of_instructions_and_constants_alone() -> None:
+    def cubin(*sections: tuple[bytes, bytes]) -> bytes:
+        names = b"\0" + b"".join(name + b"\0" for name, _ in sections)
+        header, contents, headers = bytearray(64), names, b""
+        for name, data in ((b"", names), *sections):
+            offset = 64 if data is names else 64 + len(contents)
+            contents += b"" if data is names else data
+            headers += struct.pack("<IIQQQQ24x", names.index(name + b"\0"), 0, 0, 0, offset, len(data))
+        struct.pack_into("<Q", header, 0x28, 64 + len(contents))
+        struct.pack_into("<3H", header, 0x3A, 64, len(sections) + 1, 0)
+        return bytes(header) + contents + headers
+
+    code, constants = (b".text.kernel", b"add"), (b".nv.constant0.kernel", b"1")
+    digest = digest_of_code(cubin(code, constants, (b".symtab", b"x")))
+    assert digest == digest_of_code(cubin((b".nv.constant0.k", b"1"), (b".text.k", b"add"), (b".note", b"y")))
+    assert digest != digest_of_code(cubin(code, (constants[0], b"2")))
+    assert digest != digest_of_code(cubin((code[0], b"mul"), constants))
+    with pytest.raises(RuntimeError, match="no machine code"):
+        digest_of_code(cubin(constants))
+
+
 def test_a_record_of_other_sources_does_not_count(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({"fingerprint": "another", "usage": {"a": [1, 0, 0, 0, 0]}}))
+    path, name = tmp_path / "record.json", shipped_forward_configs()[0].name
+    path.write_text(
+        json.dumps(
+            {"fingerprints": {"hopper.forward.compile": "another"}, "kernels": {name: [1, 0, 0, 0, 0, ""]}}
+        )
+    )
     monkeypatch.setattr(shipped_usage, "RECORD", path)
     recorded.cache_clear()
     assert recorded() == {} and shipped_usage.main(["--check"]) == 1
@@ -79,5 +117,5 @@ def test_a_record_of_other_sources_does_not_count(tmp_path, monkeypatch) -> None
 
 
 def test_a_sixteenth_or_so_is_sampled() -> None:
-    sampled = [config for config in every_shipped_kernel() if compile_pool.is_sampled(config.name)]
+    sampled = [config for config in every_shipped_kernel() if compile_pool.is_sampled(config)]
     assert len(every_shipped_kernel()) / 32 < len(sampled) < len(every_shipped_kernel()) / 8

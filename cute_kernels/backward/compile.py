@@ -1,16 +1,14 @@
 """Compile what runs before and after a backward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.backward.finish import FinishKernel
 from cute_kernels.backward.prepare import PrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
-VECTOR_ELEMENTS = 8
 """Of 16 bits, in the 16 bytes to which rows are aligned."""
 
 
@@ -28,15 +26,14 @@ def compile_prepare(config: SteppedConfig, options: str = ""):
     dtype = DSL_DTYPES[config.dtype]
     b, sq, h, padded = (cute.sym_int() for _ in range(4))
     dv = cute.sym_int(divisibility=VECTOR_ELEMENTS)
-    return cute.compile(
+    return compile_for_torch(
         PrepareKernel(config),
         strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
         strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (b, h, sq), 1),
         strided(Float32, (b, h, padded), 1),
         strided(Float32, (b, h, padded), 1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )
 
 
@@ -48,19 +45,10 @@ def compile_finish(config: SteppedConfig, options: str = ""):
     """
     b, sq, h, tiles = (cute.sym_int() for _ in range(4))
     d = cute.sym_int(divisibility=VECTOR_ELEMENTS)
-    return cute.compile(
+    return compile_for_torch(
         FinishKernel(config),
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         strided(DSL_DTYPES[config.dtype], (b, sq, h, d), VECTOR_ELEMENTS),
         Float32(0.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
-    )
-
-
-def strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
-    """A tensor of free strides in multiples of ``divisibility`` elements, its last one 1."""
-    strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
-    return make_fake_tensor(
-        dtype, shape, (*strides, 1), assumed_align=max(4, divisibility * dtype.width // 8)
+        options=options,
     )

@@ -2,9 +2,8 @@
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.backward.compile import VECTOR_ELEMENTS, strided
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 from hopper.backward.kernel import BackwardKernel
@@ -32,7 +31,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         return strided(dtype, (b, seqlen, heads, columns), VECTOR_ELEMENTS)
 
     kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
-    return cute.compile(
+    return compile_for_torch(
         kernel(config),
         dense(sq, h, d),
         dense(sk, hk, d),
@@ -43,9 +42,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         dense(sk, hk, d),
         dense(sk, hk, dv),
-        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
+        words(cute.sym_int()),
         Float32(0.0),
         *((Int32(1),) if config.is_persistent else ()),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )

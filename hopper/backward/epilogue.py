@@ -11,7 +11,7 @@ from hopper.backward.barriers import sync_consumers, sync_warpgroup
 from hopper.backward.config import BackwardConfig
 from hopper.backward.consumer import BackwardConsumer, previous_stage
 from hopper.config import WARPGROUP_ROWS
-from hopper.forward.operands import TmaOperand
+from hopper.tiles import TmaOperand
 
 SWIZZLE_BYTES = 1024
 """After which a swizzle repeats."""

@@ -25,8 +25,7 @@ from hopper.backward.exchange import state_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
-from hopper.forward.kernel import WARPS_PER_WARPGROUP, swizzled_layout
-from hopper.forward.operands import TmaOperand
+from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 
 
 class BackwardLayouts(NamedTuple):

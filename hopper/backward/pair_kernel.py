@@ -23,8 +23,7 @@ from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFr
 from hopper.backward.pair_producer import PairProducer
 from hopper.backward.producer import BackwardOperands
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
-from hopper.forward.kernel import WARPS_PER_WARPGROUP, swizzled_layout
-from hopper.forward.operands import TmaOperand
+from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 
 
 class PairMmas(NamedTuple):

@@ -12,7 +12,7 @@ from cute_kernels.invariant import LoopInvariant
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig
 from hopper.backward.exchange import PairPipelines, state_of
 from hopper.backward.producer import BackwardOperands
-from hopper.forward.operands import TmaOperand
+from hopper.tiles import TmaOperand
 
 BOTH_CTAS = 2**CLUSTER_CTAS - 1
 

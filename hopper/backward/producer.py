@@ -12,7 +12,7 @@ from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import Visit
-from hopper.forward.operands import TmaOperand
+from hopper.tiles import TmaOperand
 
 
 class BackwardOperands(NamedTuple):

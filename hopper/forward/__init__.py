@@ -1,5 +1,1 @@
-"""The forward pass: kernel and its compilation."""
-
-from hopper.forward.compile import compile_forward
-
-__all__ = ["compile_forward"]
+"""The forward pass on Hopper."""

@@ -14,7 +14,8 @@ from hopper.config import WARPGROUP_ROWS
 from hopper.forward.addend import NoAddend
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
-from hopper.forward.operands import TmaOperand, q_state
+from hopper.forward.operands import q_state
+from hopper.tiles import TmaOperand
 
 
 @dataclass(frozen=True)

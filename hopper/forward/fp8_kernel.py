@@ -18,12 +18,13 @@ from hopper.config import V_ROW_STAGES, WARPGROUP_ROWS, WARPGROUP_THREADS, Fp8Fo
 from hopper.forward.addend import Addend
 from hopper.forward.consumer import Consumer, LaggingConsumer
 from hopper.forward.half_scores_consumer import HalfScoresConsumer
-from hopper.forward.kernel import ForwardKernel, SmemLayouts, swizzle_bytes, swizzled_layout
-from hopper.forward.operands import Mmas, TmaOperand, Work
+from hopper.forward.kernel import ForwardKernel, SmemLayouts
+from hopper.forward.operands import Mmas, Work
 from hopper.forward.output import Output, TwoLevelOutput
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, BlockScales, ScalePublisher
 from hopper.forward.transpose import PRODUCER_WARPS, VTransposer, load_ahead
+from hopper.tiles import TmaOperand, swizzle_bytes, swizzled_layout
 
 UNCROWDED_COLUMNS = 128
 """Of O, beside which a softmax that lags finds all registers that it wants."""

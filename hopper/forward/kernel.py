@@ -9,7 +9,6 @@ import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.block_range import BlockRange
@@ -24,18 +23,18 @@ from cute_kernels.fragments import (
 from cute_kernels.mask import TileMask
 from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
-from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig, validate_forward_config
+from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.addend import NoAddend
 from hopper.forward.consumer import Consumer
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.feeder import Feeder, NoFeeder
-from hopper.forward.operands import Mmas, PerOperand, Pipelines, TmaOperand, Work
+from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work
 from hopper.forward.output import Output
 from hopper.forward.producer import Producer
 from hopper.forward.scales import SLOT_FLOATS, NoScales
+from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 from hopper.wgmma import keep_descriptor
 
-WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 ONE_WARPGROUP = (1, 1, 1)
 """Warpgroups of an MMA along rows, columns and depth."""
 
@@ -47,28 +46,6 @@ class SmemLayouts(NamedTuple):
     k: cute.ComposedLayout
     vt: cute.ComposedLayout
     o: cute.ComposedLayout
-
-
-SWIZZLES = {128: SmemLayoutAtomKind.K_SW128, 64: SmemLayoutAtomKind.K_SW64, 32: SmemLayoutAtomKind.K_SW32}
-"""By the bytes of a row, or of the part of it within which they are."""
-
-
-def swizzle_bytes(row_bytes: int) -> int:
-    """Of the widest swizzle that divides a row."""
-    return next(width for width in SWIZZLES if row_bytes % width == 0)
-
-
-def swizzled_layout(
-    rows: int, cols: int, stages: int, dtype, stage_stride: int | None = None, part: int | None = None
-) -> cute.ComposedLayout:
-    """Row-major (rows, cols, stages) in the widest swizzle that divides a row, or a ``part`` of its columns that is an
-    operand by itself."""
-    part_bytes = (cols if part is None else part) * dtype.width // 8
-    atom = warpgroup.make_smem_layout_atom(SWIZZLES[swizzle_bytes(part_bytes)], dtype)
-    tile = cute.tile_to_shape(atom, (rows, cols), (0, 1))
-    stride = rows * cols if stage_stride is None else stage_stride
-    staged = cute.append(tile.outer, cute.make_layout(stages, stride=stride))
-    return cute.make_composed_layout(tile.inner, 0, staged)
 
 
 class ForwardKernel:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.block_range import BlockRange
@@ -40,34 +39,6 @@ class Mmas(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-
-
-@dataclass(frozen=True)
-class TmaOperand(LoopInvariant):
-    """A TMA atom with the coordinate tensor and the staged shared memory between which it copies."""
-
-    atom: cute.CopyAtom
-    gmem: cute.Tensor
-    smem: cute.Tensor
-
-    def partition(
-        self,
-        tiler: tuple,
-        coord: tuple,
-        head: Int32,
-        batch: Int32,
-        share: tuple[Int32 | int, int] = (0, 1),
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared stages, global tiles) of one head, each with the copied tile as mode 0; with ``share`` = (i, n) of
-        CTAs that share a tile out by multicast, the i-th part of n."""
-        tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
-        return cpasync.tma_partition(
-            self.atom,
-            share[0],
-            cute.make_layout(share[1]),
-            cute.group_modes(self.smem, 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
 
 
 @dataclass(frozen=True)

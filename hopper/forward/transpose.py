@@ -8,8 +8,9 @@ from cutlass.pipeline import PipelineState
 from cute_kernels.fast_math import permute_bytes
 from cute_kernels.invariant import LoopInvariant
 from hopper.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
-from hopper.forward.operands import Pipelines, TmaOperand
+from hopper.forward.operands import Pipelines
 from hopper.forward.producer import Producer
+from hopper.tiles import TmaOperand
 
 COLUMNS_PER_UNIT = 16
 PRODUCER_WARPS = 4

@@ -1,20 +1,12 @@
 """Compile a quantizer for any sizes and strides, with or without a GPU."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.arguments import compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from hopper.quantize.config import CHUNK, QuantizeConfig
 from hopper.quantize.kernel import QuantizeKernel
-
-
-def _strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
-    """A tensor of free strides in multiples of ``divisibility`` elements, its last one 1."""
-    strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
-    alignment = max(4, divisibility * dtype.width // 8)
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=alignment)
 
 
 def compile_quantize(config: QuantizeConfig, options: str = ""):
@@ -40,25 +32,22 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     dtype = DSL_DTYPES[config.dtype]
     d, dv = config.head_dim, config.head_dim_v
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
-    signs, signs_v, no_mean_k, no_mean_v = (
-        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) for _ in range(4)
-    )
-    return cute.compile(
+    signs, signs_v, no_mean_k, no_mean_v = (words(cute.sym_int()) for _ in range(4))
+    return compile_for_torch(
         QuantizeKernel(config),
-        _strided(dtype, (b, sq, h, d), CHUNK),
-        _strided(dtype, (b, sk, hk, d), CHUNK),
-        _strided(dtype, (b, sk, hk, dv), CHUNK),
-        _strided(Float8E4M3FN, (b, sq, h, d), 16),
-        _strided(Float8E4M3FN, (b, sk, hk, d), 16),
-        _strided(Float8E4M3FN, (b, hk, dv, cute.sym_int(divisibility=32)), 16),
-        _strided(Float32, (b, h, nq), 1),
-        _strided(Float32, (b, hk, nk), 1),
-        _strided(Float32, (b, hk, nk), 1),
+        strided(dtype, (b, sq, h, d), CHUNK),
+        strided(dtype, (b, sk, hk, d), CHUNK),
+        strided(dtype, (b, sk, hk, dv), CHUNK),
+        strided(Float8E4M3FN, (b, sq, h, d), 16),
+        strided(Float8E4M3FN, (b, sk, hk, d), 16),
+        strided(Float8E4M3FN, (b, hk, dv, cute.sym_int(divisibility=32)), 16),
+        strided(Float32, (b, h, nq), 1),
+        strided(Float32, (b, hk, nk), 1),
+        strided(Float32, (b, hk, nk), 1),
         signs,
         signs_v,
-        _strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
-        _strided(Float32, (b, hk, dv), 4) if config.smooth_v else no_mean_v,
+        strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
+        strided(Float32, (b, hk, dv), 4) if config.smooth_v else no_mean_v,
         Int32(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )

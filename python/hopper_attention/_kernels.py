@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ARCH = "sm_90a"
+EXPORTER = "hopper.object_code"
+"""The module that makes an object of a compiled kernel."""
+
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 FFI_PACKAGE = "apache-tvm-ffi"
 INSTALL_DSL = "pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"

@@ -1,7 +1,7 @@
 """Compiled kernels: in memory, then as objects on disk, then compiled.
 
-A folder of the cache belongs to one fingerprint: the kernels' source, the DSL, TVM FFI, Python and the
-architecture. Whatever changes one of them gets another folder, so an entry is never out of date. An entry
+A folder of the cache belongs to one fingerprint: the source files that a kind of kernel is made of, the DSL, TVM FFI,
+Python and the host. Whatever changes one of them gets another folder, so an entry is never out of date. An entry
 is an object file followed by its SHA-256, written under another name and moved into place, so that no
 process ever loads half of one. One process compiles an entry, under a lock; the others wait for it and
 load the result.
@@ -25,14 +25,14 @@ from typing import Any
 
 import platformdirs
 
-import cute_kernels
-import hopper
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
+from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
 from hopper.quantize.config import QuantizeConfig
+from hopper.sources import sources_of
 from hopper_attention import _kernels
 from hopper_attention._kernels import Kernel, KernelConfig
 from hopper_attention.notices import warn_once
@@ -52,19 +52,17 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("hopper-attention"))
 
 
-@lru_cache(maxsize=1)
-def fingerprint() -> str:
-    """Name of the folder for kernels built from this source by this toolchain."""
+@lru_cache(maxsize=16)
+def fingerprint(module: str) -> str:
+    """Name of the folder for the kernels that ``module`` compiles, of this source and by this toolchain."""
     digest = hashlib.sha256()
     for part in _kernels.toolchain():
         digest.update(f"{part}\n".encode())
-    for package in (hopper, cute_kernels):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            source = path.read_bytes()
-            digest.update(f"{root.name}/{path.relative_to(root)} {len(source)}\n".encode())
-            digest.update(source)
-    return f"{_kernels.ARCH}-{digest.hexdigest()[:20]}"
+    for name, path in (sources_of(module) | sources_of(_kernels.EXPORTER)).items():
+        source = path.read_bytes()
+        digest.update(f"{name} {len(source)}\n".encode())
+        digest.update(source)
+    return f"{module.removesuffix('.compile')}-{digest.hexdigest()[:20]}"
 
 
 class CompileCache:
@@ -196,29 +194,35 @@ def write_entry(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-@lru_cache(maxsize=8)
-def _cache_under(folder: Path) -> CompileCache:
-    return CompileCache(folder / fingerprint())
+@lru_cache(maxsize=64)
+def _cache_in(folder: Path) -> CompileCache:
+    return CompileCache(folder)
+
+
+def folder_of(config: Any) -> Path:
+    """Where the entry of ``config`` lies, beside those of its kind."""
+    return cache_dir() / fingerprint(module_of(config))
 
 
 def get_forward(config: ForwardConfig | AmpereForwardConfig) -> Kernel:
     """The forward kernel of ``config``, ready to be called; see ``hopper.compile``."""
-    return _cache_under(cache_dir()).get(config)
+    return _cache_in(folder_of(config)).get(config)
 
 
 def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -> Kernel:
     """The backward kernel of ``config`` or one of its steps, ready to be called; see ``hopper.compile``."""
-    return _cache_under(cache_dir()).get(config)
+    return _cache_in(folder_of(config)).get(config)
 
 
 def get_quantize(config: QuantizeConfig) -> Kernel:
     """The quantizer of ``config``, ready to be called; see ``hopper.quantize.compile.compile_quantize``."""
-    return _cache_under(cache_dir()).get(config)
+    return _cache_in(folder_of(config)).get(config)
 
 
 def cached_kernels() -> tuple[Path, ...]:
     """The cached kernels that this source and toolchain can use."""
-    return tuple(sorted((cache_dir() / fingerprint()).glob(f"*{SUFFIX}")))
+    folders = {cache_dir() / fingerprint(module) for module, _ in COMPILERS.values()}
+    return tuple(sorted(path for folder in folders for path in folder.glob(f"*{SUFFIX}")))
 
 
 @dataclass(frozen=True)
@@ -256,12 +260,16 @@ def compile_all(
     """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, allowed: 1 or more")
-    folder = cache_dir() / fingerprint()
-    folder.mkdir(parents=True, exist_ok=True)
+    folders = [folder_of(config) for config in configs]
+    for folder in set(folders):
+        folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Compilation] = {}
     # Fresh interpreters: a forked child would inherit torch's threads and CUDA's state in a broken form.
     with ProcessPoolExecutor(max(1, min(jobs, len(configs))), mp_context=get_context("spawn")) as pool:
-        pending = [pool.submit(_compile_one, folder, config, build) for config in configs]
+        pending = [
+            pool.submit(_compile_one, folder, config, build)
+            for folder, config in zip(folders, configs, strict=True)
+        ]
         for future in as_completed(pending):
             result = future.result()
             results[result.config.name] = result

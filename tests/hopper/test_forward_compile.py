@@ -14,8 +14,8 @@ from hopper.config import (
     shipped_forward_configs,
     validate_forward_config,
 )
-from hopper.forward import compile_forward
 from hopper.forward.barriers import NamedBarrier
+from hopper.forward.compile import compile_forward
 from hopper.forward.kernel import ForwardKernel
 from hopper.fp8_config import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper.inspection import ResourceUsage, resource_usage

@@ -64,7 +64,7 @@ def test_registers_and_stack_are_read_from_the_cubin_in_an_object(monkeypatch: p
 
 
 def test_a_real_kernel_reads_as_ptxas_reported_it() -> None:
-    from hopper.forward import compile_forward
+    from hopper.forward.compile import compile_forward
     from hopper.inspection import parse_ptxas
     from hopper.object_code import export_object
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hopper import sources
+from hopper.compile import COMPILERS
 from hopper.config import ForwardConfig, shipped_forward_configs
 from hopper_attention import _kernels, compile_cache
 from hopper_attention.compile_cache import CompileCache, compile_all, read_entry, write_entry
@@ -163,23 +166,50 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
     assert compile_cache.cache_dir().name == "hopper-attention"
 
 
-def test_fingerprint_follows_source_and_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fingerprint() -> str:
+def test_fingerprint_follows_a_kernels_own_source_and_the_toolchain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(module: str = "hopper.mine.compile") -> str:
         compile_cache.fingerprint.cache_clear()
-        return compile_cache.fingerprint()
+        sources.sources_of.cache_clear()
+        return compile_cache.fingerprint(module)
 
-    (tmp_path / "kernel.py").write_text("one")
-    monkeypatch.setattr(compile_cache.hopper, "__path__", [str(tmp_path)])
-    before = fingerprint()
-    assert before.startswith("sm_90a-") and fingerprint() == before
-    (tmp_path / "kernel.py").write_text("two")
+    for folder in ("hopper", "hopper/mine", "hopper/other", "cute_kernels"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "hopper/mine/compile.py").write_text("from cute_kernels import (\n    mask,\n)\n")
+    (tmp_path / "hopper/other/compile.py").write_text("    import hopper.mine.compile\n")
+    (tmp_path / "cute_kernels/mask.py").write_text("one")
+    monkeypatch.setattr(sources, "ROOTS", {name: tmp_path / name for name in sources.ROOTS})
+    before, other = fingerprint(), fingerprint("hopper.other.compile")
+    assert before.startswith("hopper.mine-") and fingerprint() == before
+    (tmp_path / "hopper/other/compile.py").write_text("import hopper.mine.compile as theirs\n")
+    assert fingerprint() == before
+    (tmp_path / "cute_kernels/mask.py").write_text("two")
     after = fingerprint()
-    (tmp_path / "more.py").write_text("")
-    added = fingerprint()
+    assert after != before and fingerprint("hopper.other.compile") != other
     monkeypatch.setattr(_kernels, "toolchain", lambda: ("dsl 99",))
-    assert len({before, after, added, fingerprint()}) == 4
+    assert fingerprint() not in (before, after)
     monkeypatch.undo()
     compile_cache.fingerprint.cache_clear()
+    sources.sources_of.cache_clear()
+
+
+def test_sources_are_what_the_syntax_tree_imports() -> None:
+    """Of every kind of kernel; no kind reaches the compilation of another."""
+    modules = {module for module, _ in COMPILERS.values()}
+    for module in modules:
+        reached = sources.sources_of(module)
+        assert modules & set(reached) == {module}
+        for name, path in reached.items():
+            imported: set[str] = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            ours = {module for module in imported if module.partition(".")[0] in sources.ROOTS}
+            assert set(sources.imported_by(path.read_text())) == ours, name
 
 
 def test_compile_all_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

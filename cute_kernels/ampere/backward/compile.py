@@ -1,13 +1,11 @@
 """Compile a backward kernel for any sizes and strides, with or without a GPU."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
-from cute_kernels.ampere.forward.compile import CHUNK_ELEMENTS
-from cute_kernels.backward.compile import strided
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 
 
@@ -22,20 +20,19 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     """
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk, padded, tiles = (cute.sym_int() for _ in range(7))
-    d, dv = (cute.sym_int(divisibility=CHUNK_ELEMENTS) for _ in range(2))
-    return cute.compile(
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    return compile_for_torch(
         AmpereBackwardKernel(config),
-        strided(dtype, (b, sq, h, d), CHUNK_ELEMENTS),
-        strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
-        strided(dtype, (b, sq, h, dv), CHUNK_ELEMENTS),
+        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
+        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (b, h, padded), 4),
         strided(Float32, (b, h, padded), 4),
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
-        strided(dtype, (b, sk, hk, d), CHUNK_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), CHUNK_ELEMENTS),
-        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
+        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
+        words(cute.sym_int()),
         Float32(0.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )

@@ -1,15 +1,12 @@
 """Compile a forward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.ampere.config import CHUNK_BYTES, ELEMENT_BYTES, AmpereForwardConfig
+from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.forward.kernel import AmpereForwardKernel
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
-
-CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 
 
 def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
@@ -25,23 +22,14 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     """
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
-    d, dv = (cute.sym_int(divisibility=CHUNK_ELEMENTS) for _ in range(2))
-    return cute.compile(
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    return compile_for_torch(
         AmpereForwardKernel(config),
-        _dense(dtype, b, sq, h, d),
-        _dense(dtype, b, sk, hk, d),
-        _dense(dtype, b, sk, hk, dv),
-        _dense(dtype, b, sq, h, dv),
-        make_fake_tensor(
-            Float32, (b, h, cute.sym_int()), (cute.sym_int(64), cute.sym_int(64), 1), assumed_align=4
-        ),
+        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
+        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
+        strided(Float32, (b, h, cute.sym_int()), 1),
         Float32(0.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}".strip(),
+        options=options,
     )
-
-
-def _dense(dtype: type[cutlass.Numeric], batch, seqlen, heads, head_dim):
-    """A (batch, seqlen, heads, head_dim) tensor of free strides, as far as chunks stay aligned."""
-    strides = tuple(cute.sym_int(64, divisibility=CHUNK_ELEMENTS) for _ in range(3))
-    return make_fake_tensor(dtype, (batch, seqlen, heads, head_dim), (*strides, 1), assumed_align=CHUNK_BYTES)

@@ -1,0 +1,30 @@
+"""The arguments that kernels are compiled for: tensors of free sizes and strides, without a GPU."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+VECTOR_ELEMENTS = 8
+"""16-bit elements that one vector access or one unit of TMA moves, and so what strides are multiples of."""
+
+
+def strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
+    """A tensor of free strides in multiples of ``divisibility`` elements. So is its address, and one of 4 bytes.
+    The last stride is 1."""
+    strides = tuple(cute.sym_int(64, divisibility=divisibility) for _ in shape[1:])
+    return make_fake_tensor(
+        dtype, shape, (*strides, 1), assumed_align=max(4, divisibility * dtype.width // 8)
+    )
+
+
+def words(number):
+    """A vector of int32 of so many elements."""
+    return make_fake_tensor(Int32, (number,), (1,), assumed_align=4)
+
+
+def compile_for_torch(kernel, *arguments, options: str):
+    """A TVM FFI function that takes torch tensors as ``arguments`` describe them, and launches on torch's current
+    stream, which is the last argument of ``kernel``."""
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, *arguments, stream, options=f"--enable-tvm-ffi {options}".strip())
