@@ -6,6 +6,7 @@ branch: a branch would end a basic block, across which no WGMMA stays in flight.
 tile is a little slower than others.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -22,8 +23,10 @@ from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.consumer import Consumer
-from hopper.forward.kernel import ForwardKernel
+from hopper.forward.kernel import ForwardKernel, KernelParts
+from hopper.forward.kv_source import DenseTma
 from hopper.forward.operands import Pipelines
+from hopper.forward.precision import SixteenBits
 
 UNITS = 3
 """Of a block, in this order: S = Q K^T, the softmax, O += P V. Each has a start and a stop."""
@@ -186,19 +189,43 @@ class RecordedTurns(PingPong):
 class RecordedConsumer(Consumer):
     """Stamps what its softmax, its pipelines and its turns do."""
 
-    def __init__(self, config, mmas, operands, pipes, softmax: RecordedSoftmax, output, feeder, wg: Int32):
-        super().__init__(config, mmas, operands, pipes, softmax, output, feeder, wg)
+    def __init__(self, config, mmas, operands, pipes, softmax: RecordedSoftmax, output, loads, wg: Int32):
+        super().__init__(config, mmas, operands, pipes, softmax, output, loads, wg)
         self.ping_pong = RecordedTurns(config, wg, softmax.recorder)
+
+
+@dataclass(frozen=True)
+class RecordingPrecision(SixteenBits):
+    """Its consumers and their softmax record; ``extras`` are the stamps."""
+
+    recorder: Recorder
+
+    consumer_type = RecordedConsumer
+
+    def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
+        self.recorder.open(extras[0])
+        return RecordedSoftmax(scale_log2, self.recorder)
+
+
+@dataclass(frozen=True)
+class RecordingTma(DenseTma):
+    """Its pipelines of K and V record what consumers do with them."""
+
+    recorder: Recorder
+
+    def make_pipelines(self, storage: Any) -> Pipelines:
+        pipes = super().make_pipelines(storage)
+        keys, values = RecordedKeys(pipes.k, self.recorder), RecordedValues(pipes.v, self.recorder)
+        return pipes._replace(k=keys, v=values)
 
 
 class RecordingKernel(ForwardKernel):
     """``ForwardKernel`` that records tile number ``recorded_tile``, from 0, of the first CTA."""
 
-    consumer_type = RecordedConsumer
-
     def __init__(self, config: ForwardConfig, recorded_tile: int):
-        super().__init__(config)
-        self.recorded_tile = recorded_tile
+        recorder = Recorder(config, recorded_tile)
+        parts = KernelParts(RecordingPrecision(config, recorder), RecordingTma(config, recorder))
+        super().__init__(config, parts)
 
     @cute.jit
     def __call__(
@@ -215,18 +242,7 @@ class RecordingKernel(ForwardKernel):
         stream,
     ):
         """Launch. ``stamps`` is int64, flat, of the size of :func:`stamp_shape`; the rest is as for the kernel."""
-        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
-        self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, (stamps,), softmax_scale, num_ctas, stream)
-
-    def _make_pipelines(self, storage) -> Pipelines:
-        pipes = super()._make_pipelines(storage)
-        self.recorder = Recorder(self.config, self.recorded_tile)
-        keys, values = RecordedKeys(pipes.k, self.recorder), RecordedValues(pipes.v, self.recorder)
-        return pipes._replace(k=keys, v=values)
-
-    def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
-        self.recorder.open(scales[0])
-        return RecordedSoftmax(scale_log2, self.recorder)
+        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, (stamps,), softmax_scale, num_ctas, stream)
 
 
 def compile_recording(config: ForwardConfig, recorded_tile: int, options: str = ""):

@@ -28,8 +28,10 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_am
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
-from hopper.config import ForwardConfig, Fp8ForwardConfig, shipped_forward_configs
-from hopper.fp8_config import shipped_fp8_forward_configs
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
+from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
@@ -112,7 +114,8 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])
 
-    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if config.lagging or config.half_scores else (P_EXPONENT,)
+    is_stale = config.softmax in STALE_MAXIMUM
+    exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if is_stale else (P_EXPONENT,)
     emulations = [
         EmulationLaunch(config.causal, exponent)(parts, config.head_dim**-0.5, wants_lse=True)
         for exponent in exponents

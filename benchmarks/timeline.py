@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hopper.config import ForwardConfig, Fp8ForwardConfig
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention._kernels import ARCH
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.experiments.ablation import Ablation, all_configs, check_can_run

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.forward import select_problems
-from hopper.config import ForwardConfig, Registers, select_forward_config
+from hopper.config import ForwardConfig, Registers
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
 from hopper_attention.experiments.bench_peers import Setting, parse_peers
 from hopper_attention.experiments.bench_render import number

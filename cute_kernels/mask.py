@@ -8,6 +8,7 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows, words_of_pairs
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 
 LOWER_HALF = 0xFFFF
 MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
@@ -16,7 +17,7 @@ MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
 
 @dataclass(frozen=True)
 class TileMask(LoopInvariant):
-    """Which keys the two rows of a thread may see: those below ``seqlen_k``, and with ``causal`` those not after
+    """Which keys the two rows of a thread may see: those of the sequence, and with ``causal`` those not after
     the row when the last query is aligned with the last key.
 
     ``row`` is the query index of the thread's first row, ``col`` the offset of its first column in a key block.
@@ -24,8 +25,7 @@ class TileMask(LoopInvariant):
 
     causal: bool
     tile_n: int
-    seqlen_q: Int32
-    seqlen_k: Int32
+    seqlens: SeqlenInfo
     row: Int32
     col: Int32
 
@@ -43,9 +43,9 @@ class TileMask(LoopInvariant):
     def _visible(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
         """Columns of the block that row ``r`` may see, from the thread's first."""
         first_key = n_block * self.tile_n + self.col
-        visible = self.seqlen_k - first_key
+        visible = self.seqlens.seqlen_k - first_key
         if const_expr(self.causal):
-            keys_of_row = self.row + r * ROW_STRIDE + 1 + self.seqlen_k - self.seqlen_q
+            keys_of_row = self.row + r * ROW_STRIDE + 1 + self.seqlens.seqlen_k - self.seqlens.seqlen_q
             visible = cutlass.min(visible, keys_of_row - first_key)
         return visible
 

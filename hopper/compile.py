@@ -9,7 +9,8 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
-from hopper.config import ForwardConfig, Fp8ForwardConfig
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 
 HOPPER_ARCH = "sm_90a"

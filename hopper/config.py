@@ -7,7 +7,6 @@ Nothing here imports the DSL or touches a GPU. A config is a frozen dataclass; v
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from cute_kernels import problem
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
@@ -25,26 +24,6 @@ WARPGROUP_ROWS = 64
 
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
-
-FP8_DTYPE = "float8_e4m3fn"
-FP8_KEYS_PER_STEP = 32
-FP8_KEY_ORDER = tuple(
-    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
-    for slot in range(FP8_KEYS_PER_STEP)
-)
-"""Slot of the k of an FP8 WGMMA -> key of 32: how V's keys must lie for ``store_row_as_operand_a_e4m3``, which leaves
-P in the order of the accumulator."""
-
-V_ROW_STAGES = 2
-"""Blocks of FP8 V in rows that wait in shared memory for their transposition."""
-
-MAX_PV_COLUMNS, PV_PART_COLUMNS = 128, 64
-"""Columns of O up to which a second accumulator of its size finds registers, and how many there are in a part of P V
-where it does not."""
-
-NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-"""(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
-one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
 
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
@@ -105,13 +84,26 @@ class ForwardConfig:
         return (SMEM_BYTES + SMEM_RESERVED) // self.ctas_per_sm - SMEM_RESERVED
 
     @property
+    def input_dtypes(self) -> tuple[str, ...]:
+        """Those that a kernel of this class takes."""
+        return DTYPES
+
+    @property
     def out_dtype(self) -> str:
         return self.dtype
 
     @property
+    def score_dtype(self) -> str:
+        """What Q K^T is accumulated in."""
+        return "float32"
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an element of Q, K and V."""
-        return 1 if self.dtype == FP8_DTYPE else 2
+        return 2
+
+    def validate_precision(self) -> None:
+        """Raise ValueError naming the first field that does not go with what a subclass adds."""
 
     @property
     def q_bytes(self) -> int:
@@ -155,63 +147,14 @@ class ForwardConfig:
         return "_".join(parts)
 
 
-@dataclass(frozen=True)
-class Fp8ForwardConfig(ForwardConfig):
-    """A forward kernel on e4m3 inputs with block scales.
-
-    ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
-    FMA pipe instead of MUFU (``cute_kernels.exp2_pairs``). ``eager`` is for few warps: the softmax is ``EagerSoftmax``.
-    With ``lagging`` it is ``LaggingSoftmax``, which takes few maxima, and with ``half_scores`` ``HalfScoresSoftmax``,
-    which does so on scores in float16: no product of a row of Q and one of K, as e4m3, may exceed 65504.
-    With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
-    keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
-    whose bits FP8 WGMMA keeps only a part in its sums.
-    """
-
-    output: str = "bfloat16"
-    polynomial_pairs: int = 0
-    eager: bool = False
-    lagging: bool = False
-    half_scores: bool = False
-    v_rows: bool = False
-    two_level: bool = False
-
-    @property
-    def pv_columns(self) -> int:
-        """Columns of O whose P V is in one accumulator: all, unless registers for that are too few beside O."""
-        is_too_wide = self.two_level and self.head_dim_v > MAX_PV_COLUMNS
-        return PV_PART_COLUMNS if is_too_wide else self.head_dim_v
-
-    @property
-    def out_dtype(self) -> str:
-        return self.output
-
-    @property
-    def name(self) -> str:
-        parts = ["eager"] if self.eager else []
-        parts += ["lagging"] if self.lagging else []
-        parts += ["half"] if self.half_scores else []
-        parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
-        parts += ["vrows"] if self.v_rows else []
-        parts += ["twolevel"] if self.two_level else []
-        return "_".join([super().name, *parts])
-
-    @property
-    def smem_bytes(self) -> int:
-        rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
-        return super().smem_bytes + rows
-
-
 def validate_forward_config(config: ForwardConfig) -> None:
     """Raise ValueError naming the first field that no Hopper kernel can be built from."""
     c = config
-    allowed = (FP8_DTYPE,) if isinstance(c, Fp8ForwardConfig) else DTYPES
-    if c.dtype not in allowed:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(allowed)}")
+    if c.dtype not in c.input_dtypes:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(c.input_dtypes)}")
     if c.out_dtype not in DTYPES:
         raise ValueError(f"output is {c.out_dtype!r}, allowed: {', '.join(DTYPES)}")
-    if isinstance(c, Fp8ForwardConfig):
-        _validate_fp8(c)
+    c.validate_precision()
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
@@ -236,61 +179,6 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.smem_bytes > c.smem_limit:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {c.smem_limit}")
-
-
-def _validate_fp8(config: Fp8ForwardConfig) -> None:
-    if config.tile_n % FP8_KEYS_PER_STEP:
-        raise ValueError(
-            f"tile_n is {config.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
-        )
-    if not 0 <= config.polynomial_pairs <= 8:
-        raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed: 0 to 8")
-    if config.two_level:
-        _validate_two_level(config)
-    if config.lagging:
-        _validate_lagging(config, "lagging")
-        if config.polynomial_pairs == 8:
-            # Only exponentials in float32 can tell what float16 does not hold from what float32 does not.
-            raise ValueError("polynomial_pairs is 8, allowed with lagging: 0 to 7")
-    if config.half_scores:
-        _validate_lagging(config, "half_scores")
-        if config.polynomial_pairs == 8:
-            # Only MUFU's exponentials can tell that float16 does not hold the scale.
-            raise ValueError("polynomial_pairs is 8, allowed with half_scores: 0 to 7")
-        for name in ("lagging", "v_rows"):
-            if getattr(config, name):
-                raise ValueError(f"{name} is True, allowed with half_scores: False")
-
-
-def _validate_lagging(config: Fp8ForwardConfig, option: str) -> None:
-    """P V of a block is awaited in that block, as the softmax may multiply O."""
-    required = {
-        "pipelined": True,
-        "warp_specialized": True,
-        "late_rescale": False,
-        "eager": False,
-        "two_level": False,
-    }
-    for name, value in required.items():
-        if getattr(config, name) is not value:
-            raise ValueError(f"{name} is {not value}, allowed with {option}: {value}")
-
-
-def _validate_two_level(config: Fp8ForwardConfig) -> None:
-    if config.late_rescale:
-        raise ValueError(
-            "late_rescale is True, allowed with two_level: False, as O is rescaled where P V is added to it"
-        )
-    if config.head_dim_v % config.pv_columns:
-        raise ValueError(
-            f"head_dim_v is {config.head_dim_v}, allowed with two_level: multiples of {PV_PART_COLUMNS} "
-            f"above {MAX_PV_COLUMNS}"
-        )
-    if config.pipelined and config.pv_columns < config.head_dim_v:
-        raise ValueError(
-            f"pipelined is True, allowed with two_level at head_dim_v {config.head_dim_v}: False, "
-            "as P V comes in parts"
-        )
 
 
 def _validate_registers(config: ForwardConfig) -> None:
@@ -321,84 +209,3 @@ THREE_CONSUMERS = Registers(consumer=160, producer=32)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""
-
-
-ANY_LENGTH = 2**62
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The tuned part of a config, for keys up to ``max_seqlen_k``."""
-
-    tile_m: int
-    tile_n: int
-    stages: int
-    ping_pong: bool = True
-    late_rescale: bool = False
-    max_seqlen_k: int = ANY_LENGTH
-
-
-TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
-    (64, 64, False): (Tiling(192, 128, 3),),
-    (64, 64, True): (Tiling(128, 128, 4, max_seqlen_k=1536), Tiling(192, 128, 3)),
-    (96, 96, False): (Tiling(128, 192, 2),),
-    (96, 96, True): (Tiling(128, 128, 2),),
-    (128, 128, False): (Tiling(128, 128, 2, max_seqlen_k=1280), Tiling(128, 176, 2)),
-    (128, 128, True): (Tiling(128, 128, 2, max_seqlen_k=6144), Tiling(128, 176, 2)),
-    (192, 128, False): (Tiling(128, 128, 2),),
-    (192, 128, True): (Tiling(128, 128, 2),),
-    (192, 192, False): (Tiling(128, 112, 2, late_rescale=True),),
-    (192, 192, True): (Tiling(128, 112, 2, late_rescale=True),),
-    (256, 256, False): (Tiling(128, 80, 2, ping_pong=False, late_rescale=True),),
-    (256, 256, True): (
-        Tiling(128, 64, 2, ping_pong=False, late_rescale=True, max_seqlen_k=1536),
-        Tiling(128, 80, 2, ping_pong=False, late_rescale=True),
-    ),
-}
-"""By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
-sequences want small tiles (fewer masked or padded scores), and at head_dim 64 a deep pipeline (the next tile's loads
-run ahead); long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
-where O has so many columns that rescaling them does not fit under the exponentials."""
-
-
-def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
-    return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
-
-
-@lru_cache(maxsize=4096)
-def select_forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_k: int
-) -> ForwardConfig:
-    """The config that serves a problem. Reads sizes only, never a tensor; cached."""
-    d, dv = cover_head_dims(head_dim, head_dim_v)
-    tiling = next(tiling for tiling in TILINGS[d, dv, causal] if seqlen_k <= tiling.max_seqlen_k)
-    return _make_config(dtype, (d, dv, causal), tiling)
-
-
-def _make_config(dtype: str, key: tuple[int, int, bool], tiling: Tiling) -> ForwardConfig:
-    head_dim, head_dim_v, causal = key
-    config = ForwardConfig(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        tile_m=tiling.tile_m,
-        tile_n=tiling.tile_n,
-        stages=tiling.stages,
-        registers=TWO_CONSUMERS if tiling.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS,
-        ping_pong=tiling.ping_pong,
-        late_rescale=tiling.late_rescale,
-    )
-    validate_forward_config(config)
-    return config
-
-
-def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
-    """Every config that ``select_forward_config`` can return, each once."""
-    return tuple(
-        _make_config(dtype, key, tiling)
-        for dtype in DTYPES
-        for key, tilings in TILINGS.items()
-        for tiling in tilings
-    )

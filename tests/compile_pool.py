@@ -8,7 +8,7 @@ from typing import Any
 
 from hopper.compile import module_of
 from hopper.inspection import ResourceUsage
-from tests.shipped_usage import compile_to_compare, fingerprint, recorded
+from tests.shipped_usage import compile_each, fingerprint, recorded
 
 SAMPLED = 16
 """Of so many recorded kernels one is compiled again, others with each change of the sources."""
@@ -17,7 +17,7 @@ SAMPLED = 16
 def usage_of_each(configs: Sequence[Any]) -> dict[Any, ResourceUsage]:
     """By config. What is recorded and compiled nevertheless must be as recorded."""
     known = recorded()
-    compiled = compile_to_compare([c for c in configs if c.name not in known or is_sampled(c)], known)
+    compiled = compile_each([c for c in configs if c.name not in known or is_sampled(c)])
     for config, usage in compiled.items():
         was = known.get(config.name, usage)
         assert usage == was, f"{config.name}: recorded {was}, compiled {usage}; see tests/shipped_usage.py"

@@ -26,7 +26,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
 from functools import lru_cache
 from importlib import metadata
@@ -37,8 +36,8 @@ from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.compile import COMPILERS, module_of
-from hopper.config import shipped_forward_configs
-from hopper.fp8_config import shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import DIGEST_LETTERS, ResourceUsage, resource_usage
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.sources import sources_of
@@ -121,35 +120,22 @@ def recorded() -> dict[str, ResourceUsage]:
 
 
 def compile_each(configs: Sequence[Any], jobs: int = 0) -> dict[Any, ResourceUsage]:
-    """What ptxas reports on each; in processes, because ``cute.compile`` is not thread-safe."""
+    """What ptxas reports on each. A process for every one: a kernel in some hundreds comes out in another order of
+    instructions in a process that has compiled others."""
     if not configs:
         return {}
-    context = multiprocessing.get_context("spawn")
     jobs = min(len(configs), jobs or os.cpu_count() or 1)
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {pool.submit(resource_usage, config): config for config in configs}
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
         done = {}
-        for future in as_completed(futures):
-            done[futures[future]] = future.result()
+        for config, usage in pool.imap_unordered(_with_usage, configs):
+            done[config] = usage
             if sys.stderr.isatty():
                 print(f"\r{len(done)} of {len(configs)} kernels", end="", file=sys.stderr)
     return done
 
 
-def compile_to_compare(
-    configs: Sequence[Any], known: dict[str, ResourceUsage], jobs: int = 0
-) -> dict[Any, ResourceUsage]:
-    """``compile_each``; kernels that differ from what is known once more, by processes that have compiled nothing else.
-
-    One kernel in some hundreds comes out in one of two orders of instructions, by what its process has compiled before.
-    It counts as it is known if either is.
-    """
-    found = compile_each(configs, jobs)
-    for config, usage in found.items():
-        was = known.get(config.name, usage)
-        if usage != was and compile_each([config])[config] == was:
-            found[config] = was
-    return found
+def _with_usage(config: Any) -> tuple[Any, ResourceUsage]:
+    return config, resource_usage(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

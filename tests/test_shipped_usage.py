@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import replace
 
 import pytest
 
-from hopper.config import shipped_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import ResourceUsage, digest_of_code
 from tests import compile_pool, shipped_usage
 from tests.shipped_usage import RECORD, code_of, every_shipped_kernel, recorded
@@ -49,11 +48,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what is compiled; "sampled" alone is in the sample."""
     seen: list[str] = []
 
-    def compile_each(configs, jobs=0):
+    def compile_each(configs):
         seen.extend(config.name for config in configs)
         return dict.fromkeys(configs, ONE)
 
-    monkeypatch.setattr(shipped_usage, "compile_each", compile_each)
+    monkeypatch.setattr(compile_pool, "compile_each", compile_each)
     monkeypatch.setattr(compile_pool, "is_sampled", lambda config: config.name == "sampled")
     return seen
 
@@ -70,16 +69,6 @@ def test_what_is_compiled_must_be_as_recorded(compiled, monkeypatch) -> None:
     monkeypatch.setattr(compile_pool, "recorded", lambda: {"sampled": ResourceUsage(255, 0, 0, 0, 1024)})
     with pytest.raises(AssertionError, match=r"sampled: recorded .*255.*, compiled .*128"):
         compile_pool.usage_of_each([Config("sampled")])
-
-
-def test_what_differs_is_compiled_again_before_it_counts_as_changed(monkeypatch) -> None:
-    config, other = Config("one in two orders"), replace(ONE, code="other")
-    results = [other, ONE, other, other]
-    monkeypatch.setattr(shipped_usage, "compile_each", lambda configs, jobs=0: {configs[0]: results.pop(0)})
-    known = {config.name: ONE}
-    assert shipped_usage.compile_to_compare([config], known)[config] == ONE
-    assert shipped_usage.compile_to_compare([config], known)[config] == other
-    assert results == []
 
 
 def test_the_digest_is_of_instructions_and_constants_alone() -> None:

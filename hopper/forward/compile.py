@@ -5,9 +5,10 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
-from hopper.config import ForwardConfig, Fp8ForwardConfig
-from hopper.forward.fp8_kernel import Fp8ForwardKernel, Fp8RowsForwardKernel
-from hopper.forward.kernel import ForwardKernel
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.kernel import Fp8ForwardKernel
+from hopper.forward.kernel import ForwardKernel, KernelParts
 
 
 def compile_forward(config: ForwardConfig, options: str = ""):
@@ -30,7 +31,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
     return compile_for_torch(
-        ForwardKernel(config),
+        ForwardKernel(config, KernelParts.of_16_bits(config)),
         strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
@@ -46,12 +47,12 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     """Compile the e4m3 kernel of ``config`` for sm_90a.
 
-    Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, addend, block_q, block_k,
+    Returns ``fn(q, k, vt, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k,
     softmax_scale, num_ctas)``. vt is V transposed, (b, hk, dv, keys), its keys in the order of ``FP8_KEY_ORDER`` within
     each 32 and padded with zeros to a multiple of 32; with ``v_rows`` it is V as it is, (b, sk, hk, dv). Strides and
     head_dims are multiples of 16.
-    The scales and the addend are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
-    at least the sequence; the addend 16-byte aligned, its strides multiples of 4 elements. The rest is as for
+    The scales and mean_v are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
+    at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
     """
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
@@ -60,7 +61,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
 
     v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
     return compile_for_torch(
-        Fp8RowsForwardKernel(config) if config.v_rows else Fp8ForwardKernel(config),
+        Fp8ForwardKernel(config),
         strided(e4m3, (b, sq, h, d), 16),
         strided(e4m3, (b, sk, hk, d), 16),
         strided(e4m3, v_shape, 16),

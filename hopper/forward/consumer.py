@@ -6,14 +6,14 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.mask import TileMask
+from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.score_tile import ScoreTile
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import PingPong
-from hopper.forward.feeder import NoFeeder
+from hopper.forward.consumer_loads import NoConsumerLoads
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
 from hopper.wgmma import issue_gemm
@@ -34,7 +34,7 @@ class Consumer(LoopInvariant):
         pipes: Pipelines,
         softmax: OnlineSoftmax,
         output: Output,
-        feeder: NoFeeder,
+        loads: NoConsumerLoads,
         wg: Int32,
     ):
         self.config = config
@@ -43,7 +43,7 @@ class Consumer(LoopInvariant):
         self.pipes = pipes
         self.softmax = softmax
         self.output = output
-        self.feeder = feeder
+        self.loads = loads
         self.ping_pong = PingPong(config, wg)
         self.wg = wg
         self.tOrP = cute.make_rmem_tensor(
@@ -52,39 +52,40 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def attend(
-        self, mask: TileMask, n_end: Int32, n_unmasked: Int32, kv_state: PipelineState, q_phase: Int32
+        self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32
     ) -> PipelineState:
         """Leave one tile's O, not yet normalised, in ``output`` and its row statistics in ``softmax``.
 
-        Visits the key blocks from ``n_end - 1`` down to 0; those below ``n_unmasked`` need no mask. Releases Q
-        unless O is to be staged in its place. Returns the state of K's and V's pipelines after the tile.
+        Visits ``blocks``, and lets ``scores`` finish those of each. Releases Q unless O is to be staged in its place.
+        Returns the state of K's and V's pipelines after the tile.
         """
+        unmasked = blocks.unmasked
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
         self.output.clear()
         if const_expr(self.config.pipelined):
-            kv_state = self._attend_pipelined(mask, n_end, n_unmasked, kv_state, q_phase)
+            kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase)
         else:
-            kv_state = self._attend_in_order(mask, n_end, n_unmasked, kv_state, q_phase)
+            kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_phase)
         return kv_state
 
     @cute.jit
     def _attend_pipelined(
         self,
-        mask: TileMask,
-        n_end: Int32,
-        n_unmasked: Int32,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        unmasked: Int32,
         kv_state: PipelineState,
         q_phase: Int32,
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
-        self._first_scores(mask, n_end - 1, kv_state)
-        n_block = n_end - 2
+        self._first_scores(scores, blocks.last, kv_state)
+        n_block = blocks.end - 2
         if const_expr(self.config.causal):
-            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
-                kv_state = self._overlapped_block(mask, n_block, kv_state, True)
+            for _ in cutlass.range(cutlass.max(blocks.last - unmasked, 0), unroll=1):
+                kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
-        kv_state = self._unmasked_blocks(mask, n_block, kv_state)
+        kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
         self._release_q(q_phase)
         self.output.enter_product()
         self.output.start(self.tOrP, kv_state.index)
@@ -95,15 +96,17 @@ class Consumer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, kv_state: PipelineState) -> PipelineState:
-        """Those from ``n_block`` down to 0."""
-        for _ in cutlass.range(n_block + 1, unroll=1):
-            kv_state = self._overlapped_block(mask, n_block, kv_state, False)
+    def _unmasked_blocks(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, kv_state: PipelineState
+    ) -> PipelineState:
+        """Those from ``n_block`` down to the first."""
+        for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
+            kv_state = self._overlapped_block(scores, n_block, kv_state, False)
             n_block -= 1
         return kv_state
 
     @cute.jit
-    def _first_scores(self, mask: TileMask, n_block: Int32, kv_state: PipelineState):
+    def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
@@ -111,7 +114,7 @@ class Consumer(LoopInvariant):
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)
-        mask.apply(acc_S, n_block)
+        scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
         self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -119,7 +122,7 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def _overlapped_block(
-        self, mask: TileMask, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
+        self, scores: ScoreTile, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
     ) -> PipelineState:
         """Scores of block ``n_block`` together with O += P V of the block before it, at ``v_state``.
 
@@ -140,11 +143,10 @@ class Consumer(LoopInvariant):
         self.softmax.enter_block(consumer_slot(k_state))
         warpgroup.wait_group(1)
         self.pipes.k.consumer_release(k_state)
-        if const_expr(is_masked):
-            mask.apply(acc_S, n_block)
+        scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first=False)
         self.softmax.exponentiate(acc_S, 0, is_first=False)
-        self.feeder.feed()
+        self.loads.load_next()
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
@@ -157,21 +159,21 @@ class Consumer(LoopInvariant):
     @cute.jit
     def _attend_in_order(
         self,
-        mask: TileMask,
-        n_end: Int32,
-        n_unmasked: Int32,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        unmasked: Int32,
         kv_state: PipelineState,
         q_phase: Int32,
     ) -> PipelineState:
         """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
-        kv_state = self._sequential_block(mask, n_end - 1, kv_state, True, True)
-        n_block = n_end - 2
+        kv_state = self._sequential_block(scores, blocks.last, kv_state, True, True)
+        n_block = blocks.end - 2
         if const_expr(self.config.causal):
-            for _ in cutlass.range(cutlass.max(n_end - 1 - n_unmasked, 0), unroll=1):
-                kv_state = self._sequential_block(mask, n_block, kv_state, True, False)
+            for _ in cutlass.range(cutlass.max(blocks.last - unmasked, 0), unroll=1):
+                kv_state = self._sequential_block(scores, n_block, kv_state, True, False)
                 n_block -= 1
-        for _ in cutlass.range(n_block + 1, unroll=1):
-            kv_state = self._sequential_block(mask, n_block, kv_state, False, False)
+        for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
+            kv_state = self._sequential_block(scores, n_block, kv_state, False, False)
             n_block -= 1
         self._release_q(q_phase)
         return kv_state
@@ -179,7 +181,7 @@ class Consumer(LoopInvariant):
     @cute.jit
     def _sequential_block(
         self,
-        mask: TileMask,
+        scores: ScoreTile,
         n_block: Int32,
         kv_state: PipelineState,
         is_masked: cutlass.Constexpr[bool],
@@ -193,10 +195,9 @@ class Consumer(LoopInvariant):
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()
         self.pipes.k.consumer_release(kv_state)
-        if const_expr(is_masked):
-            mask.apply(acc_S, n_block)
+        scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first)
-        self.feeder.feed()
+        self.loads.load_next()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r, is_first)
         if const_expr(not is_first):
@@ -227,71 +228,3 @@ class Consumer(LoopInvariant):
         """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
         self.softmax.exponentiate(acc_S, r, is_first)
         self.softmax.store_P(self.tOrP, acc_S, r)
-
-
-class LaggingConsumer(Consumer):
-    """``Consumer`` with a softmax that lags: blocks without a mask have no maximum.
-
-    A subclass says by ``_scores_have_come``, ``_recover`` and ``_leave_block`` what becomes of a block's K and scores.
-    Here K is released at the end of the block, since its scores may be wanted again (``LaggingSoftmax``).
-    """
-
-    @cute.jit
-    def _unmasked_blocks(self, mask: TileMask, n_block: Int32, v_state: PipelineState) -> PipelineState:
-        """The state of the next block is made while a block is computed, not between two of them."""
-        k_state = v_state.clone()
-        k_state.advance()
-        while n_block >= 0:
-            after = k_state.clone()
-            after.advance()
-            after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
-            self._lagging_block(mask, n_block, (v_state, k_state), False)
-            v_state, k_state = k_state, after
-            n_block = n_block - 1
-        return v_state
-
-    @cute.jit
-    def _lagging_block(
-        self,
-        mask: TileMask,
-        n_block: Int32,
-        states: tuple[PipelineState, PipelineState],
-        is_masked: cutlass.Constexpr[bool],
-    ):
-        """``_overlapped_block`` without a maximum. ``states`` are those of the V before and of the block's K."""
-        v_state, k_state = states
-        acc_S = self._make_acc_S()
-        self.pipes.k.consumer_wait(k_state)
-        self.ping_pong.take_turn()
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
-        self.output.start(self.tOrP, v_state.index)
-        self.ping_pong.pass_turn()
-        self.softmax.enter_block(consumer_slot(k_state))
-        warpgroup.wait_group(1)
-        self._scores_have_come(k_state)
-        if const_expr(is_masked):
-            mask.apply(acc_S, n_block)
-        self.softmax.exponentiate_by_last(acc_S, 0)
-        self.pipes.v.consumer_wait(k_state)
-        self.output.wait(self.tOrP, v_state.index)
-        self.pipes.v.consumer_release(v_state)
-        self.softmax.store_P(self.tOrP, acc_S, 0)
-        self.softmax.exponentiate_by_last(acc_S, 1)
-        self.softmax.store_P(self.tOrP, acc_S, 1)
-        if self.softmax.is_settled():
-            self.softmax.add_totals()
-        else:
-            self._recover(acc_S, k_state)
-        self._leave_block(k_state)
-
-    def _scores_have_come(self, k_state: PipelineState):
-        """Behind Q K^T."""
-
-    @cute.jit
-    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
-        place = k_state.index, consumer_slot(k_state)
-        self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
-
-    @cute.jit
-    def _leave_block(self, k_state: PipelineState):
-        self.pipes.k.consumer_release(k_state)

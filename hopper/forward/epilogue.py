@@ -11,10 +11,10 @@ from cute_kernels.fragments import ROWS_PER_THREAD, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_ROWS
-from hopper.forward.addend import NoAddend
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import q_state
+from hopper.forward.unscaled import NoCorrection
 from hopper.tiles import TmaOperand
 
 
@@ -22,20 +22,20 @@ from hopper.tiles import TmaOperand
 class Epilogue(LoopInvariant):
     """Writes the 64 rows of one warpgroup; TMA clips what lies past the end of the sequence or of head_dim_v.
 
-    Where registers are crowded, its addresses are made for each tile, and not kept from one to the next. Each warpgroup
+    With ``recomputes_addresses`` they are made for each tile, and not kept from one to the next. Each warpgroup
     has its own stage of ``o`` and its own TMA store, so that no warpgroup waits for another.
     """
 
     o: TmaOperand
     mLSE: cute.Tensor
-    addend: NoAddend
+    correction: NoCorrection
     lane: Int32
     warp_in_group: Int32
-    is_crowded: bool
+    recomputes_addresses: bool
 
     @cute.jit
     def store(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
-        """Normalise O, add the addend, store O and LSE; release Q where O was staged in its place.
+        """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
         ``row`` is the query index of the thread's first row.
         """
@@ -44,7 +44,7 @@ class Epilogue(LoopInvariant):
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.output.acc, inverse_sum)
-        self.addend.add(consumer.output.acc, inverse_sum, head_kv, batch)
+        self.correction.add(consumer.output.acc, inverse_sum, head_kv, batch)
         store_rows(lse, self.mLSE[None, head, batch], row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
@@ -78,7 +78,7 @@ class Epilogue(LoopInvariant):
         dtype = self.o.smem.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
-        if const_expr(self.is_crowded):
+        if const_expr(self.recomputes_addresses):
             thread = pin(thread, Int32)
         copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(consumer.output.acc, dtype)

@@ -1,6 +1,7 @@
-"""The Hopper forward kernel for 16-bit inputs."""
+"""The Hopper forward kernel."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -11,7 +12,6 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.block_range import BlockRange
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
@@ -20,18 +20,18 @@ from cute_kernels.fragments import (
     first_column_of_thread,
     first_row_of_thread,
 )
+from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
-from cute_kernels.softmax import OnlineSoftmax
+from cute_kernels.score_tile import ScoreTile
+from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
-from hopper.forward.addend import NoAddend
-from hopper.forward.consumer import Consumer
+from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.feeder import Feeder, NoFeeder
-from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work
-from hopper.forward.output import Output
+from hopper.forward.kv_source import DenseTma
+from hopper.forward.operands import Mmas, PerOperand, Work
+from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
-from hopper.forward.scales import SLOT_FLOATS, NoScales
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 from hopper.wgmma import keep_descriptor
 
@@ -46,6 +46,22 @@ class SmemLayouts(NamedTuple):
     k: cute.ComposedLayout
     vt: cute.ComposedLayout
     o: cute.ComposedLayout
+
+
+@dataclass(frozen=True)
+class KernelParts:
+    """What a forward kernel is put together from; the rest of it is the same for all.
+
+    ``precision`` has what the dtype of the inputs decides, ``kv_source`` how a key block reaches shared memory.
+    """
+
+    precision: SixteenBits
+    kv_source: DenseTma
+
+    @staticmethod
+    def of_16_bits(config: ForwardConfig) -> "KernelParts":
+        """For inputs in 16 bits, in sequences of one length."""
+        return KernelParts(SixteenBits(config), DenseTma(config))
 
 
 class ForwardKernel:
@@ -80,18 +96,9 @@ class ForwardKernel:
     The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``.
     """
 
-    v_major = OperandMajorMode.MN
-    consumer_type = Consumer
-    score_dtype = Float32
-    scale_slots = 0
-    v_row_stages = 0
-
-    is_crowded = False
-    """Whether all registers are taken in a tile, so that what can be made again after it is not kept."""
-
-    def __init__(self, config: ForwardConfig):
+    def __init__(self, config: ForwardConfig, parts: KernelParts):
         validate_forward_config(config)
-        self.config = config
+        self.config, self.parts = config, parts
         self.dtype, self.out_dtype = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
 
     @cute.jit
@@ -108,25 +115,25 @@ class ForwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0)."""
-        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
-        self._launch(mQ, mK, mVt, mO, mLSE, tile_counter, (), softmax_scale, num_ctas, stream)
+        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, (), softmax_scale, num_ctas, stream)
 
     @cute.jit
     def _launch(
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mVt: cute.Tensor,
+        mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
-        scales: tuple,
+        extras: tuple,
         softmax_scale: Float32,
         num_ctas: Int32,
         stream,
     ):
-        """``__call__`` with V as (head_dim_v, seqlen, heads, batch), and the ``BlockScales`` of an FP8 problem."""
+        """``__call__`` with the tensor of V that ``kv_source`` takes, and the ``extras`` of ``precision``."""
         c = self.config
+        mVt = self.parts.kv_source.arrange_v(mV)
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mO = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO)
@@ -137,7 +144,7 @@ class ForwardKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
         atom_K, tma_K = cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim))
-        atom_V, tma_V = self._make_v_atom(mVt, layouts)
+        atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
         order = self._tile_order(mQ, mK)
@@ -146,7 +153,7 @@ class ForwardKernel:
             PerOperand(tma_Q, tma_K, tma_V, tma_O),
             mLSE,
             tile_counter,
-            scales,
+            extras,
             softmax_scale * Float32(math.log2(math.e)),
             mQ.shape[0],
             mK.shape[0],
@@ -167,7 +174,7 @@ class ForwardKernel:
         tensors: PerOperand,
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
-        scales: tuple,
+        extras: tuple,
         scale_log2: Float32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -192,10 +199,14 @@ class ForwardKernel:
         scheduler = TileScheduler(
             tile_counter,
             storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
-            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
+            TileScheduler.make_pipe(
+                storage.barriers_mailbox.data_ptr(), self.parts.kv_source.receiving_warps
+            ),
             lane,
         )
-        pipes = self._make_pipelines(storage)
+        pipes = self.parts.kv_source.make_pipelines(storage)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
 
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
         order = TileOrder(
@@ -205,64 +216,36 @@ class ForwardKernel:
             heads_per_section,
             longest_first=c.causal,
         )
-        blocks = BlockRange(c.tile_m, c.tile_n, c.causal)
-        work = Work(scheduler, order, blocks, seqlen_q, seqlen_k, heads_per_kv_head)
+        block_range = BlockRange(c.tile_m, c.tile_n, c.causal)
+        seqlens = DenseSeqlens(seqlen_q, seqlen_k)
+        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head)
+        precision = self.parts.precision
         if const_expr(not c.warp_specialized):
-            producer = Producer(c, operands, pipes, self._make_scales(scale_log2, scales, storage))
-            softmax = self._make_softmax(scale_log2, scales, storage)
-            feeder = Feeder(c, producer, warp_idx)
-            self._consume(work, (operands, pipes, softmax, feeder), mLSE, scales, warp_idx)
+            scales = precision.make_scales(scale_log2, extras, storage)
+            producer = Producer(c, operands, pipes, scales)
+            softmax = precision.make_softmax(scale_log2, extras, storage)
+            loads = ConsumerLoads(c, producer, warp_idx)
+            self._consume(work, (operands, pipes, softmax, loads), mLSE, extras, warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
-                producer = Producer(c, operands, pipes, self._make_scales(scale_log2, scales, storage))
-                self._run_producers(work, producer, storage, warp_idx)
+                scales = precision.make_scales(scale_log2, extras, storage)
+                producer = Producer(c, operands, pipes, scales)
+                self.parts.kv_source.produce(work, producer, storage, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
-                softmax = self._make_softmax(scale_log2, scales, storage)
-                parts = operands, pipes, softmax, NoFeeder()
-                self._consume(work, parts, mLSE, scales, warp_idx - WARPS_PER_WARPGROUP)
-
-    def _make_v_atom(self, mVt: cute.Tensor, layouts: SmemLayouts):
-        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
-        return cpasync.make_tiled_tma_atom(load, mVt, layouts.vt, tile)
-
-    def _receiving_warps(self) -> int:
-        """Warps that are told which tile comes next."""
-        return WARPS_PER_WARPGROUP * self.config.consumers
+                softmax = precision.make_softmax(scale_log2, extras, storage)
+                parts = operands, pipes, softmax, NoConsumerLoads()
+                self._consume(work, parts, mLSE, extras, warp_idx - WARPS_PER_WARPGROUP)
 
     @cute.jit
-    def _run_producers(self, work: Work, producer: Producer, storage, warp: Int32):
-        """The producer warpgroup, of which only one warp has something to do here."""
-        if warp == 0:
-            self._produce(work, producer)
-
-    @cute.jit
-    def _produce(self, work: Work, producer: Producer):
-        """The producer warp: claims tiles and loads them."""
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
-        q_phase = Int32(1)
-        tile = work.scheduler.first()
-        while tile < work.order.num_tiles:
-            m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
-            kv_state = producer.load_tile(
-                (m_block, head, batch), head_kv, work.n_end(m_block), kv_state, q_phase
-            )
-            q_phase ^= 1
-            tile = work.scheduler.claim(mail_state)
-            mail_state.advance()
-        work.scheduler.finish()
-
-    @cute.jit
-    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, scales: tuple, warp: Int32):
+    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, extras: tuple, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
-        ``parts`` are the operands, their pipelines, the softmax, and the feeder.
+        ``parts`` are the operands, their pipelines, the softmax, and the loads that the consumers issue.
         """
         c = self.config
-        operands, pipes, softmax, feeder = parts
+        operands, pipes, softmax, loads = parts
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
@@ -270,11 +253,13 @@ class ForwardKernel:
         tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg]))
         tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem))
         # Consumers whose producers transpose V have fewer registers.
-        fragments = (tSrQ if self.v_row_stages > 0 else keep_descriptor(tSrQ), keep_descriptor(tSrK))
-        output = self._make_output(mmas, operands.v.smem, softmax)
-        consumer = self.consumer_type(c, mmas, fragments, pipes, softmax, output, feeder, wg)
-        addend = self._make_addend(scales, lane)
-        epilogue = Epilogue(operands.o, mLSE, addend, lane, warp_in_group, self.is_crowded)
+        keeps_q = self.parts.kv_source.row_stages == 0
+        fragments = (keep_descriptor(tSrQ) if keeps_q else tSrQ, keep_descriptor(tSrK))
+        precision = self.parts.precision
+        output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
+        consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
+        correction = precision.make_correction(extras, lane)
+        epilogue = Epilogue(operands.o, mLSE, correction, lane, warp_in_group, precision.recomputes_addresses)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -286,15 +271,16 @@ class ForwardKernel:
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            n_end = work.n_end(m_block)
-            feeder.begin((m_block, head, batch), head_kv, n_end, q_phase ^ 1)
+            blocks = work.key_blocks(m_block, batch)
+            loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
-            mask = TileMask(c.causal, c.tile_n, work.seqlen_q, work.seqlen_k, row, col_in_block)
-            last_row = work.seqlen_q - 1
+            seqlens = work.seqlens.of(batch)
+            scores = ScoreTile(TileMask(c.causal, c.tile_n, seqlens, row, col_in_block))
+            last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
-            kv_state = consumer.attend(mask, n_end, work.n_unmasked(m_block), kv_state, q_phase)
-            if const_expr(self.is_crowded):
+            kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
+            if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
                 row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
             epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
@@ -310,18 +296,6 @@ class ForwardKernel:
                 work.scheduler.finish()
         epilogue.drain()
 
-    def _make_softmax(self, scale_log2: Float32, scales: tuple, storage) -> OnlineSoftmax:
-        return OnlineSoftmax(scale_log2)
-
-    def _make_output(self, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
-        return Output(self.config, mmas, sV, softmax)
-
-    def _make_scales(self, scale_log2: Float32, scales: tuple, storage) -> NoScales:
-        return NoScales()
-
-    def _make_addend(self, scales: tuple, lane: Int32) -> NoAddend:
-        return NoAddend()
-
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there
         may be none when compiling."""
@@ -330,12 +304,11 @@ class ForwardKernel:
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
         c = self.config
-        v = swizzled_layout(c.tile_n, c.head_dim_v, c.stages, self.dtype)
         o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
         return SmemLayouts(
             q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
             k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
-            vt=cute.make_composed_layout(v.inner, 0, cute.select(v.outer, mode=[1, 0, 2])),
+            vt=self.parts.kv_source.v_layout(self.dtype),
             o=swizzled_layout(
                 WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride
             ),
@@ -344,6 +317,8 @@ class ForwardKernel:
     def _shared_storage(self, layouts: SmemLayouts) -> type:
         c = self.config
         o_elements = 0 if c.o_shares_q else cute.cosize(layouts.o.outer)
+        row_stages = self.parts.kv_source.row_stages
+        scale_floats = self.parts.precision.scale_floats
 
         @cute.struct
         class SharedStorage:
@@ -352,51 +327,17 @@ class ForwardKernel:
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
-            barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * self.v_row_stages]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scale_slots * SLOT_FLOATS], 16]
+            barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_floats], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
             sO: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], 1024]
             sVrows: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, self.v_row_stages * c.tile_n * c.head_dim_v], 1024
+                cute.struct.MemRange[self.dtype, row_stages * c.tile_n * c.head_dim_v], 1024
             ]
 
         return SharedStorage
-
-    def _make_pipelines(self, storage) -> Pipelines:
-        """The class docstring has their table."""
-        c = self.config
-        warps_of_one = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP)
-        warps_of_all = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
-        element_bytes = self.dtype.width // 8
-
-        def create(barriers, stages, consumers, elements):
-            return pipeline.PipelineTmaAsync.create(
-                num_stages=stages,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=consumers,
-                tx_count=elements * element_bytes,
-                barrier_storage=barriers.data_ptr(),
-                defer_sync=True,
-            )
-
-        pipes = Pipelines(
-            create(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
-            create(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
-            self._make_v_pipeline(create, storage.barriers_v, warps_of_all),
-            self._make_row_pipelines(create, storage),
-        )
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        return pipes
-
-    def _make_row_pipelines(self, create, storage) -> tuple[pipeline.PipelineTmaAsync, ...]:
-        return ()
-
-    def _make_v_pipeline(self, create, barriers, consumers: pipeline.CooperativeGroup):
-        c = self.config
-        return create(barriers, c.stages, consumers, c.tile_n * c.head_dim_v)
 
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
@@ -406,7 +347,7 @@ class ForwardKernel:
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
-            self.score_dtype,
+            DSL_DTYPES[c.score_dtype],
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, c.tile_n),
         )
@@ -418,7 +359,7 @@ class ForwardKernel:
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
-            self.v_major,
+            self.parts.kv_source.v_major,
             Float32,
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, columns),

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
-from cute_kernels.block_range import BlockRange
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import BlockRange, KeyBlocks
+from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
 
@@ -43,20 +44,16 @@ class Mmas(NamedTuple):
 
 @dataclass(frozen=True)
 class Work(LoopInvariant):
-    """The tiles of a launch: who hands them out, in which order, and how many key blocks each has."""
+    """The tiles of a launch: who hands them out, in which order, and which key blocks each visits."""
 
     scheduler: TileScheduler
     order: TileOrder
-    blocks: BlockRange
-    seqlen_q: Int32
-    seqlen_k: Int32
+    block_range: BlockRange
+    seqlens: DenseSeqlens
     heads_per_kv_head: Int32
 
-    def n_end(self, m_block: Int32) -> Int32:
-        return self.blocks.end(m_block, self.seqlen_q, self.seqlen_k)
-
-    def n_unmasked(self, m_block: Int32) -> Int32:
-        return self.blocks.unmasked_end(m_block, self.seqlen_q, self.seqlen_k)
+    def key_blocks(self, m_block: Int32, batch: Int32) -> KeyBlocks:
+        return self.block_range.of(m_block, self.seqlens.of(batch))
 
 
 def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:

@@ -6,9 +6,10 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import KeyBlocks
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import PerOperand, Pipelines, producer_slot, q_state
-from hopper.forward.scales import NoScales
+from hopper.forward.unscaled import NoScales
 
 
 class Producer(LoopInvariant):
@@ -29,7 +30,7 @@ class Producer(LoopInvariant):
         self,
         coordinates: tuple,
         head_kv: Int32,
-        n_end: Int32,
+        blocks: KeyBlocks,
         kv_state: pipeline.PipelineState,
         q_phase: Int32,
     ) -> pipeline.PipelineState:
@@ -42,14 +43,14 @@ class Producer(LoopInvariant):
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
         self.scales.begin()
-        self.scales.publish(head_kv, batch, n_end - 1, producer_slot(kv_state))
-        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_end - 1, kv_state)
+        self.scales.publish(head_kv, batch, blocks.last, producer_slot(kv_state))
+        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, blocks.last, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
-        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_end - 1, kv_state)
+        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, blocks.last, kv_state)
         kv_state.advance()
-        for step in cutlass.range(n_end - 1, unroll=1):
-            n_block = n_end - 2 - step
+        for step in cutlass.range(blocks.count - 1, unroll=1):
+            n_block = blocks.end - 2 - step
             self.scales.publish(head_kv, batch, n_block, producer_slot(kv_state))
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
-from hopper.config import FP8_KEYS_PER_STEP, NATIVE_HEAD_DIMS, REGISTERS_PER_SM, SMEM_BYTES
-from hopper.fp8_config import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
+from hopper.config import REGISTERS_PER_SM, SMEM_BYTES
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
+from hopper.forward.fp8.tilings import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
+from hopper.forward.tilings import NATIVE_HEAD_DIMS
 
 WARP_THREADS = 32
 CHUNK = 8

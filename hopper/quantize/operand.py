@@ -10,7 +10,7 @@ from cute_kernels.fast_math import join, pack_e4m3
 from cute_kernels.hadamard import hadamard, hadamard_factor, scale_part
 from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
-from hopper.config import FP8_KEY_ORDER
+from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.quantize.config import (
     BLOCK_STEP,
     CHUNK,

@@ -14,7 +14,9 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from hopper.config import ForwardConfig, Fp8ForwardConfig, check_problem_size, select_forward_config
+from hopper.config import ForwardConfig, check_problem_size
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.tilings import select_forward_config
 from hopper_attention import backward_rules, checks, fp8_rules
 from hopper_attention.backends import Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hopper.fp8_config import scores_fit_half
+from hopper.forward.fp8.tilings import scores_fit_half
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.problem import MAX_HEAD_DIM
-from hopper.config import Fp8ForwardConfig, check_problem_size
-from hopper.fp8_config import select_fp8_forward_config, transposes_v
+from hopper.config import check_problem_size
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES

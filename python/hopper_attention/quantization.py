@@ -32,8 +32,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hopper.config import FP8_KEYS_PER_STEP
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.quantize.config import (
     DEFAULT_BLOCK_Q,
     DEFAULT_SMOOTH_V,

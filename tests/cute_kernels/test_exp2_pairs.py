@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from cute_kernels import exp2_pairs
-from cute_kernels.exp2_pairs import (
+from hopper.forward.fp8 import exp2 as exp2_pairs
+from hopper.forward.fp8.exp2 import (
     ceiling_of_offset,
     exp2_of_halves_by_chords,
     exp2_of_pair,

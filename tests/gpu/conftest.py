@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
-from hopper.config import shipped_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import backward_launch, compile_cache, flash_attn_func, launch
 from hopper_attention.reference import attention_naive, attention_standard
 

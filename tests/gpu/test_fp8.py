@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hopper.forward.fp8.config import STALE_MAXIMUM, Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.fp8_launch import find_fp8_launch, problem_of
@@ -57,7 +58,7 @@ def rms(x: torch.Tensor) -> float:
 def lags(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> bool:
     """Whether the FP8 kernel that serves these parts takes few maxima."""
     config = select_config(problem_of(parts, causal, two_level))
-    return config.lagging or config.half_scores
+    return config.softmax in STALE_MAXIMUM
 
 
 def of_scores(parts: QuantizedQKV, causal: bool, two_level: bool, lse: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,7 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
             launch = find_fp8_launch(transposed, *strides, x.q.device, "hopper")
             like, like_lse = launch(parts, head_dim**-0.5, True)
             # Measured from different maxima, P is rounded differently: by 2.7 % in either kernel.
-            lagging = select_config(transposed).lagging
+            lagging = select_config(transposed).softmax is Softmax.LAGGING
             assert (out - like).float().norm() <= (0.05 if lagging else 0.02) * like.float().norm()
             visible = like_lse > -math.inf
             # Both make the same sums of Q K^T.

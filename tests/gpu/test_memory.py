@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig, shipped_forward_configs
+from hopper.config import ForwardConfig
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import (
     compile_cache,
     flash_attn_func,

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from hopper.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig, Softmax
 from hopper_attention.fp8_launch import EmulationLaunch
 from hopper_attention.quantization import QuantizedQKV
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
@@ -24,7 +24,9 @@ COARSE_LSE_ROUNDING = 3e-2
 def score_rounding(config: Fp8ForwardConfig, head_dim: int) -> float:
     """By how much of itself a score may be off that lies in float16: each WGMMA rounds it, and so is its scale, if that
     is 2^-9 or more."""
-    return (math.ceil(head_dim / FP8_KEYS_PER_STEP) + 1) * 2.0**-12 if config.half_scores else 0.0
+    if config.softmax is not Softmax.HALF_SCORES:
+        return 0.0
+    return (math.ceil(head_dim / FP8_KEYS_PER_STEP) + 1) * 2.0**-12
 
 
 def emulate(parts: QuantizedQKV, causal: bool, lagging: bool) -> list[tuple[Tensor, Tensor]]:

@@ -18,7 +18,8 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.compile import compile_kernel
-from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.fp8_launch import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel

@@ -6,18 +6,15 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.problem import MAX_HEAD_DIM
-from hopper.config import (
+from hopper.config import SMEM_BYTES, ForwardConfig, Registers, check_problem_size, validate_forward_config
+from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.tilings import (
     NATIVE_HEAD_DIMS,
-    SMEM_BYTES,
-    ForwardConfig,
-    Registers,
-    check_problem_size,
     cover_head_dims,
     select_forward_config,
     shipped_forward_configs,
-    validate_forward_config,
 )
-from hopper.fp8_config import select_fp8_forward_config
 
 
 def base() -> ForwardConfig:
@@ -126,17 +123,17 @@ def test_fp8_output_that_does_not_fit_into_the_memory_of_q_is_refused():
 
 def test_what_a_softmax_that_lags_needs_is_named():
     config = select_fp8_forward_config(128, 128, False, "bfloat16", 8192)
-    assert config.lagging
+    assert config.softmax is Softmax.LAGGING
     for change, message in (
-        ({"pipelined": False}, "pipelined is False, allowed with lagging: True"),
+        ({"pipelined": False}, "pipelined is False, allowed with softmax 'lagging': True"),
         (
             {"warp_specialized": False, "registers": Registers(168, 0)},
-            "warp_specialized is False, allowed with lagging: True",
+            "warp_specialized is False, allowed with softmax 'lagging': True",
         ),
-        ({"late_rescale": True}, "late_rescale is True, allowed with lagging: False"),
-        ({"eager": True}, "eager is True, allowed with lagging: False"),
-        ({"two_level": True}, "two_level is True, allowed with lagging: False"),
-        ({"polynomial_pairs": 8}, "polynomial_pairs is 8, allowed with lagging: 0 to 7"),
+        ({"late_rescale": True}, "late_rescale is True, allowed with softmax 'lagging': False"),
+        ({"eager": True}, "eager is True, allowed with softmax 'lagging': False"),
+        ({"two_level": True}, "two_level is True, allowed with softmax 'lagging': False"),
+        ({"polynomial_pairs": 8}, "polynomial_pairs is 8, allowed with softmax 'lagging': 0 to 7"),
     ):
         with pytest.raises(ValueError, match=message):
             validate_forward_config(replace(config, **change))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hopper.config import Registers
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy
@@ -20,8 +21,8 @@ KEYS = 192
 def pair_of_configs(causal: bool):
     """A small config without and with the eager softmax."""
     config = select_fp8_forward_config(64, 64, causal, "bfloat16", KEYS, 64)
-    config = replace(config, tile_m=64, ping_pong=False, lagging=False, registers=Registers(256, 24))
-    return replace(config, eager=False), replace(config, eager=True)
+    small = {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)}
+    return tuple(replace(config, **small, softmax=softmax) for softmax in (Softmax.EXACT, Softmax.EAGER))
 
 
 def draw(seqlen_q: int, seqlen_k: int) -> list[torch.Tensor]:

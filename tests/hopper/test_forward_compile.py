@@ -7,17 +7,12 @@ import cutlass.cute as cute
 import pytest
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
-from hopper.config import (
-    ForwardConfig,
-    Registers,
-    select_forward_config,
-    shipped_forward_configs,
-    validate_forward_config,
-)
+from hopper.config import ForwardConfig, Registers, validate_forward_config
 from hopper.forward.barriers import NamedBarrier
 from hopper.forward.compile import compile_forward
+from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper.forward.kernel import ForwardKernel
-from hopper.fp8_config import select_fp8_forward_config, shipped_fp8_forward_configs
+from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper.inspection import ResourceUsage, resource_usage
 from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards

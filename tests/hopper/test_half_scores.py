@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper.config import Fp8ForwardConfig, validate_forward_config
-from hopper.fp8_config import scores_fit_half, select_fp8_forward_config
+from hopper.config import validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
 from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, LAGGING_LSE_ROUNDING, score_rounding
@@ -46,7 +47,7 @@ lagging_config = test_lagging_softmax.config_of
 
 def config_of(causal: bool = False, lagging: bool = True, pairs: int = 5) -> Fp8ForwardConfig:
     config = lagging_config(causal, lagging=False, pairs=pairs)
-    config = replace(config, half_scores=lagging)
+    config = replace(config, softmax=Softmax.HALF_SCORES if lagging else Softmax.EXACT)
     validate_forward_config(config)
     return config
 
@@ -70,7 +71,7 @@ def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> Non
     parts = quantized(q, k, v, tile_n)
     assert scores_fit_half(parts.q.largest, parts.k.largest, head_dim)
     config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 9000, tile_n, half_scores=True)
-    assert config.half_scores and config.tile_n == tile_n and config.consumers == 3
+    assert config.softmax is Softmax.HALF_SCORES and config.tile_n == tile_n and config.consumers == 3
     check(parts, causal, config)
 
 
@@ -177,4 +178,4 @@ def test_scores_are_refused_that_may_not_fit() -> None:
     for head_dim in (64, 128):
         for causal in (False, True):
             config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 8192)
-            assert not config.half_scores
+            assert config.softmax is not Softmax.HALF_SCORES

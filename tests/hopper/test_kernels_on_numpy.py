@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hopper.backward.config import select_backward_config
-from hopper.config import Registers, select_forward_config, validate_forward_config
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.config import Registers, validate_forward_config
+from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy
@@ -95,15 +97,16 @@ def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int
     length = seqlen_k or parts.k.data.shape[1]
     config = select_fp8_forward_config(head_dim, parts.v.shape[3], causal, dtype, length, block_k)
     out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
-    emulations = emulate(parts, causal, config.lagging)
+    lags = config.softmax is Softmax.LAGGING
+    emulations = emulate(parts, causal, lags)
     exact, _ = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
-    ratio = allowed_ratio(out, lagging=True) if config.lagging else 1.03
+    ratio = allowed_ratio(out, lagging=True) if lags else 1.03
     assert relative(out, exact) <= ratio * max(relative(like, exact) for like, _ in emulations) + 2e-4
     _, like_lse = emulations[0]
     visible = like_lse > -math.inf
     assert bool((lse[~visible] == -math.inf).all()) and bool((out.transpose(1, 2)[~visible] == 0).all())
     # The polynomial's error does not average out over few keys.
-    assert (lse - like_lse)[visible].abs().max() < (LAGGING_LSE_ROUNDING if config.lagging else 4e-3)
+    assert (lse - like_lse)[visible].abs().max() < (LAGGING_LSE_ROUNDING if lags else 4e-3)
     return out
 
 
@@ -203,7 +206,8 @@ def test_fp8_forward_transposes_v(head_dim, causal) -> None:
     dims = head_dim, head_dim
     with_rows = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128, v_rows=True)
     without = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128)
-    without = replace(without, tile_m=with_rows.tile_m, tile_n=with_rows.tile_n, stages=2, lagging=False)
+    tiles = {"tile_m": with_rows.tile_m, "tile_n": with_rows.tile_n, "stages": 2}
+    without = replace(without, **tiles, softmax=Softmax.EXACT)
     without = replace(without, ping_pong=with_rows.ping_pong, late_rescale=with_rows.late_rescale)
     if with_rows.tile_m != 128:
         without = replace(without, registers=Registers(160, 32))

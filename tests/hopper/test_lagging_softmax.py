@@ -10,10 +10,11 @@ import torch
 from cutlass import Boolean
 from torch import Tensor
 
-from cute_kernels import lagging_softmax, settling_softmax
-from cute_kernels.exp2_pairs import is_polynomial
-from hopper.config import Fp8ForwardConfig, Registers, validate_forward_config
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.config import Registers, validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.exp2 import is_polynomial
+from hopper.forward.fp8.softmax import lagging, stale_maximum
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy
@@ -38,7 +39,8 @@ LOUD = 40.0
 def config_of(causal: bool = False, lagging: bool = True, pairs: int = PAIRS) -> Fp8ForwardConfig:
     config = select_fp8_forward_config(DIM, DIM, causal, "bfloat16", 4 * TILE, TILE)
     small = {"tile_m": TILE, "ping_pong": False, "late_rescale": False, "registers": Registers(256, 24)}
-    config = replace(config, **small, lagging=lagging, eager=False, polynomial_pairs=pairs)
+    softmax = Softmax.LAGGING if lagging else Softmax.EXACT
+    config = replace(config, **small, softmax=softmax, polynomial_pairs=pairs)
     validate_forward_config(config)
     return config
 
@@ -241,7 +243,7 @@ def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> Non
     q[:, ::5, :, 0] = 20.0 / (LOUD * math.log2(math.e) * head_dim**-0.5)
     k[:, 3::57, :, 0] = LOUD
     config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 9000, tile_n)
-    assert config.lagging and config.tile_n == tile_n and config.consumers > 1
+    assert config.softmax is Softmax.LAGGING and config.tile_n == tile_n and config.consumers > 1
     check(quantized(q, k, v, tile_n), causal, config)
 
 
@@ -319,10 +321,10 @@ def test_blocks_whose_scores_are_all_computed_again(
     all_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By mma.sync: the same scores, in rows of any scale, and a fresh maximum in every block."""
-    monkeypatch.setattr(settling_softmax, "LARGEST_P", -1.0)
-    monkeypatch.setattr(lagging_softmax.LaggingSoftmax, "_has_lost_any", lambda _: Boolean(True))
+    monkeypatch.setattr(stale_maximum, "LARGEST_P", -1.0)
+    monkeypatch.setattr(lagging.LaggingSoftmax, "_has_lost_any", lambda _: Boolean(True))
     if all_groups:
-        monkeypatch.setattr(lagging_softmax, "RELIABLE", -1.0)
+        monkeypatch.setattr(lagging, "RELIABLE", -1.0)
     q, k, v = draw(77, 211)
     parts = quantized(q * (torch.arange(77) % 5 - 2.0).exp2().view(1, -1, 1, 1), k, v)
     usual, usual_lse = fp8_forward_on_numpy(config_of(), parts, SCALE)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.recording import compile_recording, stamp_shape
-from hopper.config import ForwardConfig, Registers, select_forward_config
+from hopper.config import ForwardConfig, Registers
+from hopper.forward.tilings import select_forward_config
 from hopper.inspection import parse_ptxas
 from hopper_attention.experiments.timeline import (
     GEMM_0,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.fp8_launch import EmulationLaunch
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.reference import attention_naive

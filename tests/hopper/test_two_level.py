@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from hopper.config import DTYPES, Fp8ForwardConfig, validate_forward_config
-from hopper.fp8_config import FP8_TILINGS, select_fp8_forward_config, shipped_fp8_forward_configs
+from hopper.config import DTYPES, validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import FP8_TILINGS, select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 from tests.hopper import hopper_steps

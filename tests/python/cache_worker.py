@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from hopper.config import ForwardConfig, shipped_forward_configs
+from hopper.config import ForwardConfig
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention.compile_cache import CompileCache
 
 COMPILE_SECONDS = 0.5

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from hopper.config import ForwardConfig, Registers, select_forward_config, validate_forward_config
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.config import ForwardConfig, Registers, validate_forward_config
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.cli import app
 from hopper_attention.experiments import ablation, bench
 from hopper_attention.experiments.ablation import Ablation

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hopper.config import ForwardConfig, select_forward_config
+from hopper.config import ForwardConfig
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.experiments import bench
 from hopper_attention.experiments.ablation_choice import SECOND_HEAT, Heats, paired_ratio, survivors
 from hopper_attention.experiments.ablation_results import Won

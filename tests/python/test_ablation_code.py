@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from hopper.config import select_forward_config
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.experiments import ablation_code
 from hopper_attention.experiments.ablation_code import MachineCode
 

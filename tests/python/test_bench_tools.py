@@ -14,7 +14,8 @@ from benchmarks import rmse, sanitize, tune
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
 from cute_kernels.ampere.config import select_ampere_forward_config
 from hopper.backward.config import shipped_backward_configs
-from hopper.config import ForwardConfig, Registers, select_forward_config, shipped_forward_configs
+from hopper.config import ForwardConfig, Registers
+from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper_attention.experiments import bench_peers
 from hopper_attention.experiments.bench_results import Problem
 from hopper_attention.experiments.rmse import RmseExperiment

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hopper.config import Registers, select_forward_config
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.config import Registers
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.tilings import select_forward_config
 from hopper_attention import fp8_launch, launch
 from hopper_attention.compile_cache import Compilation
 from hopper_attention.experiments import bench, bench_variants

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
-from hopper.config import shipped_forward_configs
-from hopper.fp8_config import shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import compile_cache
 from hopper_attention.cli import app

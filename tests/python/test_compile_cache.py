@@ -15,7 +15,8 @@ import torch
 
 from hopper import sources
 from hopper.compile import COMPILERS
-from hopper.config import ForwardConfig, shipped_forward_configs
+from hopper.config import ForwardConfig
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import _kernels, compile_cache
 from hopper_attention.compile_cache import CompileCache, compile_all, read_entry, write_entry
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cute_kernels.ampere.backward.config import select_ampere_backward_config
 from cute_kernels.ampere.config import AmpereForwardConfig
-from hopper.config import ForwardConfig, Fp8ForwardConfig
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, launch, machine
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hopper.config import FP8_KEY_ORDER, Fp8ForwardConfig, validate_forward_config
-from hopper.fp8_config import select_fp8_forward_config, shipped_fp8_forward_configs
+from hopper.config import validate_forward_config
+from hopper.forward.fp8.config import FP8_KEY_ORDER, Fp8ForwardConfig
+from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from hopper.config import FP8_KEY_ORDER
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.forward.fp8.config import FP8_KEY_ORDER
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.quantize.config import hadamard_blocks
 from hopper_attention.quantization import (
     E4M3_MAX,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.block_range import BlockRange
-from hopper.config import shipped_forward_configs
-from hopper.fp8_config import shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention.experiments import roofline
 from hopper_attention.experiments.bench_results import (
     ABLATION,

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import recording
 from benchmarks import timeline as script
-from hopper.config import select_forward_config
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.experiments import bench, timeline
 from hopper_attention.experiments.ablation_results import load_ablation
 from hopper_attention.experiments.bench_machine import repository_root

@@ -14,10 +14,12 @@ from cute_kernels.ampere.forward.ring import KeyValueRing
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.shared_tile import SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
-from cute_kernels.block_range import BlockRange
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
+from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
+from cute_kernels.score_tile import ScoreTile
+from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
 
 ALIGNMENT = 128
@@ -119,7 +121,8 @@ class AmpereForwardKernel:
         )
         m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
         head_kv = head // heads_per_kv_head
-        n_end = BlockRange(c.tile_m, c.tile_n, c.causal).end(m_block, seqlen_q, seqlen_k)
+        seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
+        n_end = BlockRange(c.tile_m, c.tile_n, c.causal).end(m_block, seqlens)
 
         sQ, sKV = self._allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -136,18 +139,18 @@ class AmpereForwardKernel:
 
         first_row = m_block * c.tile_m + warp * c.rows_per_warp
         row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
-        masks = [
-            TileMask(c.causal, c.tile_n, seqlen_q, seqlen_k, row + band * MMA_ROWS, column)
+        scores = [
+            ScoreTile(TileMask(c.causal, c.tile_n, seqlens, row + band * MMA_ROWS, column))
             for band in range(c.bands)
         ]
         mainloop = Mainloop(c, self.dtype, ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
         of_warp, of_band = (BlockRange(rows, c.tile_n, c.causal) for rows in (c.rows_per_warp, MMA_ROWS))
         number = m_block * c.warps + warp
         blocks = WarpBlocks(
-            of_warp.end(number, seqlen_q, seqlen_k),
-            tuple(of_band.unmasked_end(c.bands * number + i, seqlen_q, seqlen_k) for i in range(c.bands)),
+            of_warp.end(number, seqlens),
+            tuple(of_band.unmasked_end(c.bands * number + i, seqlens) for i in range(c.bands)),
         )
-        mainloop.attend(masks, n_end, blocks)
+        mainloop.attend(scores, n_end, blocks)
         epilogue = Epilogue(c, sQ, warp, lane)
         epilogue.store(
             mainloop, mO[batch, None, head, None], mLSE[batch, head, None], first_row, (head_kv, batch)

@@ -14,7 +14,7 @@ from cute_kernels.ampere.instructions import as_fragment
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.mask import TileMask
+from cute_kernels.score_tile import ScoreTile
 
 
 class WarpBlocks(NamedTuple):
@@ -48,7 +48,7 @@ class Mainloop(LoopInvariant):
         self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
 
     @cute.jit
-    def attend(self, masks: list[TileMask], n_end: Int32, blocks: WarpBlocks):
+    def attend(self, scores: list[ScoreTile], n_end: Int32, blocks: WarpBlocks):
         """Leave O, not yet normalised, in ``acc_O`` and the row statistics in ``softmax``.
 
         The ring must have been filled from block ``n_end - 1`` on; all warps go from there down to block 0
@@ -67,10 +67,10 @@ class Mainloop(LoopInvariant):
                 slot = self._pass_by(n_block, slot)
                 n_block -= 1
         for _ in cutlass.range(blocks.end - blocks.unmasked_ends[0], unroll=1):
-            slot = self._block(masks, blocks, n_block, slot, True)
+            slot = self._block(scores, blocks, n_block, slot, True)
             n_block -= 1
         for _ in cutlass.range(n_block + 1, unroll=1):
-            slot = self._block(masks, blocks, n_block, slot, False)
+            slot = self._block(scores, blocks, n_block, slot, False)
             n_block -= 1
 
     @cute.jit
@@ -86,7 +86,7 @@ class Mainloop(LoopInvariant):
     @cute.jit
     def _block(
         self,
-        masks: list[TileMask],
+        scores: list[ScoreTile],
         blocks: WarpBlocks,
         n_block: Int32,
         k_slot: Int32,
@@ -102,7 +102,7 @@ class Mainloop(LoopInvariant):
                 # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
                 # which it would cost registers that are not there.
                 if n_block >= blocks.unmasked_ends[band]:
-                    masks[band].apply(acc_S[band], n_block)
+                    scores[band].finish(acc_S[band], n_block, True)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()

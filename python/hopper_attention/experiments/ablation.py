@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from hopper.config import ForwardConfig, select_forward_config
+from hopper.config import ForwardConfig
+from hopper.forward.tilings import select_forward_config
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.compile_cache import Compilation
 from hopper_attention.experiments.ablation_choice import (

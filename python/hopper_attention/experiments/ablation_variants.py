@@ -11,14 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hopper.config import (
-    THREE_CONSUMERS,
-    TWO_CONSUMERS,
-    WARPGROUP_ROWS,
-    ForwardConfig,
-    Fp8ForwardConfig,
-    Registers,
-)
+from hopper.config import THREE_CONSUMERS, TWO_CONSUMERS, WARPGROUP_ROWS, ForwardConfig, Registers
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.experiments.bench_variants import why_invalid
 
 FULL = "full"

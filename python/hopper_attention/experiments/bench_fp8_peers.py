@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hopper.config import Fp8ForwardConfig
-from hopper.fp8_config import select_fp8_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.experiments.bench_peers import (
     Inputs,
     Limits,

@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig, Fp8ForwardConfig, Registers, validate_forward_config
+from hopper.config import ForwardConfig, Registers, validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.compile_cache import Compilation, cached_kernels, compile_all, get_forward
 from hopper_attention.experiments.bench_fp8_peers import kernel_limits, rounded_by_quantization
 from hopper_attention.experiments.bench_peers import (

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.experiments.bench_results import Problem
 
 SMS = 132

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hopper.backward.config import shipped_backward_configs
-from hopper.config import FP8_DTYPE, ForwardConfig, shipped_forward_configs
-from hopper.fp8_config import shipped_fp8_forward_configs
+from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import FP8_DTYPE
+from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention.experiments.bench_render import WORDINGS, describe, markdown_table, number
 from hopper_attention.experiments.bench_results import OURS, Cell, ForwardReport, Measured, Problem
 from hopper_attention.experiments.roofline import (

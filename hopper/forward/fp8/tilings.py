@@ -2,95 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from cute_kernels.problem import DTYPES, MAX_HEAD_DIM
 from hopper.config import (
-    FP8_DTYPE,
-    THREE_CONSUMERS,
     THREE_CONSUMERS_TRANSPOSING,
-    TWO_CONSUMERS,
     TWO_CONSUMERS_TRANSPOSING,
     WARPGROUP_ROWS,
-    Fp8ForwardConfig,
-    Tiling,
-    validate_forward_config,
 )
+from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
+from hopper.forward.tilings import Tiling, tiling
+
+exact = partial(tiling, late_rescale=True)
+eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
+lagging = partial(tiling, softmax=Softmax.LAGGING, ping_pong=False, polynomial_pairs=3)
+half_scores = partial(tiling, softmax=Softmax.HALF_SCORES, ping_pong=False, polynomial_pairs=5)
+"""Scores in float16 leave registers up to head_dim 128: for a third warpgroup, or for more keys."""
+
+two_level = partial(tiling, two_level=True)
+"""The second accumulator takes registers that are not there for keys."""
 
 
-@dataclass(frozen=True)
-class Fp8Tiling(Tiling):
-    """``Tiling`` of an e4m3 kernel."""
-
-    late_rescale: bool = True
-    polynomial_pairs: int = 0
-    eager: bool = False
-    lagging: bool = False
-    half_scores: bool = False
-    pipelined: bool = True
-    two_level: bool = False
+def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
+    """``exact`` or ``two_level`` for V in rows, whose producers take registers."""
+    transposing = TWO_CONSUMERS_TRANSPOSING if tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS_TRANSPOSING
+    kind = two_level if fields.get("two_level") else exact
+    return kind(tile_m, *tiles, v_rows=True, registers=transposing, **fields)
 
 
-@dataclass(frozen=True)
-class TwoLevelTiling(Fp8Tiling):
-    """``Fp8Tiling`` with a second accumulator, whose registers are not there for keys."""
-
-    late_rescale: bool = False
-    two_level: bool = True
-
-
-@dataclass(frozen=True)
-class LaggingTiling(Fp8Tiling):
-    """``Fp8Tiling`` with the softmax that takes few maxima."""
-
-    ping_pong: bool = False
-    late_rescale: bool = False
-    polynomial_pairs: int = 3
-    lagging: bool = True
-
-
-@dataclass(frozen=True)
-class HalfScoresTiling(Fp8Tiling):
-    """``Fp8Tiling`` with scores in float16, which up to head_dim 128 leaves registers for a third warpgroup or for more
-    keys."""
-
-    ping_pong: bool = False
-    late_rescale: bool = False
-    polynomial_pairs: int = 5
-    half_scores: bool = True
-
-
-FP8_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
+FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): (
-        LaggingTiling(192, 128, 4, polynomial_pairs=4),
-        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
-        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
+        lagging(192, 128, 4, polynomial_pairs=4),
+        exact(192, 160, 3, polynomial_pairs=3),
+        exact(192, 64, 4, polynomial_pairs=3),
     ),
     (64, True): (
-        LaggingTiling(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
-        LaggingTiling(192, 128, 4, polynomial_pairs=4),
-        Fp8Tiling(192, 160, 3, polynomial_pairs=3),
-        Fp8Tiling(192, 64, 4, polynomial_pairs=3),
+        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        lagging(192, 128, 4, polynomial_pairs=4),
+        exact(192, 160, 3, polynomial_pairs=3),
+        exact(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1280),
-        LaggingTiling(128, 192, 3),
-        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
+        lagging(128, 128, 4, max_seqlen_k=1280),
+        lagging(128, 192, 3),
+        exact(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=2560),
-        LaggingTiling(128, 192, 3),
-        Fp8Tiling(128, 64, 4, polynomial_pairs=2),
+        lagging(128, 128, 4, max_seqlen_k=2560),
+        lagging(128, 192, 3),
+        exact(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=768),
-        LaggingTiling(128, 128, 2, polynomial_pairs=0),
-        Fp8Tiling(128, 64, 4, ping_pong=False),
+        eager(128, 128, 2, max_seqlen_k=768),
+        lagging(128, 128, 2, polynomial_pairs=0),
+        exact(128, 64, 4, ping_pong=False),
     ),
     (256, True): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=1536),
-        LaggingTiling(128, 128, 2, polynomial_pairs=0),
-        Fp8Tiling(128, 64, 4, ping_pong=False),
+        eager(128, 128, 2, max_seqlen_k=1536),
+        lagging(128, 128, 2, polynomial_pairs=0),
+        exact(128, 64, 4, ping_pong=False),
     ),
 }
 """By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
@@ -98,35 +69,35 @@ those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else t
 blocks that no other divides. The width that is chosen for blocks of any size is the one that our quantizer gives its
 blocks: that without a mask, unless it is told of one."""
 
-FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Fp8Tiling, ...]] = {
+FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): (
-        LaggingTiling(192, 128, 4, polynomial_pairs=4, max_seqlen_k=1024),
-        HalfScoresTiling(192, 128, 4, max_seqlen_k=4096),
-        HalfScoresTiling(192, 192, 4),
+        lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=1024),
+        half_scores(192, 128, 4, max_seqlen_k=4096),
+        half_scores(192, 192, 4),
         *FP8_TILINGS[64, False],
     ),
     (64, True): (
-        LaggingTiling(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
-        LaggingTiling(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
-        HalfScoresTiling(192, 192, 4),
+        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
+        half_scores(192, 192, 4),
         *FP8_TILINGS[64, True],
     ),
     (128, False): (
-        HalfScoresTiling(192, 128, 4),
+        half_scores(192, 128, 4),
         *FP8_TILINGS[128, False],
     ),
     (128, True): (
-        LaggingTiling(128, 128, 4, max_seqlen_k=1536),
-        HalfScoresTiling(192, 128, 4),
+        lagging(128, 128, 4, max_seqlen_k=1536),
+        half_scores(192, 128, 4),
         *FP8_TILINGS[128, True],
     ),
     (256, False): (
-        HalfScoresTiling(128, 128, 2, polynomial_pairs=2),
+        half_scores(128, 128, 2, polynomial_pairs=2),
         *FP8_TILINGS[256, False],
     ),
     (256, True): (
-        Fp8Tiling(128, 128, 2, eager=True, ping_pong=False, max_seqlen_k=1536),
-        HalfScoresTiling(128, 128, 2, polynomial_pairs=1),
+        eager(128, 128, 2, max_seqlen_k=1536),
+        half_scores(128, 128, 2, polynomial_pairs=1),
         *FP8_TILINGS[256, True],
     ),
 }
@@ -139,35 +110,35 @@ NARROW_KEYS = 64
 """Keys of a tile that is slower than wider ones, but divides most blocks."""
 
 
-FP8_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
-    64: (Fp8Tiling(192, 128, 3, polynomial_pairs=3), Fp8Tiling(192, 64, 3, polynomial_pairs=3)),
-    128: (Fp8Tiling(128, 128, 2, polynomial_pairs=2), Fp8Tiling(128, 64, 3, polynomial_pairs=2)),
-    256: (Fp8Tiling(128, 64, 2),),
+FP8_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
+    64: (rows(192, 128, 3, polynomial_pairs=3), rows(192, 64, 3, polynomial_pairs=3)),
+    128: (rows(128, 128, 2, polynomial_pairs=2), rows(128, 64, 3, polynomial_pairs=2)),
+    256: (rows(128, 64, 2),),
 }
 """By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition."""
 
-FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
+FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (
-        TwoLevelTiling(128, 128, 4, polynomial_pairs=3),
-        TwoLevelTiling(128, 160, 4, polynomial_pairs=3),
-        TwoLevelTiling(192, 64, 4, polynomial_pairs=3),
+        two_level(128, 128, 4, polynomial_pairs=3),
+        two_level(128, 160, 4, polynomial_pairs=3),
+        two_level(192, 64, 4, polynomial_pairs=3),
     ),
     128: (
-        TwoLevelTiling(128, 128, 4, polynomial_pairs=2),
-        TwoLevelTiling(128, 96, 4, polynomial_pairs=2),
-        TwoLevelTiling(128, 64, 4, polynomial_pairs=2),
+        two_level(128, 128, 4, polynomial_pairs=2),
+        two_level(128, 96, 4, polynomial_pairs=2),
+        two_level(128, 64, 4, polynomial_pairs=2),
     ),
-    256: (TwoLevelTiling(128, 128, 2, pipelined=False), TwoLevelTiling(128, 64, 4, pipelined=False)),
+    256: (two_level(128, 128, 2, pipelined=False), two_level(128, 64, 4, pipelined=False)),
 }
 """By head_dim, with and without a causal mask. Every width in ``FP8_TILINGS`` and ``FP8_HALF_SCORES_TILINGS`` is a
 multiple of one here, so that what was quantized for one level can be attended to with two. Up to head_dim 128 a
 thread has registers for two accumulators of all columns of O, but not for 192 keys beside them; at 256 P V comes in
 parts of its columns, after the softmax."""
 
-FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Fp8Tiling, ...]] = {
-    64: (TwoLevelTiling(128, 128, 3, polynomial_pairs=3),),
-    128: (TwoLevelTiling(128, 96, 3, polynomial_pairs=2),),
-    256: (TwoLevelTiling(128, 64, 2, pipelined=False),),
+FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
+    64: (rows(128, 128, 3, two_level=True, polynomial_pairs=3),),
+    128: (rows(128, 96, 3, two_level=True, polynomial_pairs=2),),
+    256: (rows(128, 64, 2, two_level=True, pipelined=False),),
 }
 """By head_dim, for V in rows."""
 
@@ -214,8 +185,8 @@ def select_fp8_forward_config(
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
-    tiling = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
-    return _make_fp8_config(min(fits), causal, output, tiling, v_rows)
+    chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
+    return _build(chosen, min(fits), causal, output)
 
 
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
@@ -225,7 +196,7 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
 
 def _fp8_tilings(
     head_dim: int, causal: bool, v_rows: bool, two_level: bool, half_scores: bool = False
-) -> tuple[Fp8Tiling, ...]:
+) -> tuple[Tiling, ...]:
     if two_level:
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
@@ -233,42 +204,21 @@ def _fp8_tilings(
     return (FP8_HALF_SCORES_TILINGS if half_scores else FP8_TILINGS)[head_dim, causal]
 
 
-def _make_fp8_config(
-    head_dim: int, causal: bool, output: str, tiling: Fp8Tiling, v_rows: bool = False
-) -> Fp8ForwardConfig:
-    has_two = tiling.tile_m == 2 * WARPGROUP_ROWS
-    if v_rows:
-        registers = TWO_CONSUMERS_TRANSPOSING if has_two else THREE_CONSUMERS_TRANSPOSING
-    else:
-        registers = TWO_CONSUMERS if has_two else THREE_CONSUMERS
-    config = Fp8ForwardConfig(
+def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:
+    return tiling.build(
+        Fp8ForwardConfig,
         dtype=FP8_DTYPE,
         head_dim=head_dim,
         head_dim_v=head_dim,
         causal=causal,
-        tile_m=tiling.tile_m,
-        tile_n=tiling.tile_n,
-        stages=tiling.stages,
-        registers=registers,
-        pipelined=tiling.pipelined,
-        ping_pong=tiling.ping_pong,
-        late_rescale=tiling.late_rescale,
         output=output,
-        polynomial_pairs=tiling.polynomial_pairs,
-        eager=tiling.eager,
-        lagging=tiling.lagging,
-        half_scores=tiling.half_scores,
-        v_rows=v_rows,
-        two_level=tiling.two_level,
     )
-    validate_forward_config(config)
-    return config
 
 
 def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConfig, ...]:
     """Every config that ``select_fp8_forward_config`` can return for this ``two_level``, each once."""
     transposed = tuple(
-        _make_fp8_config(head_dim, causal, output, tiling)
+        _build(tiling, head_dim, causal, output)
         for output in DTYPES
         for head_dim, causal in FP8_TILINGS
         for half_scores in (False, True)
@@ -278,7 +228,7 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(
-        _make_fp8_config(head_dim, causal, "bfloat16", tiling, v_rows=True)
+        _build(tiling, head_dim, causal, "bfloat16")
         for head_dim in FP8_ROW_TILINGS
         for tiling in _fp8_tilings(head_dim, False, v_rows=True, two_level=two_level)
         for causal in (False, True)

@@ -4,26 +4,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
-from cute_kernels.block_scaled_softmax import P_EXPONENT
-from cute_kernels.exp2_pairs import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
-from cute_kernels.fragments import (
-    LANES_PER_ROW,
-    ROWS_PER_THREAD,
-    as_rows,
-    store_groups_as_operand_a_e4m3,
-    store_row_as_operand_a_e4m3,
-)
-from cute_kernels.row_maximum import largest_bits, over_lanes
-from cute_kernels.settling_softmax import (
-    LEAST_MAXIMUM,
-    SETTLED_SUM,
-    SettlingSoftmax,
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.softmax import scale_row
+from hopper.forward.fp8.exp2 import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
+from hopper.forward.fp8.operand_a import store_groups_as_operand_a_e4m3, store_row_as_operand_a_e4m3
+from hopper.forward.fp8.row_maximum import largest_bits, over_lanes
+from hopper.forward.fp8.softmax.exact import P_EXPONENT
+from hopper.forward.fp8.softmax.stale_maximum import (
+    LARGEST_SUM_EXPONENT,
+    LEAST_MAXIMUM_EXPONENT,
+    StaleMaximumSoftmax,
     exponent_of,
     octaves_over,
 )
-from cute_kernels.softmax import scale_row
-from cute_kernels.warp_scores import WarpScores
+from hopper.forward.fp8.warp_scores import WarpScores
 
 RELIABLE = 2.0**64
 """Sums of P so far below what float32 holds that nothing has been lost at either end."""
@@ -32,12 +27,12 @@ GROUPS_AT_ONCE = 2
 """Where a block starts over, this many groups of 8 keys have registers at a time."""
 
 
-class LaggingSoftmax(SettlingSoftmax):
-    """``BlockScaledSoftmax`` whose exponents are measured from a maximum of earlier blocks while that will do.
+class LaggingSoftmax(StaleMaximumSoftmax):
+    """``ExactSoftmax`` whose exponents are measured from a maximum of earlier blocks while that will do.
 
     P may be as large as e4m3 allows, and float32 sums it whatever it is. So a block needs no maximum, and O no factor,
     unless a P is above 448; and none is where no sum of a few is: one comparison of sums that are taken anyway
-    (``is_settled``). Where one might be, ``recover`` takes the maximum of P instead of the scores, which P has
+    (``maximum_suffices``). Where one might be, ``recover`` takes the maximum of P instead of the scores, which P has
     replaced, and divides by it what came of them. Only where a P has lost its value, because it was too large for
     float16 or float32, the block's scores are computed once more. So it is exact for any input.
 
@@ -68,7 +63,7 @@ class LaggingSoftmax(SettlingSoftmax):
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
-        """With a maximum, as in ``BlockScaledSoftmax``."""
+        """With a maximum, as in ``ExactSoftmax``."""
         if const_expr(r > 0):
             self._enter_second_row(acc_S, is_first)
         total = self._exponentials(acc_S, r)
@@ -76,7 +71,7 @@ class LaggingSoftmax(SettlingSoftmax):
             self._leave_first_row(acc_S, is_first)
         self.row_sum[r] = self.row_sum[r] + total
         total = max_over_lanes(total, LANES_PER_ROW)
-        if cute.arch.vote_any_sync(total >= Float32(2.0**SETTLED_SUM)):
+        if cute.arch.vote_any_sync(total >= Float32(2.0**LARGEST_SUM_EXPONENT)):
             largest = max_over_lanes(_largest(acc_S, r, self.polynomial_pairs), LANES_PER_ROW)
             factor = self._raise_shift(acc_S, r, octaves_over(total, largest), self.polynomial_pairs)
             self.row_scale[r] = self.row_scale[r] * factor
@@ -85,7 +80,7 @@ class LaggingSoftmax(SettlingSoftmax):
         return exp2_of_pair_by_chords(low, high, scale, offset)
 
     @cute.jit
-    def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+    def exponentiate_by_stale_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """By the maximum of the last block that has had one."""
         self.totals[r] = pin(self._exponentials(acc_S, r))
 
@@ -156,7 +151,7 @@ class LaggingSoftmax(SettlingSoftmax):
         self._take_unit(unit)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             lowered = over_lanes(tops[r], maximum_or_nan) * self.scale[r] + Float32(
-                P_EXPONENT - LEAST_MAXIMUM
+                P_EXPONENT - LEAST_MAXIMUM_EXPONENT
             )
             self._move_shift(r, maximum_or_nan(lowered, self.shift[r]), is_first=False)
             scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
@@ -215,7 +210,7 @@ class LaggingSoftmax(SettlingSoftmax):
         """
         largest = max_over_lanes(_largest(acc_S, r, polynomial_pairs), LANES_PER_ROW)
         kept = cute.arch.fmin(Float32(exponent_of(largest)), Float32(P_EXPONENT))
-        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
+        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM_EXPONENT))
         rise = cute.arch.fmax(cute.math.log2(largest, fastmath=True) - kept, Float32(0.0))
         quotient = exp2(-rise)
         total = max_over_lanes(self.totals[r], LANES_PER_ROW) * quotient

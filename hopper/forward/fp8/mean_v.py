@@ -1,4 +1,4 @@
-"""What is added to the rows of the output before they are rounded."""
+"""The mean that V was quantized without, added back to the output before it is rounded."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,11 @@ from cute_kernels.fragments import (
     ROWS_PER_THREAD,
     as_rows,
 )
-from cute_kernels.invariant import LoopInvariant
-
-
-class NoAddend(LoopInvariant):
-    """What a 16-bit kernel adds."""
-
-    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor, head_kv: Int32, batch: Int32):
-        """Called once a tile, with the normalised rows of O and the factors that made them so."""
+from hopper.forward.unscaled import NoCorrection
 
 
 @dataclass(frozen=True)
-class Addend(NoAddend):
+class MeanOfV(NoCorrection):
     """A vector for each key/value head: the mean that V was quantized without.
 
     ``vector`` is float32 (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) to add nothing.

@@ -6,24 +6,25 @@ from cutlass import Int32
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import KeyBlocks
 from hopper.config import ForwardConfig
 from hopper.forward.producer import Producer
 
 
-class NoFeeder(LoopInvariant):
+class NoConsumerLoads(LoopInvariant):
     """What a consumer has where a producer warp loads."""
 
-    def begin(self, coordinates: tuple, head_kv: Int32, n_end: Int32, q_phase: Int32):
+    def begin(self, coordinates: tuple, head_kv: Int32, blocks: KeyBlocks, q_phase: Int32):
         """Called once a tile, before its first block is awaited."""
 
-    def feed(self):
+    def load_next(self):
         """Called once a key block, while its softmax runs."""
 
 
-class Feeder(NoFeeder):
+class ConsumerLoads(NoConsumerLoads):
     """The loads of a tile, issued by the first warp of the CTA between the steps of its own softmax.
 
-    Before a tile it fills the stages of K, and all but one of V. Each ``feed`` then loads one block of each into the
+    Before a tile it fills the stages of K, and all but one of V. Each ``load_next`` then loads a block of each into the
     stages that the block before freed: K of ``stages`` blocks ahead of it, and V of the one before that.
     """
 
@@ -36,19 +37,19 @@ class Feeder(NoFeeder):
             state[0], state[1] = Int32(0), Int32(1)
 
     @cute.jit
-    def begin(self, coordinates: tuple, head_kv: Int32, n_end: Int32, q_phase: Int32):
+    def begin(self, coordinates: tuple, head_kv: Int32, blocks: KeyBlocks, q_phase: Int32):
         """Load Q and the first blocks of a tile."""
         m_block, head, batch = coordinates
         self.head[0], self.head[1] = head_kv, batch
-        self.k_state[2], self.v_state[2] = n_end - 1, n_end - 1
+        self.k_state[2], self.v_state[2] = blocks.last, blocks.last
         if self.is_loader:
             self.producer.load_queries(m_block, head, batch, q_phase)
         for _ in cutlass.range_constexpr(self.config.stages - 1):
-            self.feed()
+            self.load_next()
         self._feed_k()
 
     @cute.jit
-    def feed(self):
+    def load_next(self):
         self._feed_k()
         self._feed_v()
 

@@ -4,18 +4,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from cute_kernels.block_scaled_softmax import P_EXPONENT
-from cute_kernels.exp2_pairs import (
-    CEILING,
-    EXPONENTS,
-    ceiling_of_offset,
-    exp2_of_halves,
-    exp2_of_halves_by_chords,
-    is_polynomial,
-    scale_of_slope,
-    scale_words,
-    sum_of_words,
-)
 from cute_kernels.fast_math import (
     exp2,
     max_over_lanes,
@@ -26,15 +14,23 @@ from cute_kernels.fast_math import (
     pin,
     unpack,
 )
-from cute_kernels.fragments import (
-    LANES_PER_ROW,
-    ROWS_PER_THREAD,
-    store_words_as_operand_a_e4m3,
-    words_of_pairs,
-)
-from cute_kernels.row_maximum import over_lanes
-from cute_kernels.settling_softmax import LEAST_MAXIMUM, SettlingSoftmax, octaves_over
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
 from cute_kernels.softmax import scale_row
+from hopper.forward.fp8.exp2 import (
+    CEILING,
+    EXPONENTS,
+    ceiling_of_offset,
+    exp2_of_halves,
+    exp2_of_halves_by_chords,
+    is_polynomial,
+    scale_of_slope,
+    scale_words,
+    sum_of_words,
+)
+from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
+from hopper.forward.fp8.row_maximum import over_lanes
+from hopper.forward.fp8.softmax.exact import P_EXPONENT
+from hopper.forward.fp8.softmax.stale_maximum import LEAST_MAXIMUM_EXPONENT, StaleMaximumSoftmax, octaves_over
 
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
@@ -49,8 +45,8 @@ NANS = 0x7FFF7FFF
 """A pair of NaN in float16."""
 
 
-class HalfScoresSoftmax(SettlingSoftmax):
-    """``SettlingSoftmax`` on scores in float16.
+class HalfScoresSoftmax(StaleMaximumSoftmax):
+    """``StaleMaximumSoftmax`` on scores in float16.
 
     While WGMMA runs, its accumulators take most of the registers' bandwidth: beside Q K^T into float32 other
     instructions run at half their rate, beside Q K^T into float16 at four fifths. Two scores also share the product
@@ -84,7 +80,7 @@ class HalfScoresSoftmax(SettlingSoftmax):
         self._take_unit(self.new_unit[0])
 
     @cute.jit
-    def exponentiate_by_last(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+    def exponentiate_by_stale_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by the maximum of the last block that has had one."""
         scores = words_of_pairs(acc_S)
         slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
@@ -130,7 +126,7 @@ class HalfScoresSoftmax(SettlingSoftmax):
         top = multiply_rounded(of_row, self.scale[r]) + Float32(P_EXPONENT)
         exponent = top - before
         kept = cute.arch.fmin(cute.math.floor(exponent), Float32(P_EXPONENT))
-        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM))
+        kept = cute.arch.fmax(kept, Float32(LEAST_MAXIMUM_EXPONENT))
         shift = top - kept if exponent > kept else before
         self._place_shift(r, shift)
         self._exponentials_in_float32(acc_S, r)

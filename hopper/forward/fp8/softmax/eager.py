@@ -4,13 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.block_scaled_softmax import BlockScaledSoftmax
 from cute_kernels.fast_math import pin
-from cute_kernels.row_maximum import maximum_over_lanes, thread_maximum, thread_maximum_of_any
+from hopper.forward.fp8.row_maximum import maximum_over_lanes, thread_maximum, thread_maximum_of_any
+from hopper.forward.fp8.softmax.exact import ExactSoftmax
 
 
-class EagerSoftmax(BlockScaledSoftmax):
-    """``BlockScaledSoftmax`` with the same results, by fewer steps that depend on each other.
+class EagerSoftmax(ExactSoftmax):
+    """``ExactSoftmax`` with the same results, by fewer steps that depend on each other.
 
     - Whether a warp needs the maximum of scores that may all be negative is known before they are: only where a running
       maximum is negative. Elsewhere ``thread_maximum`` will do, for what it takes of such a row is negative too.

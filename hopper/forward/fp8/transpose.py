@@ -7,9 +7,8 @@ from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import permute_bytes
 from cute_kernels.invariant import LoopInvariant
-from hopper.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
-from hopper.forward.producer import Producer
 from hopper.tiles import TmaOperand
 
 COLUMNS_PER_UNIT = 16
@@ -101,19 +100,3 @@ class VTransposer(LoopInvariant):
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[self.target.address(target_stage, column, chunk), *quads],
         )
-
-
-@cute.jit
-def load_ahead(
-    producer: Producer,
-    transposer: VTransposer,
-    place: tuple,
-    n_block: Int32,
-    states: tuple,
-):
-    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp."""
-    head_kv, batch = place
-    k_state, rows_state = states
-    if transposer.warp == 0 and n_block >= 0:
-        producer.load_keys(head_kv, batch, n_block, k_state)
-        transposer.load(head_kv, batch, n_block, rows_state)

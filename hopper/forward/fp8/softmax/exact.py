@@ -4,20 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.exp2_pairs import (
-    exp2_of_pair,
-    is_polynomial,
-    sum_of_words,
-)
 from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pin
-from cute_kernels.fragments import (
-    LANES_PER_ROW,
-    ROWS_PER_THREAD,
-    as_rows,
-    store_row_as_operand_a_e4m3,
-)
-from cute_kernels.row_maximum import row_maximum, thread_maximum
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
 from cute_kernels.softmax import LEAST, LN_2, OnlineSoftmax
+from hopper.forward.fp8.exp2 import exp2_of_pair, is_polynomial, sum_of_words
+from hopper.forward.fp8.operand_a import store_row_as_operand_a_e4m3
+from hopper.forward.fp8.row_maximum import row_maximum, thread_maximum
 
 SMALLEST_SCALE = 2.0**-126
 """Of a score: that of a block of zeros times another would be 0."""
@@ -26,7 +18,7 @@ P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""
 
 
-class BlockScaledSoftmax(OnlineSoftmax):
+class ExactSoftmax(OnlineSoftmax):
     """The softmax of ``OnlineSoftmax`` on x = scale S, with scale = softmax_scale log2(e) s_q s_k of the block.
 
     The scale of a V block is the ``unit`` of O: O is kept as a multiple of that of the last block, and multiplied by

@@ -7,10 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import maximum_or_nan
-from cute_kernels.invariant import LoopInvariant
+from hopper.forward.unscaled import NoScales
 
 SLOT_FLOATS = 2
 """A slot: the scale of a block of K times softmax_scale log2(e), and the unit of O, which is the scale of V or more."""
+
+SLOTS_PER_STAGE = 2
+"""``ScalePublisher`` says why."""
 
 UNIT_RANGE = 2.0**-64
 """The unit of O is no less than this part of the largest so far, so that O stays within float32. What a quieter block
@@ -22,26 +25,16 @@ class BlockScales(NamedTuple):
 
     ``q`` (batch, heads, blocks of Q) and ``k`` (batch, kv_heads, blocks of K) multiply S, ``v`` (batch, kv_heads,
     blocks of K) multiplies V and is positive; ``o`` (batch, kv_heads, 1) multiplies the output, to whose rows with keys
-    ``addend`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
+    ``mean_v`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
-    addend: cute.Tensor
+    mean_v: cute.Tensor
     block_q: Int32
     block_k: Int32
-
-
-class NoScales(LoopInvariant):
-    """What the producer of a 16-bit kernel publishes."""
-
-    def begin(self):
-        """Called by the producer warp before the first block of a tile."""
-
-    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
-        """Called by the producer warp before it acquires the stage of K of block ``n_block``."""
 
 
 @dataclass(frozen=True)

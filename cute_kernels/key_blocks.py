@@ -1,0 +1,73 @@
+"""The walk of a query tile over its keys: which key blocks it visits, and which of them need no mask.
+
+Plain arithmetic on integers: the same functions serve the kernels (traced) and the host tests (Python ints).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Which key blocks tiles of ``tile_m`` queries visit, in blocks of ``tile_n`` keys."""
+
+    tile_m: int
+    tile_n: int
+    causal: bool
+
+    def of(self, m_block: Any, seqlens: SeqlenInfo) -> "KeyBlocks":
+        """Those of one tile."""
+        return KeyBlocks(self, m_block, seqlens, self.end(m_block, seqlens))
+
+    def end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last block with a visible key; at least 1, so that a row without keys is still written."""
+        n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
+        if self.causal:
+            last_row_keys = (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q
+            n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
+        return maximum(n_end, 1)
+
+    def unmasked_end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last block in which every row of the tile sees every key."""
+        n_full = seqlens.seqlen_k // self.tile_n
+        if self.causal:
+            first_row_keys = m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q
+            n_full = minimum(n_full, maximum(first_row_keys, 0) // self.tile_n)
+        return n_full
+
+
+@dataclass(frozen=True)
+class KeyBlocks(LoopInvariant):
+    """Key blocks of one query tile, visited from ``last`` = ``end`` - 1 down to ``begin``, at least one.
+
+    Those from ``unmasked`` on, and those before ``left_masked``, hold keys that a row of the tile may not see. Without
+    a window both ``begin`` and ``left_masked`` are 0 when the kernel is compiled.
+    """
+
+    block_range: BlockRange
+    m_block: Any
+    seqlens: SeqlenInfo
+    end: Any
+    begin: Any = 0
+    left_masked: Any = 0
+
+    @property
+    def unmasked(self) -> Any:
+        """Computed where it is asked for, since a producer never does."""
+        return self.block_range.unmasked_end(self.m_block, self.seqlens)
+
+    @property
+    def last(self) -> Any:
+        return self.end - 1
+
+    @property
+    def count(self) -> Any:
+        return self.number_from(self.last)
+
+    def number_from(self, n_block: Any) -> Any:
+        """Blocks from ``n_block`` down to ``begin``."""
+        return n_block + 1 - self.begin

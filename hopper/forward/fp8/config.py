@@ -1,0 +1,140 @@
+"""Configurations of the FP8 forward kernels, as data. Nothing here imports the DSL or touches a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hopper.config import ForwardConfig
+
+FP8_DTYPE = "float8_e4m3fn"
+FP8_KEYS_PER_STEP = 32
+FP8_KEY_ORDER = tuple(
+    16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
+    for slot in range(FP8_KEYS_PER_STEP)
+)
+"""Slot of the k of an FP8 WGMMA -> key of 32: how V's keys must lie for ``store_row_as_operand_a_e4m3``, which leaves
+P in the order of the accumulator."""
+
+V_ROW_STAGES = 2
+"""Blocks of FP8 V in rows that wait in shared memory for their transposition."""
+
+MAX_PV_COLUMNS, PV_PART_COLUMNS = 128, 64
+"""Columns of O up to which a second accumulator of its size finds registers, and how many there are in a part of P V
+where it does not."""
+
+
+class Softmax(Enum):
+    """How a kernel takes the maximum of a row, and in which precision it has the scores.
+
+    - ``EXACT``: the maximum of every block, of float32 scores (``softmax/exact.py``).
+    - ``EAGER``: the same with fewer steps that depend on each other, for two warpgroups (``softmax/eager.py``).
+    - ``LAGGING``: a maximum of earlier blocks while that will do (``softmax/lagging.py``).
+    - ``HALF_SCORES``: as ``LAGGING``, of scores in float16: no product of a row of Q and one of K, as e4m3, may exceed
+      65504 (``softmax/half.py``).
+    """
+
+    EXACT = "exact"
+    EAGER = "eager"
+    LAGGING = "lagging"
+    HALF_SCORES = "half"
+
+
+STALE_MAXIMUM = (Softmax.LAGGING, Softmax.HALF_SCORES)
+"""Softmaxes that go on with a maximum of earlier blocks."""
+
+
+@dataclass(frozen=True)
+class Fp8ForwardConfig(ForwardConfig):
+    """A forward kernel on e4m3 inputs with block scales.
+
+    ``output`` is the dtype of O. Of each 8 pairs of columns of P, ``polynomial_pairs`` get their exponentials from the
+    FMA pipe instead of MUFU (``hopper.forward.fp8.exp2``).
+    With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
+    keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
+    whose bits FP8 WGMMA keeps only a part in its sums.
+    """
+
+    output: str = "bfloat16"
+    polynomial_pairs: int = 0
+    softmax: Softmax = Softmax.EXACT
+    v_rows: bool = False
+    two_level: bool = False
+
+    @property
+    def pv_columns(self) -> int:
+        """Columns of O whose P V is in one accumulator: all, unless registers for that are too few beside O."""
+        is_too_wide = self.two_level and self.head_dim_v > MAX_PV_COLUMNS
+        return PV_PART_COLUMNS if is_too_wide else self.head_dim_v
+
+    @property
+    def input_dtypes(self) -> tuple[str, ...]:
+        return (FP8_DTYPE,)
+
+    @property
+    def out_dtype(self) -> str:
+        return self.output
+
+    @property
+    def score_dtype(self) -> str:
+        return "float16" if self.softmax is Softmax.HALF_SCORES else "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        return 1
+
+    @property
+    def name(self) -> str:
+        parts = [] if self.softmax is Softmax.EXACT else [self.softmax.value]
+        parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
+        parts += ["vrows"] if self.v_rows else []
+        parts += ["twolevel"] if self.two_level else []
+        return "_".join([super().name, *parts])
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
+        return super().smem_bytes + rows
+
+    def validate_precision(self) -> None:
+        if self.tile_n % FP8_KEYS_PER_STEP:
+            raise ValueError(
+                f"tile_n is {self.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
+            )
+        if not 0 <= self.polynomial_pairs <= 8:
+            raise ValueError(f"polynomial_pairs is {self.polynomial_pairs}, allowed: 0 to 8")
+        if self.two_level:
+            _validate_two_level(self)
+        if self.softmax in STALE_MAXIMUM:
+            _validate_stale_maximum(self)
+
+
+def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
+    """P V of a block is awaited in that block, as the softmax may multiply O."""
+    softmax = f"softmax {config.softmax.value!r}"
+    required = {"pipelined": True, "warp_specialized": True, "late_rescale": False, "two_level": False}
+    for name, value in required.items():
+        if getattr(config, name) is not value:
+            raise ValueError(f"{name} is {not value}, allowed with {softmax}: {value}")
+    if config.polynomial_pairs == 8:
+        # Only MUFU's exponentials tell what float16, which the others are, does not hold: a P, or the scale.
+        raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
+    if config.softmax is Softmax.HALF_SCORES and config.v_rows:
+        raise ValueError(f"v_rows is True, allowed with {softmax}: False")
+
+
+def _validate_two_level(config: Fp8ForwardConfig) -> None:
+    if config.late_rescale:
+        raise ValueError(
+            "late_rescale is True, allowed with two_level: False, as O is rescaled where P V is added to it"
+        )
+    if config.head_dim_v % config.pv_columns:
+        raise ValueError(
+            f"head_dim_v is {config.head_dim_v}, allowed with two_level: multiples of {PV_PART_COLUMNS} "
+            f"above {MAX_PV_COLUMNS}"
+        )
+    if config.pipelined and config.pv_columns < config.head_dim_v:
+        raise ValueError(
+            f"pipelined is True, allowed with two_level at head_dim_v {config.head_dim_v}: False, "
+            "as P V comes in parts"
+        )

@@ -1,0 +1,128 @@
+"""Consumer warpgroups of the FP8 forward kernel whose softmax goes on with a maximum of earlier blocks."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fast_math import pin
+from cute_kernels.fragments import ROWS_PER_THREAD
+from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.score_tile import ScoreTile
+from hopper.forward.consumer import Consumer
+from hopper.forward.operands import consumer_slot
+from hopper.wgmma import issue_gemm
+
+
+class LaggingConsumer(Consumer):
+    """``Consumer`` with a softmax that lags: blocks without a mask have no maximum.
+
+    A subclass says by ``_scores_have_come``, ``_recover`` and ``_leave_block`` what becomes of a block's K and scores.
+    Here K is released at the end of the block, since its scores may be wanted again (``LaggingSoftmax``).
+    """
+
+    @cute.jit
+    def _unmasked_blocks(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
+    ) -> PipelineState:
+        """The state of the next block is made while a block is computed, not between two of them."""
+        k_state = v_state.clone()
+        k_state.advance()
+        while n_block >= blocks.begin:
+            after = k_state.clone()
+            after.advance()
+            after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
+            self._lagging_block(scores, n_block, (v_state, k_state), False)
+            v_state, k_state = k_state, after
+            n_block = n_block - 1
+        return v_state
+
+    @cute.jit
+    def _lagging_block(
+        self,
+        scores: ScoreTile,
+        n_block: Int32,
+        states: tuple[PipelineState, PipelineState],
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """``_overlapped_block`` without a maximum. ``states`` are those of the V before and of the block's K."""
+        v_state, k_state = states
+        acc_S = self._make_acc_S()
+        self.pipes.k.consumer_wait(k_state)
+        self.ping_pong.take_turn()
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        self.output.start(self.tOrP, v_state.index)
+        self.ping_pong.pass_turn()
+        self.softmax.enter_block(consumer_slot(k_state))
+        warpgroup.wait_group(1)
+        self._scores_have_come(k_state)
+        scores.finish(acc_S, n_block, is_masked)
+        self.softmax.exponentiate_by_stale_maximum(acc_S, 0)
+        self.pipes.v.consumer_wait(k_state)
+        self.output.wait(self.tOrP, v_state.index)
+        self.pipes.v.consumer_release(v_state)
+        self.softmax.store_P(self.tOrP, acc_S, 0)
+        self.softmax.exponentiate_by_stale_maximum(acc_S, 1)
+        self.softmax.store_P(self.tOrP, acc_S, 1)
+        if self.softmax.maximum_suffices():
+            self.softmax.add_totals()
+        else:
+            self._recover(acc_S, k_state)
+        self._leave_block(k_state)
+
+    def _scores_have_come(self, k_state: PipelineState):
+        """Behind Q K^T."""
+
+    @cute.jit
+    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
+        place = k_state.index, consumer_slot(k_state)
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
+
+    @cute.jit
+    def _leave_block(self, k_state: PipelineState):
+        self.pipes.k.consumer_release(k_state)
+
+
+class HalfScoresConsumer(LaggingConsumer):
+    """``LaggingConsumer`` with a ``HalfScoresSoftmax``, on blocks with a mask as on those without.
+
+    Only the first block of a tile takes a maximum whatever its P is.
+    """
+
+    @cute.jit
+    def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):
+        acc_S = self._make_acc_S()
+        self.pipes.k.consumer_wait(kv_state)
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self.softmax.start()
+        self.softmax.enter_block(consumer_slot(kv_state))
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(kv_state)
+        scores.finish(acc_S, n_block, True)
+        self.softmax.take_new_unit()
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.softmax.take_maximum(acc_S, r)
+            self.softmax.store_P(self.tOrP, acc_S, r)
+        self.pipes.v.consumer_wait(kv_state)
+
+    @cute.jit
+    def _overlapped_block(
+        self, scores: ScoreTile, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
+    ) -> PipelineState:
+        k_state = v_state.clone()
+        k_state.advance()
+        self._lagging_block(scores, n_block, (v_state, k_state), is_masked)
+        return k_state
+
+    @cute.jit
+    def _scores_have_come(self, k_state: PipelineState):
+        """They stay until P will do, so K is not wanted again."""
+        self.pipes.k.consumer_release(k_state)
+
+    @cute.jit
+    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc)
+
+    def _leave_block(self, k_state: PipelineState):
+        """Nothing is left to be released."""

@@ -1,0 +1,48 @@
+"""The Hopper forward kernel for e4m3 inputs with block scales."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.kv_source import TransposedTma, TransposingRows
+from hopper.forward.fp8.precision import BlockScaled
+from hopper.forward.kernel import ForwardKernel, KernelParts
+
+
+class Fp8ForwardKernel(ForwardKernel):
+    """``ForwardKernel`` on e4m3 Q, K and V: the same roles and pipelines, with what FP8 WGMMA asks for.
+
+    Both its operands are K-major, so V comes transposed, (batch, kv_heads, head_dim_v, keys), or is so on its way
+    (``TransposingRows``, whose docstring has what this adds to the tables of ``ForwardKernel``). And its A operand in
+    registers wants four neighbouring keys a word, which the accumulator of Q K^T does not hold, so V's keys come in
+    the accumulator's order (``store_groups_as_operand_a_e4m3``), which costs no move.
+    """
+
+    def __init__(self, config: Fp8ForwardConfig):
+        kv_source = TransposingRows(config) if config.v_rows else TransposedTma(config)
+        super().__init__(config, KernelParts(BlockScaled(config), kv_source))
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. mQ, mK, mO are (batch, seqlen, heads, head_dim), mV (batch, kv_heads, head_dim_v, keys) or with
+        ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
+        extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
+        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, extras, softmax_scale, num_ctas, stream)

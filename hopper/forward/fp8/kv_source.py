@@ -1,0 +1,147 @@
+"""How FP8 key blocks reach shared memory: V K-major, as FP8 WGMMA wants it."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from hopper.config import WARPGROUP_THREADS
+from hopper.forward.fp8.config import V_ROW_STAGES
+from hopper.forward.fp8.transpose import PRODUCER_WARPS, VTransposer
+from hopper.forward.kv_source import DenseTma
+from hopper.forward.operands import Work
+from hopper.forward.producer import Producer
+from hopper.tiles import TmaOperand, swizzled_layout
+
+
+class TransposedTma(DenseTma):
+    """``DenseTma`` for V that comes transposed, (batch, kv_heads, head_dim_v, keys), keys in ``FP8_KEY_ORDER``."""
+
+    v_major = OperandMajorMode.K
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 3, 1, 0]))
+
+    def v_layout(self, dtype) -> cute.ComposedLayout:
+        c = self.config
+        return swizzled_layout(c.head_dim_v, c.tile_n, c.stages, dtype)
+
+
+class TransposingRows(TransposedTma):
+    """For V in rows, (batch, keys, kv_heads, head_dim_v), as a cache holds it.
+
+    All four warps of the producer warpgroup transpose (``VTransposer``); the first one loads, a block ahead. Instead of
+    the row of ``ForwardKernel``'s table:
+
+    | pipeline | stages | bytes of a full stage | arrivals that fill it, and that empty it |
+    |---|---|---|---|
+    | pipe_v | `stages` | - | 4, `128 * consumers` |
+    | rows of V | 2 | `tile_n * head_dim_v` | 1, 4 |
+    """
+
+    row_stages = V_ROW_STAGES
+
+    @property
+    def receiving_warps(self) -> int:
+        return super().receiving_warps + PRODUCER_WARPS - 1
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 3, 2, 0]))
+
+    def make_v_atom(self, mV: cute.Tensor, dtype) -> tuple[cute.CopyAtom, cute.Tensor]:
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.tile_n, self.config.head_dim_v)
+        return cpasync.make_tiled_tma_atom(load, mV, self._rows_layout(dtype), tile)
+
+    def _rows_layout(self, dtype) -> cute.ComposedLayout:
+        return swizzled_layout(self.config.tile_n, self.config.head_dim_v, V_ROW_STAGES, dtype)
+
+    def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup) -> PipelineAsync:
+        threads = WARPGROUP_THREADS * self.config.consumers
+        return PipelineAsync.create(
+            num_stages=self.config.stages,
+            producer_group=CooperativeGroup(Agent.Thread, PRODUCER_WARPS),
+            consumer_group=CooperativeGroup(Agent.Thread, threads),
+            barrier_storage=storage.barriers_v.data_ptr(),
+            defer_sync=True,
+        )
+
+    def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
+        c = self.config
+        warps = CooperativeGroup(Agent.Thread, PRODUCER_WARPS)
+        return (self._tma_pipeline(storage.barriers_rows, V_ROW_STAGES, warps, c.tile_n * c.head_dim_v),)
+
+    @cute.jit
+    def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
+        """All warps transpose; the first one also claims tiles, and loads a block ahead of the transposition."""
+        stages, dtype = self.config.stages, DSL_DTYPES[self.config.dtype]
+        layout, rows = self.v_layout(dtype), self._rows_layout(dtype)
+        v = TmaOperand(
+            producer.v.atom,
+            producer.v.gmem,
+            storage.sVrows.get_tensor(rows.outer, swizzle=rows.inner),
+        )
+        sVt = storage.sV.get_tensor(layout.outer, swizzle=layout.inner)
+        transposer = VTransposer(self.config, v, sVt, producer.pipes, warp)
+        loading, receiving = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        k_state = pipeline.make_pipeline_state(loading, stages)
+        v_state = pipeline.make_pipeline_state(loading, stages)
+        load_state = pipeline.make_pipeline_state(loading, V_ROW_STAGES)
+        rows_state = pipeline.make_pipeline_state(receiving, V_ROW_STAGES)
+        claim_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
+        mail_state = pipeline.make_pipeline_state(receiving, MAILBOX_STAGES)
+        q_phase = Int32(1)
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            m_block, head, batch = work.order.coordinates(tile)
+            head_kv = head // work.heads_per_kv_head
+            blocks = work.key_blocks(m_block, batch)
+            if warp == 0:
+                producer.load_queries(m_block, head, batch, q_phase)
+            load_ahead(producer, transposer, (head_kv, batch), blocks, blocks.last, (k_state, load_state))
+            for step in cutlass.range(blocks.count, unroll=1):
+                k_state.advance()
+                load_state.advance()
+                load_ahead(
+                    producer,
+                    transposer,
+                    (head_kv, batch),
+                    blocks,
+                    blocks.end - 2 - step,
+                    (k_state, load_state),
+                )
+                transposer.transpose(rows_state, v_state)
+                rows_state.advance()
+                v_state.advance()
+            q_phase ^= 1
+            if warp == 0:
+                tile = work.scheduler.claim(claim_state)
+            else:
+                tile = work.scheduler.receive(mail_state)
+            claim_state.advance()
+            mail_state.advance()
+        if warp == 0:
+            work.scheduler.finish()
+
+
+@cute.jit
+def load_ahead(
+    producer: Producer,
+    transposer: VTransposer,
+    place: tuple,
+    blocks: KeyBlocks,
+    n_block: Int32,
+    states: tuple,
+):
+    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp."""
+    head_kv, batch = place
+    k_state, rows_state = states
+    if transposer.warp == 0 and n_block >= blocks.begin:
+        producer.load_keys(head_kv, batch, n_block, k_state)
+        transposer.load(head_kv, batch, n_block, rows_state)

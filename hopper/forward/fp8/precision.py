@@ -1,0 +1,89 @@
+"""What e4m3 inputs with block scales decide about the forward kernel."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fragments import COLUMNS_PER_GROUP
+from cute_kernels.softmax import OnlineSoftmax
+from hopper.config import WARPGROUP_ROWS
+from hopper.forward.consumer import Consumer
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
+from hopper.forward.fp8.mean_v import MeanOfV
+from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
+from hopper.forward.fp8.softmax.eager import EagerSoftmax
+from hopper.forward.fp8.softmax.exact import ExactSoftmax
+from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
+from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
+from hopper.forward.fp8.two_level import TwoLevelOutput
+from hopper.forward.fp8.warp_scores import WarpScores
+from hopper.forward.operands import Mmas
+from hopper.forward.output import Output
+from hopper.forward.precision import SixteenBits
+from hopper.tiles import swizzle_bytes, swizzled_layout
+
+COLUMNS_WITH_REGISTERS_TO_SPARE = 128
+"""Of O, beside which ``LaggingSoftmax`` finds all registers that it wants."""
+
+CONSUMERS = {Softmax.LAGGING: LaggingConsumer, Softmax.HALF_SCORES: HalfScoresConsumer}
+"""By the softmax; ``Consumer`` for those that take each maximum."""
+
+
+class BlockScaled(SixteenBits):
+    """Inputs in e4m3, whose blocks have scales; ``extras`` are those of ``BlockScales``."""
+
+    config: Fp8ForwardConfig
+
+    @property
+    def consumer_type(self) -> type[Consumer]:
+        return CONSUMERS.get(self.config.softmax, Consumer)
+
+    @property
+    def scale_floats(self) -> int:
+        return SLOTS_PER_STAGE * self.config.stages * SLOT_FLOATS
+
+    @property
+    def recomputes_addresses(self) -> bool:
+        c = self.config
+        return c.softmax is Softmax.LAGGING and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
+
+    def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
+        c, scales = self.config, BlockScales(*extras)
+        tile_scales = (scales.q, scales.o, scales.block_q)
+        common = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
+        if c.softmax is Softmax.HALF_SCORES:
+            return HalfScoresSoftmax(*common, c.tile_n // COLUMNS_PER_GROUP)
+        if c.softmax is Softmax.LAGGING:
+            return LaggingSoftmax(*common, self._warp_scores(storage))
+        return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
+
+    def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+        if not self.config.two_level:
+            return super().make_output(mmas, part_mma, sV, softmax)
+        return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)
+
+    def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> ScalePublisher:
+        largest_unit = cute.make_rmem_tensor(1, Float32)
+        return ScalePublisher(
+            scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit
+        )
+
+    def make_correction(self, extras: tuple, lane: Int32) -> MeanOfV:
+        return MeanOfV(BlockScales(*extras).mean_v, lane)
+
+    def _slots(self, storage: Any) -> cute.Tensor:
+        slots = SLOTS_PER_STAGE * self.config.stages
+        layout = cute.make_layout((slots, SLOT_FLOATS), stride=(SLOT_FLOATS, 1))
+        return storage.scales.get_tensor(layout)
+
+    def _warp_scores(self, storage: Any) -> WarpScores:
+        """Q and K as words, for the scores that a warp computes again by itself."""
+        c, dtype = self.config, DSL_DTYPES[self.config.dtype]
+        layout_q = swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, dtype)
+        layout_k = swizzled_layout(c.tile_n, c.head_dim, c.stages, dtype)
+        sQ, sK = storage.sQ.get_tensor(layout_q.outer), storage.sK.get_tensor(layout_k.outer)
+        words = (cute.recast_tensor(operand, Int32) for operand in (sQ, sK))
+        return WarpScores(*words, swizzle_bytes(c.head_dim), other_warpgroups=1)

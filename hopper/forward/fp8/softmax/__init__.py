@@ -1,0 +1,1 @@
+"""Softmaxes of FP8 scores."""

@@ -1,0 +1,105 @@
+"""How Q and a key block reach shared memory: the atoms, the pipelines, and what the producer warpgroup does."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.forward.operands import Pipelines, Work
+from hopper.forward.producer import Producer
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+
+
+@dataclass(frozen=True)
+class DenseTma(LoopInvariant):
+    """K and V of a problem whose sequences are all of one length: one warp loads every block by TMA.
+
+    ``v_major`` is how V lies in shared memory as operand B of P V. ``row_stages`` are blocks of V that wait there to be
+    transposed.
+    """
+
+    config: ForwardConfig
+
+    v_major = OperandMajorMode.MN
+    row_stages = 0
+
+    @property
+    def receiving_warps(self) -> int:
+        """Warps that are told which tile comes next."""
+        return WARPS_PER_WARPGROUP * self.config.consumers
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        """V as (head_dim_v, keys, kv_heads, batch), of an argument (batch, keys, kv_heads, head_dim_v)."""
+        return cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+
+    def v_layout(self, dtype) -> cute.ComposedLayout:
+        """Of V in shared memory, (head_dim_v, tile_n, stages)."""
+        c = self.config
+        rows = swizzled_layout(c.tile_n, c.head_dim_v, c.stages, dtype)
+        return cute.make_composed_layout(rows.inner, 0, cute.select(rows.outer, mode=[1, 0, 2]))
+
+    def make_v_atom(self, mVt: cute.Tensor, dtype) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA that loads a block of V."""
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
+        return cpasync.make_tiled_tma_atom(load, mVt, self.v_layout(dtype), tile)
+
+    def make_pipelines(self, storage: Any) -> Pipelines:
+        """The docstring of ``ForwardKernel`` has their table."""
+        c = self.config
+        warps_of_one = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
+        warps_of_all = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
+        return Pipelines(
+            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
+            self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
+            self._make_v_pipeline(storage, warps_of_all),
+            self._make_row_pipelines(storage),
+        )
+
+    def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
+        c = self.config
+        return self._tma_pipeline(storage.barriers_v, c.stages, consumers, c.tile_n * c.head_dim_v)
+
+    def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
+        return ()
+
+    def _tma_pipeline(
+        self, barriers: Any, stages: int, consumers: CooperativeGroup, elements: int
+    ) -> PipelineTmaAsync:
+        return PipelineTmaAsync.create(
+            num_stages=stages,
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=consumers,
+            tx_count=elements * self.config.element_bytes,
+            barrier_storage=barriers.data_ptr(),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
+        """What warp number ``warp`` of the producer warpgroup does; here only one has something to do."""
+        if warp == 0:
+            self._load_tiles(work, producer)
+
+    @cute.jit
+    def _load_tiles(self, work: Work, producer: Producer):
+        """Claim tiles and load them."""
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
+        q_phase = Int32(1)
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            m_block, head, batch = work.order.coordinates(tile)
+            head_kv = head // work.heads_per_kv_head
+            blocks = work.key_blocks(m_block, batch)
+            kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
+            q_phase ^= 1
+            tile = work.scheduler.claim(mail_state)
+            mail_state.advance()
+        work.scheduler.finish()

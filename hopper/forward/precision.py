@@ -1,0 +1,46 @@
+"""What the dtype of the inputs decides about a forward kernel: its softmax, its sums, and what goes with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.softmax import OnlineSoftmax
+from hopper.config import ForwardConfig
+from hopper.forward.consumer import Consumer
+from hopper.forward.operands import Mmas
+from hopper.forward.output import Output
+from hopper.forward.unscaled import NoCorrection, NoScales
+
+
+@dataclass(frozen=True)
+class SixteenBits(LoopInvariant):
+    """Inputs in float16 or bfloat16, and scores in float32.
+
+    ``extras`` are arguments of a launch beyond the six tensors of every forward kernel: none here. ``storage`` is the
+    shared memory of ``ForwardKernel``, of which ``scale_floats`` float32 are for scales.
+    """
+
+    config: ForwardConfig
+
+    consumer_type = Consumer
+    scale_floats = 0
+    recomputes_addresses = False
+    """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
+
+    def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
+        return OnlineSoftmax(scale_log2)
+
+    def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+        """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""
+        return Output(self.config, mmas, sV, softmax)
+
+    def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> NoScales:
+        """What the producer publishes beside each block of K."""
+        return NoScales()
+
+    def make_correction(self, extras: tuple, lane: Int32) -> NoCorrection:
+        """What the epilogue adds to O."""
+        return NoCorrection()

@@ -1,0 +1,102 @@
+"""Tiles of the 16-bit forward kernels as data, and which of them serves a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from cute_kernels import problem
+from cute_kernels.problem import DTYPES
+from hopper.config import (
+    THREE_CONSUMERS,
+    TWO_CONSUMERS,
+    WARPGROUP_ROWS,
+    ForwardConfig,
+    validate_forward_config,
+)
+
+Config = TypeVar("Config", bound=ForwardConfig)
+
+NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+"""(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
+one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
+
+ANY_LENGTH = 2**62
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tuned part of a config, for keys up to ``max_seqlen_k``: ``fields`` are names and values of its fields."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    max_seqlen_k: int
+    fields: tuple[tuple[str, Any], ...]
+
+    def build(self, kind: type[Config], **problem: Any) -> Config:
+        """The config of ``kind`` with these tiles, for the problem that its other fields describe."""
+        tiles = {"tile_m": self.tile_m, "tile_n": self.tile_n, "stages": self.stages}
+        registers = TWO_CONSUMERS if self.tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS
+        config = kind(**{"registers": registers, **tiles, **problem, **dict(self.fields)})
+        validate_forward_config(config)
+        return config
+
+
+def tiling(tile_m: int, tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH, **fields: Any) -> Tiling:
+    """A row of a table; ``fields`` are those of the config that differ from its defaults."""
+    return Tiling(tile_m, tile_n, stages, max_seqlen_k, tuple(fields.items()))
+
+
+TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
+    (64, 64, False): (tiling(192, 128, 3),),
+    (64, 64, True): (tiling(128, 128, 4, max_seqlen_k=1536), tiling(192, 128, 3)),
+    (96, 96, False): (tiling(128, 192, 2),),
+    (96, 96, True): (tiling(128, 128, 2),),
+    (128, 128, False): (tiling(128, 128, 2, max_seqlen_k=1280), tiling(128, 176, 2)),
+    (128, 128, True): (tiling(128, 128, 2, max_seqlen_k=6144), tiling(128, 176, 2)),
+    (192, 128, False): (tiling(128, 128, 2),),
+    (192, 128, True): (tiling(128, 128, 2),),
+    (192, 192, False): (tiling(128, 112, 2, late_rescale=True),),
+    (192, 192, True): (tiling(128, 112, 2, late_rescale=True),),
+    (256, 256, False): (tiling(128, 80, 2, ping_pong=False, late_rescale=True),),
+    (256, 256, True): (
+        tiling(128, 64, 2, ping_pong=False, late_rescale=True, max_seqlen_k=1536),
+        tiling(128, 80, 2, ping_pong=False, late_rescale=True),
+    ),
+}
+"""By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
+sequences want small tiles (fewer masked or padded scores), and at head_dim 64 a deep pipeline (the next tile's loads
+run ahead); long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
+where O has so many columns that rescaling them does not fit under the exponentials."""
+
+
+def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
+    return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
+
+
+@lru_cache(maxsize=4096)
+def select_forward_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_k: int
+) -> ForwardConfig:
+    """The config that serves a problem. Reads sizes only, never a tensor; cached."""
+    key = (*cover_head_dims(head_dim, head_dim_v), causal)
+    chosen = next(tiling for tiling in TILINGS[key] if seqlen_k <= tiling.max_seqlen_k)
+    return _build(chosen, dtype, key)
+
+
+def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:
+    head_dim, head_dim_v, causal = key
+    return tiling.build(ForwardConfig, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
+
+
+def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
+    """Every config that ``select_forward_config`` can return, each once."""
+    return tuple(
+        _build(tiling, dtype, key)
+        for dtype in DTYPES
+        for key, tilings in TILINGS.items()
+        for tiling in tilings
+    )

@@ -1,0 +1,23 @@
+"""What stands in a kernel whose inputs have no scales where others have something to do with them."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.invariant import LoopInvariant
+
+
+class NoScales(LoopInvariant):
+    """What the producer publishes where inputs have no scales."""
+
+    def begin(self):
+        """Called by the producer warp before the first block of a tile."""
+
+    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
+        """Called by the producer warp before it acquires the stage of K of block ``n_block``."""
+
+
+class NoCorrection(LoopInvariant):
+    """What is added to O where nothing is."""
+
+    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor, head_kv: Int32, batch: Int32):
+        """Called once a tile, with the normalised rows of O and the factors that made them so."""
