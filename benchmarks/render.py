@@ -20,7 +20,7 @@ from hopper_attention.experiments.ablation_results import AblationReport, load_a
 from hopper_attention.experiments.bench_machine import repository_root
 from hopper_attention.experiments.bench_plot import plot_forward
 from hopper_attention.experiments.bench_quantize import QuantizeReport, load_quantize
-from hopper_attention.experiments.bench_render import render_page, render_readme, splice
+from hopper_attention.experiments.bench_render import render_page, splice
 from hopper_attention.experiments.bench_results import (
     KINDS,
     ForwardReport,
@@ -31,6 +31,10 @@ from hopper_attention.experiments.bench_results import (
 from hopper_attention.experiments.bench_scaling import ScalingReport, load_scaling
 from hopper_attention.experiments.bench_scaling_plot import plot_scaling
 from hopper_attention.experiments.bench_tables import render_quantize, render_scaling
+from hopper_attention.experiments.readme_render import render_speed, render_two_figures
+from hopper_attention.experiments.rmse_render import PAGE as ACCURACY_PAGE
+from hopper_attention.experiments.rmse_render import render_page as render_accuracy
+from hopper_attention.experiments.rmse_render import render_readme as render_accuracy_readme
 from hopper_attention.experiments.roofline_render import render_roofline
 from hopper_attention.experiments.timeline import (
     TimelineReport,
@@ -111,10 +115,13 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     readme, folder = root / "README.md", root / "docs" / "results"
     text, pages = readme.read_text(encoding="utf-8"), {}
     for report in reports:
-        # Latency and accuracy were measured in 16 bits.
+        # Latency and accuracy of that page were measured in 16 bits.
         others = (latency, rmse) if report.kind == KINDS[0] else (None, None)
-        text = splice(text, render_readme(report, others[0]), report.kind)
         pages[folder / f"{report.kind}.md"] = render_page(report, *others, f"{report.kind}.png")
+    text = splice(text, render_speed(reports), "speed")
+    if rmse is not None and "fp8" in rmse:
+        pages[folder / ACCURACY_PAGE] = render_accuracy(rmse)
+        text = splice(text, render_accuracy_readme(rmse), "accuracy")
     pages[folder / "roofline.md"] = render_roofline(reports)
     for ampere in read_ampere(results):
         page = AMPERE_PAGES[ampere.kind]
@@ -123,8 +130,9 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
         timeline_page = "timeline.md" if read_timeline(results) else ""
-        pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page)
-        text = splice(text, render_ablation_readme(ablations[0]), "ablation")
+        two_figures = render_two_figures(reports[0], ablations[0])
+        pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page, two_figures)
+        text = splice(text, render_ablation_readme(ablations[0], two_figures), "ablation")
     for scaling in read_scaling(results):
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
     for prepass in read_prepass(results):

@@ -1,9 +1,8 @@
-"""The rules of the house: who may import whom, how long a file may be, what the README promises."""
+"""The rules of the house: who may import whom, how long a file may be, what is left behind. Texts: test_texts.py."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -113,41 +112,6 @@ def test_no_file_knows_a_particular_machine_or_host() -> None:
     assert [where for where, text in texts() if MACHINE_PATHS.search(text)] == []
     strange = {where: sorted(set(LINKS.findall(text)) - KNOWN_HOSTS) for where, text in texts()}
     assert {where: hosts for where, hosts in strange.items() if hosts} == {}
-
-
-def readme_section(title: str) -> str:
-    readme = (ROOT / "README.md").read_text()
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", readme, re.S | re.M)
-    assert match, f"README has no section {title!r}"
-    return match[1]
-
-
-def test_readmes_api_table_names_what_exists() -> None:
-    import hopper_attention
-
-    names = re.findall(r"^\| `(\w+)", readme_section("API"), re.M)
-    assert "flash_attn_func" in names and len(names) >= 5
-    assert [n for n in names if not callable(getattr(hopper_attention, n, None))] == []
-
-
-def test_readmes_make_targets_exist() -> None:
-    targets = set(re.findall(r"`make ([\w-]+)", (ROOT / "README.md").read_text()))
-    rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert {"demo", "test", "lint", "bench"} <= targets <= rules
-
-
-def test_rendered_results_are_those_of_the_committed_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    # Text only: a plot's bytes depend on the fonts of the machine that drew it.
-    from benchmarks import render
-
-    assert render.main(["--check", "--root", str(ROOT)]) == 0, capsys.readouterr().err
-
-
-def test_the_gate_runs_what_the_readme_calls_the_test_command() -> None:
-    gate = ROOT / ".ci" / "run"
-    assert os.access(gate, os.X_OK)
-    assert re.findall(r"^make .*", gate.read_text(), re.M) == ["make --silent lint", "make --silent test"]
-    assert "| `make test` | **the test command**" in (ROOT / "README.md").read_text()
 
 
 def test_version_is_the_same_everywhere() -> None:

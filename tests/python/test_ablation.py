@@ -450,7 +450,7 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "forward_nvidia_h200.json").write_text(dump_forward(fake_forward()))
-    (tmp_path / "README.md").write_text("\n".join([*markers("forward"), *markers("ablation"), ""]))
+    (tmp_path / "README.md").write_text("\n".join([*markers("speed"), *markers("ablation"), ""]))
     page = tmp_path / "docs" / "results" / "ablation.md"
     arguments = ["--root", str(tmp_path)]
     assert render_script.main(arguments) == 0 and not page.exists()

@@ -99,7 +99,7 @@ def test_each_report_has_a_page(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "forward_nvidia_h200.json").write_text(dump_forward(fake_report(1.2)))
-    (tmp_path / "README.md").write_text("\n".join((*bench_render.markers("forward"), "")))
+    (tmp_path / "README.md").write_text("\n".join((*bench_render.markers("speed"), "")))
     for kind in ("forward", "backward"):
         (results / f"ampere_{kind}_nvidia_h200.json").write_text(dump_forward(fake_report(1.2, kind)))
     texts = {path.name: text for path, text in render_script.render(tmp_path, results).items()}

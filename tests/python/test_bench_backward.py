@@ -265,11 +265,10 @@ def test_tables_show_cells_without_a_kernel() -> None:
     with console.capture() as captured:
         console.print(bench_render.forward_table(report))
     assert "Backward, 16 bit, TFLOP/s" in captured.get() and captured.get().count("no kernel") == 12
-    readme = bench_render.render_readme(report, None)
-    assert "2.5 times those of the forward" in readme and "over the fastest of Peer fa4 in" in readme
-    assert "| 256, causal | " + "no kernel | " * 5 + "no kernel |\n" in readme
-    assert "Geometric mean over the best peer of 24 of 36 cells: **1.100**." in readme
     page = bench_render.render_page(report, None, None, "backward.png")
+    assert "2.5 times those of the forward" in page and "over the fastest of Peer fa4 in" in page
+    assert "| 256, causal | " + "no kernel | " * 5 + "no kernel |\n" in page
+    assert "Geometric mean over the best peer of 24 of 36 cells: **1.100**." in page
     assert "- fa3: its library has the forward alone" in page
     assert "- ours on bf16-b1-s16384-h8-d256-causal: NotImplementedError: head_dim 256" in page
     text = dump_forward(report)
@@ -282,10 +281,7 @@ def test_rendering_takes_the_backward_report_once_there_is_one(tmp_path: Path) -
     forward = replace(fake_report(lacking=()), kind="forward")
     (results / "forward_nvidia_h200.json").write_text(dump_forward(forward))
     (results / "backward_nvidia_h200.json").write_text(dump_forward(fake_report()))
-    lines = [
-        marker for kind in ("forward", "backward") for marker in (*bench_render.markers(kind), "between")
-    ]
-    (tmp_path / "README.md").write_text("\n".join(lines))
+    (tmp_path / "README.md").write_text("\n".join(bench_render.markers("speed")))
     assert render_script.main(arguments) == 0
     assert render_script.main([*arguments, "--check"]) == 0
     folder = tmp_path / "docs" / "results"

@@ -426,13 +426,12 @@ def test_end_to_end_stands_next_to_the_kernel_everywhere() -> None:
     for figure in ("1100", "980", "700", "833", "failed", "1.32", "1.40"):
         assert figure in row, row
 
-    text = bench_render.render_readme(report, None)
+    text = bench_render.render_grid(report) + bench_render.summary(report)
     cells = "1100 (1.20) / 980 | " * 3 + "1100 (1.32) / 980 | " + "1100 (1.20) / 980 | " * 2
     assert f"| 128, causal | {cells.strip()}" in text
     assert "over the fastest of Peer fa3, Peer cudnn in the same interleaved run" in text
     longest = "bf16-b1-s16384-h16-d128-full"
     assert f"geometric mean **1.40**, **1.40** at `{longest}`." in text
-    assert "[docs/results/fp8.md](docs/results/fp8.md)" in text
 
     page = bench_render.render_page(report, None, None, "fp8.png")
     assert page.startswith("# Forward, FP8: results\n")
@@ -444,7 +443,7 @@ def test_end_to_end_stands_next_to_the_kernel_everywhere() -> None:
     assert "- cudnn on bf16-b4-s4096-h16-d128-causal: no engine" in page
 
 
-FORWARD_MARKERS, FP8_MARKERS = bench_render.markers("forward"), bench_render.markers("fp8")
+SPEED_MARKERS = bench_render.markers("speed")
 
 
 def test_rendering_takes_the_fp8_report_once_there_is_one(
@@ -455,21 +454,20 @@ def test_rendering_takes_the_fp8_report_once_there_is_one(
     sixteen_bit = replace(fake_report(), kind="forward")
     (results / "forward_nvidia_h200.json").write_text(dump_forward(sixteen_bit))
     readme = tmp_path / "README.md"
-    readme.write_text("\n".join(["# Title", *FORWARD_MARKERS, "between", ""]))
+    readme.write_text("\n".join(["# Title", *SPEED_MARKERS, "last words", ""]))
     assert render_script.main(arguments) == 0
     assert render_script.main([*arguments, "--check"]) == 0
     assert not (tmp_path / "docs" / "results" / "fp8.md").exists()
+    assert "FP8 kernel alone" not in readme.read_text()
 
     (results / "fp8_nvidia_h200.json").write_text(dump_forward(fake_report()))
-    assert render_script.main([*arguments, "--check"]) == 2
-    assert "the text must hold the lines <!-- results:fp8 -->" in capsys.readouterr().err
-    readme.write_text("\n".join([readme.read_text(), *FP8_MARKERS, "last words", ""]))
     assert render_script.main([*arguments, "--check"]) == 1
     assert render_script.main(arguments) == 0
     assert render_script.main([*arguments, "--check"]) == 0
 
     text = readme.read_text()
-    assert text.count("1100 (1.20) / 980") == 24 and text.endswith("\nlast words\n") and "between" in text
+    assert text.count("1100 (1.20)") == 8 and text.count("980 (1.40)") == 12
+    assert text.endswith("\nlast words\n")
     assert (tmp_path / "docs" / "results" / "fp8.png").stat().st_size > 20_000
     assert (tmp_path / "docs" / "results" / "fp8.md").read_text().startswith("# Forward, FP8: results")
     assert (tmp_path / "docs" / "results" / "forward.md").read_text().startswith("# Forward, 16 bit: results")

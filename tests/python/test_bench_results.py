@@ -134,13 +134,13 @@ def test_the_terminals_table_shows_figures_and_failures() -> None:
     assert "fa4 on bf16-b32-s512-h32-d64-full: broke" in bench_render.problems_of(report)
 
 
-def test_readmes_part_holds_grid_and_summary() -> None:
-    text = bench_render.render_readme(fake_report(1.0, slow=0.8), LATENCY)
+def test_a_page_holds_grid_and_summary() -> None:
+    text = bench_render.render_page(fake_report(1.0, slow=0.8), LATENCY, None, "forward.png")
     assert "| 128, causal | 680 (1.00) | 680 (1.00) | 680 (1.00) | 544 (0.80) |" in text
     assert "Worst cell: 0.80 (`bf16-b4-s4096-h16-d128-causal`, against Peer fa3)." in text
     assert f"Geometric mean over the best peer: **{0.8 ** (1 / 36):.3f}**." in text
     assert "`fp16-b4-s8448-h16-d128-full`: **680 TFLOP/s**, 1.000 of FlashAttention-3." in text
-    assert "Host time a call: **15 us** (29 fa3)." in text
+    assert "| ours | 14.9 | 6.0 |" in text
 
 
 def test_rendering_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +151,9 @@ def test_rendering_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixtu
     (results / "forward_nvidia_h200.json").write_text(dump_forward(fake_report()))
     (tmp_path / "README.md").write_text("# Title\n\nno markers\n")
     assert render_script.main(arguments) == 2
-    assert "<!-- results:forward -->" in capsys.readouterr().err
+    assert "<!-- results:speed -->" in capsys.readouterr().err
 
-    before, after = bench_render.markers("forward")
+    before, after = bench_render.markers("speed")
     (tmp_path / "README.md").write_text(f"# Title\n\n{before}\nold\n{after}\n\nlast words\n")
     assert render_script.main([*arguments, "--check"]) == 1
     assert "README.md is not what the reports give" in capsys.readouterr().err

@@ -31,6 +31,8 @@ HEADINGS = (
     "registers", "spills", "shared", "error",
 )  # fmt: skip
 NOTHING = "–"
+CONSUMER_COUNTS = ("one-consumer", "two-consumers", "three-consumers")
+"""Rows that the page has and the README leaves out."""
 
 
 def percent(share: float) -> str:
@@ -145,8 +147,11 @@ def summary(report: AblationReport) -> str:
     return " ".join(sentences)
 
 
-def render_readme(report: AblationReport) -> str:
-    """The README's results: a small table, and where the rest is."""
+def render_readme(report: AblationReport, two_figures: str = "") -> str:
+    """The README's results: a small table, and where the rest is.
+
+    ``two_figures`` says why the forward report has another figure for the problem; empty if it has none.
+    """
     rows = [
         [
             row.title,
@@ -156,17 +161,27 @@ def render_readme(report: AblationReport) -> str:
             number(paper_ratio(row), 3),
         ]
         for row in report.rows
+        if row.variant not in CONSUMER_COUNTS
     ]
     return "\n\n".join(
         [
-            f"What each optimisation is worth ({describe_problem(report)}) on one {report.machine['gpu']}, beside the "
-            "paper's table 2 (H100). Every row is a kernel with the tile, stages and registers that suit it best.",
+            f"`hopper-attention ablation`, which needs a Hopper GPU: {describe_problem(report)}, inputs "
+            f"{report.method.get('inputs', NOTHING)}, on one {report.machine['gpu']}, beside the paper's "
+            "table 2 (H100). Every row is a kernel with the tile, stages and registers that suit it best."
+            f"{run_time(report)}",
             markdown_table(["kernel", "TFLOP/s", "of full", "paper, TFLOP/s", "paper, of full"], rows),
-            "Clock, power, machine code, candidates and method: "
-            "[docs/results/ablation.md](docs/results/ablation.md). Where the ratios differ from the paper's: "
-            "[docs/performance-log.md](docs/performance-log.md#ablation).",
+            *([two_figures] if two_figures else []),
+            "Clock, power, machine code and candidates: [docs/results/ablation.md](docs/results/ablation.md). "
+            "Why the ratios differ from the paper's: [docs/kernels/ablation.md](docs/kernels/ablation.md).",
         ]
     )
+
+
+def run_time(report: AblationReport) -> str:
+    """How long the run took, as a sentence; empty if the report does not say."""
+    if report.elapsed is None:
+        return ""
+    return f" The run took {report.elapsed.seconds:.0f} s, compiling {report.elapsed.compiled} kernels."
 
 
 def render_report(report: AblationReport, figure: str) -> list[str]:
@@ -225,10 +240,13 @@ def render_elapsed(report: AblationReport) -> str:
     return f"The run took {report.elapsed.seconds:.1f} s: {parts}."
 
 
-def render_page(reports: Sequence[AblationReport], figures: Sequence[str], timeline: str = "") -> str:
+def render_page(
+    reports: Sequence[AblationReport], figures: Sequence[str], timeline: str = "", two_figures: str = ""
+) -> str:
     """docs/results/ablation.md, from one report or more, each with its plot's file name.
 
     ``timeline`` is the file name of the page with the timelines of these kernels; empty if there is none.
+    ``two_figures`` is as for :func:`render_readme`.
     """
     rows = {row.variant: row for report in reports for row in report.rows}
     parts = [
@@ -238,11 +256,12 @@ def render_page(reports: Sequence[AblationReport], figures: Sequence[str], timel
         "What each optimisation of the forward kernel is worth, as in table 2 of the paper. A row is the kernel "
         "without an optimisation, compiled from the same source, with the tile, stages and registers that suit it "
         f"best. Where a speed-up differs from the paper's by more than {RATIO_GAP}, *Clock or cycles* below has the "
-        "evidence of the run, and the [performance log](../performance-log.md#ablation) what is made of it.",
+        "evidence of the run, and [the ablation explained](../kernels/ablation.md) what follows from it.",
         "\n".join(f"- **{row.title}**: {row.differs}" for row in rows.values()),
         f"What overlaps what in each of them, from clocks read in the kernel: [timeline]({timeline})."
         if timeline
         else "",
+        two_figures,
     ]
     for report, figure in zip(reports, figures, strict=True):
         parts += render_report(report, figure)

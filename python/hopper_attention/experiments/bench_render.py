@@ -13,7 +13,6 @@ from rich.table import Table
 from hopper_attention.experiments.bench_results import (
     ABLATION,
     AMPERE,
-    OURS,
     OURS_END_TO_END,
     PAPER_HEAD_DIMS,
     PAPER_SEQLENS,
@@ -41,7 +40,7 @@ from hopper_attention.experiments.bench_targets import (
 
 @dataclass(frozen=True)
 class Wording:
-    """What a kind of report is called: in titles, in a sentence, and how the README's table is read."""
+    """What a kind of report is called: in titles, in a sentence, and how the table of the grid is read."""
 
     title: str
     subject: str
@@ -259,25 +258,15 @@ def summary(report: ForwardReport) -> str:
     return " ".join(sentences)
 
 
-def render_readme(report: ForwardReport, latency: Mapping[str, Any] | None) -> str:
-    """The README's part: the grid, and what to read from it."""
-    others = [f"{report.peers[name].title}" for name in measured_peers(report) if not is_ours(name)]
+def render_grid(report: ForwardReport) -> str:
+    """The grid of the paper with what its figures are: the part of a page that is read first."""
+    others = [report.peers[name].title for name in measured_peers(report) if not is_ours(name)]
     wording = wording_of(report)
-    parts = [
+    legend = (
         f"TFLOP/s of our {wording.subject} on one {report.machine['gpu']}, by sequence length; 16384 tokens, "
-        f"heads × head_dim = 2048, as in the paper. {wording.legend.format(peers=', '.join(others))}",
-        grid_table(report),
-        summary(report),
-    ]
-    host = latency["host_us"] if latency else {}
-    if "median" in host.get(OURS, {}):
-        compared = [f"{host[n]['median']:.0f} {n}" for n in host if n != OURS and "median" in host[n]]
-        beside = f" ({', '.join(compared)})" if compared else ""
-        when = measured_at(latency) if latency and latency.get("commit") != report.commit else ""
-        parts.append(f"Host time a call: **{host[OURS]['median']:.0f} us**{beside}{when}.")
-    page = f"docs/results/{report.kind}.md"
-    parts.append(f"Every peer, clocks and method: [{page}]({page}).")
-    return "\n\n".join(parts)
+        f"heads × head_dim = 2048, as in the paper. {wording.legend.format(peers=', '.join(others))}"
+    )
+    return f"{legend} Inputs: {report.method.get('inputs', NOTHING)}.\n\n{grid_table(report)}"
 
 
 def render_peers_table(report: ForwardReport, cells: Sequence[Cell]) -> str:
@@ -404,6 +393,8 @@ def render_page(
         "Rendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand.",
         f"Measured {report.date[:10]} at commit `{report.commit[:12]}` on {machine}.",
         f"![TFLOP/s by sequence length, a panel a head_dim and mask]({figure})",
+        "## The paper's grid",
+        render_grid(report),
         summary(report),
         "## Targets",
         markdown_table(["what", "required", "measured", "met"], rows),

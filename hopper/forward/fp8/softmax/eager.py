@@ -18,7 +18,7 @@ class EagerSoftmax(ExactSoftmax):
       behind it at once, while the first row is converted, and MUFU does not rest.
 
     With two warpgroups, of which each scheduler has a warp, this mostly gains; with three, where there is another warp
-    to issue from, it loses (docs/performance-log.md).
+    to issue from, it loses (docs/kernels/fp8.md).
     """
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):

@@ -1,0 +1,35 @@
+"""The examples of the texts run as they stand; those that ask for a GPU run on the CPU, on shorter sequences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
+
+
+def examples(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def on_a_cpu(example: str) -> str:
+    """The example with what the CPU backend can do in no time."""
+    return example.replace('device="cuda"', 'device="cpu"').replace("4096, 16, 128", "64, 2, 32")
+
+
+@pytest.mark.parametrize("number", range(len(examples("docs/api.md"))))
+def test_an_example_of_the_api_page_runs_by_itself(number: int) -> None:
+    exec(compile(examples("docs/api.md")[number], f"docs/api.md, example {number + 1}", "exec"), {})
+
+
+def test_readmes_examples_run_one_after_the_other() -> None:
+    found, names = examples("README.md"), dict[str, Any]()
+    for number, example in enumerate(found):
+        exec(compile(on_a_cpu(example), f"README.md, example {number + 1}", "exec"), names)
+    assert len(found) >= 2
+    assert names["out"].shape == names["q"].shape == (2, 64, 2, 32)
+    assert names["lse"].shape == (2, 2, 64)
