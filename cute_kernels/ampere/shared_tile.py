@@ -12,6 +12,9 @@ from cute_kernels.ampere.config import CHUNK_BYTES, ELEMENT_BYTES, swizzle_span
 
 MATRIX_ROWS = 8
 
+ALIGNMENT = 128
+"""Bytes that the address of a tile is a multiple of."""
+
 
 @dataclass(frozen=True)
 class SharedTile:

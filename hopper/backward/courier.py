@@ -47,13 +47,13 @@ class Courier(LoopInvariant):
         tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, Int32(0)))
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
-            visit = work.visit(n_block)
+            visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
                     if clock & 1 == self.stage:
-                        self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block))
+                        self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block, batch))
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
             clock += 4
 

@@ -15,6 +15,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileOrder, TileScheduler
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
@@ -188,7 +189,7 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         order = TileOrder(*tiles, Int32(1), longest_first=False)
-        work = BackwardWork(c, scheduler, order, *totals, seqlen_q, seqlen_k, heads_per_kv_head)
+        work = BackwardWork(c, scheduler, order, *totals, DenseSeqlens(seqlen_q, seqlen_k), heads_per_kv_head)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
@@ -239,7 +240,7 @@ class BackwardKernel:
             n_block, head_kv, batch = work.coordinates(tile)
             producer.load_keys(n_block, head_kv, batch, kv_state)
             kv_state.advance()
-            visit = work.visit(n_block)
+            visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
                 state = producer.load_queries(head, batch, visit, state)
@@ -265,11 +266,10 @@ class BackwardKernel:
             tile, mails_before = work.scheduler.receive(state_of(MAILBOX_STAGES, Int32(0))), 1
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
-            visit = work.visit(n_block)
+            visit = work.visit(n_block, batch)
             key = n_block * c.tile_n + key_in_tile
-            mask = KeyMask(
-                c.causal, c.tile_m, work.seqlen_q, work.seqlen_k, key, first_column_of_thread(lane)
-            )
+            seqlens = work.seqlens.of(batch)
+            mask = KeyMask(c.causal, c.tile_m, seqlens, key, first_column_of_thread(lane))
             consumer.clear()
             kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)

@@ -15,6 +15,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.query_range import QueryRange
+from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
 from hopper.backward.exchange import Exchange, PairPipelines
@@ -54,8 +55,7 @@ class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it."""
 
     softmax_scale: Float32
-    seqlen_q: Int32
-    seqlen_k: Int32
+    seqlens: SeqlenInfo
     heads_per_kv_head: Int32
     n_block: Int32
     head_kv: Int32
@@ -207,8 +207,7 @@ class PairedBackwardKernel:
             n_block = CLUSTER_CTAS * (pairs - 1 - n_block // CLUSTER_CTAS) + rank
         problem = Problem(
             softmax_scale,
-            seqlen_q,
-            seqlen_k,
+            DenseSeqlens(seqlen_q, seqlen_k).of(batch),
             heads_per_kv_head,
             n_block,
             head_kv,
@@ -265,8 +264,8 @@ class PairedBackwardKernel:
     @cute.jit
     def _produce(self, producer: PairProducer, problem: Problem):
         p = problem
-        m_begin = p.queries.begin(p.pair, p.seqlen_q, p.seqlen_k)
-        m_end = p.queries.end(p.seqlen_q)
+        m_begin = p.queries.begin(p.pair, p.seqlens)
+        m_end = p.queries.end(p.seqlens)
         producer.load_keys(p.n_block, p.head_kv, p.batch)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
             head, block = p.head_kv * p.heads_per_kv_head + i, i * (m_end - m_begin)
@@ -285,10 +284,10 @@ class PairedBackwardKernel:
         p, c = problem, self.config
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS_PER_WARPGROUP
         key = p.n_block * c.keys + first_row_of_thread(warp_in_group, lane)
-        mask = KeyMask(c.causal, c.tile_m, p.seqlen_q, p.seqlen_k, key, first_column_of_thread(lane))
-        m_begin = p.queries.begin(p.pair, p.seqlen_q, p.seqlen_k)
-        m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlen_q, p.seqlen_k)
-        m_end = p.queries.end(p.seqlen_q)
+        mask = KeyMask(c.causal, c.tile_m, p.seqlens, key, first_column_of_thread(lane))
+        m_begin = p.queries.begin(p.pair, p.seqlens)
+        m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlens)
+        m_end = p.queries.end(p.seqlens)
         first_tile = p.head_kv * p.heads_per_kv_head * m_end
         blocks = m_end - m_begin
         consumer.clear()
@@ -316,7 +315,7 @@ class PairedBackwardKernel:
         if const_expr(not self.config.causal):
             return p.pair
         pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
-        return p.queries.visitors(m_block, pairs, p.seqlen_q, p.seqlen_k) - 1 - p.pair
+        return p.queries.visitors(m_block, pairs, p.seqlens) - 1 - p.pair
 
     @cute.jit
     def _store(

@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
+from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.backward.config import BackwardConfig
 
@@ -35,8 +36,7 @@ class BackwardWork(LoopInvariant):
     order: TileOrder
     num_tiles: Int32
     m_end: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
+    seqlens: DenseSeqlens
     heads_per_kv_head: Int32
 
     @property
@@ -50,19 +50,20 @@ class BackwardWork(LoopInvariant):
             n_block = self.order.num_m_blocks - 1 - n_block
         return n_block, head_kv, batch
 
-    def visit(self, n_block: Int32) -> Visit:
+    def visit(self, n_block: Int32, batch: Int32) -> Visit:
+        seqlens = self.seqlens.of(batch)
         return Visit(
-            self.queries.begin(n_block, self.seqlen_q, self.seqlen_k),
-            self.queries.unmasked_begin(n_block, self.seqlen_q, self.seqlen_k),
+            self.queries.begin(n_block, seqlens),
+            self.queries.unmasked_begin(n_block, seqlens),
             self.m_end,
         )
 
-    def turn(self, n_block: Int32, m_block: Int32) -> Int32:
+    def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """How many key tiles add to the query tile before this one."""
         if const_expr(not self.config.causal):
             return n_block
         num_n_blocks = self.order.num_m_blocks
-        return self.queries.visitors(m_block, num_n_blocks, self.seqlen_q, self.seqlen_k) - 1 - n_block
+        return self.queries.visitors(m_block, num_n_blocks, self.seqlens.of(batch)) - 1 - n_block
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         """The number of the first query tile of the first query head of ``head_kv``, among all heads and batches."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cute_kernels.block_range import BlockRange
+from cute_kernels.key_blocks import BlockRange
+from cute_kernels.seqlen import SeqlenInfo
 
 SIZES = [(1, 1), (1, 239), (113, 203), (199, 3), (256, 256), (300, 130), (130, 300)]
 
@@ -22,7 +23,7 @@ def test_blocks_visited_are_those_with_a_visible_key(seqlen_q, seqlen_k, tile_n,
         last = max(
             (k for r in rows for k in range(seqlen_k) if sees(r, k, seqlen_q, seqlen_k, causal)), default=-1
         )
-        end = blocks.end(m_block, seqlen_q, seqlen_k)
+        end = blocks.end(m_block, SeqlenInfo(seqlen_q, seqlen_k))
         assert end >= max(last // tile_n + 1, 1)
         # Rows past the end of a ragged last tile count as rows, so a block more than needed may be visited there.
         ragged = (m_block + 1) * tile_m > seqlen_q
@@ -44,4 +45,4 @@ def test_unmasked_blocks_are_seen_by_every_row(seqlen_q, seqlen_k, tile_n, causa
                 sees(first_row, k, seqlen_q, seqlen_k, causal) for k in range(n * tile_n, (n + 1) * tile_n)
             )
         ]
-        assert blocks.unmasked_end(m_block, seqlen_q, seqlen_k) == len(full)
+        assert blocks.unmasked_end(m_block, SeqlenInfo(seqlen_q, seqlen_k)) == len(full)

@@ -15,10 +15,12 @@ from cute_kernels.ampere.backward.loader import QueryLoader, load_keys
 from cute_kernels.ampere.backward.mainloop import Mainloop
 from cute_kernels.ampere.backward.operands import SharedMemory, WarpShare
 from cute_kernels.ampere.backward.walk import Walk
-from cute_kernels.ampere.forward.kernel import ALIGNMENT, DSL_DTYPES
+from cute_kernels.ampere.shared_tile import ALIGNMENT
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.seqlen import DenseSeqlens
 
 COUNTS_BEFORE_TURNS = 2
 """Words of the counter before those that say whose turn it is; the first one hands out key tiles."""
@@ -125,18 +127,19 @@ class AmpereBackwardKernel:
         smem, claimed = self._allocate()
         n_blocks = cute.ceil_div(seqlen_k, c.tile_n)
         n_block, head_kv, batch = self._coordinates(self._claim(mCounter, claimed), n_blocks, mK.shape[2])
+        seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
         load_keys(c, smem, mK[batch, None, head_kv, None], mV[batch, None, head_kv, None], n_block)
 
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         share = WarpShare(c, warp)
         key = n_block * c.tile_n + share.score_row + first_row_of_thread(0, lane)
         column = share.score_query + first_column_of_thread(lane)
-        mask = KeyMask(c.causal, c.tile_m, seqlen_q, seqlen_k, key, column)
+        mask = KeyMask(c.causal, c.tile_m, seqlens, key, column)
         turns = cute.make_tensor(
             mCounter.iterator + COUNTS_BEFORE_TURNS,
             cute.make_ordered_layout((*mdQ.shape[:3], c.warps), order=(3, 2, 1, 0)),
         )
-        key_tile = KeyTile(c, n_block, n_blocks, seqlen_q, seqlen_k)
+        key_tile = KeyTile(c, n_block, n_blocks, seqlens)
         dq = GradientOfQ(c, mdQ, turns, key_tile, (warp, lane))
         mainloop = Mainloop(c, self.dtype, smem, share, mask, dq, scale_log2)
         mainloop.clear()

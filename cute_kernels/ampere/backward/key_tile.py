@@ -7,6 +7,7 @@ from cutlass import Int32
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
+from cute_kernels.seqlen import SeqlenInfo
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,7 @@ class KeyTile(LoopInvariant):
     config: AmpereBackwardConfig
     n_block: Int32
     n_blocks: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
+    seqlens: SeqlenInfo
 
     @property
     def queries(self) -> QueryRange:
@@ -25,16 +25,16 @@ class KeyTile(LoopInvariant):
 
     def begin(self) -> Int32:
         """The first query tile that sees a key."""
-        return self.queries.begin(self.n_block, self.seqlen_q, self.seqlen_k)
+        return self.queries.begin(self.n_block, self.seqlens)
 
     def unmasked(self) -> Int32:
         """The first one that needs no mask."""
-        return self.queries.unmasked_begin(self.n_block, self.seqlen_q, self.seqlen_k)
+        return self.queries.unmasked_begin(self.n_block, self.seqlens)
 
     def end(self) -> Int32:
         """One past the last query tile."""
-        return self.queries.end(self.seqlen_q)
+        return self.queries.end(self.seqlens)
 
     def turn(self, m_block: Int32) -> Int32:
         """How many key tiles add to a query tile before this one, where that has an order."""
-        return self.queries.turn(self.n_block, m_block, self.n_blocks, self.seqlen_q, self.seqlen_k)
+        return self.queries.turn(self.n_block, m_block, self.n_blocks, self.seqlens)

@@ -121,7 +121,7 @@ class Mainloop(LoopInvariant):
     def _zero(self, m_block: Int32) -> Int32:
         """Zero, since the query tile has queries. The compiler does not know that, and so does not hold in registers,
         throughout the loop, what is computed from it."""
-        return ((m_block * self.config.tile_m - self.mask.seqlen_q) >> 31) + 1
+        return ((m_block * self.config.tile_m - self.mask.seqlens.seqlen_q) >> 31) + 1
 
     def _operands_in(self, m_block: Int32, stage: Int32) -> WarpOperands:
         # With a zero, or else all addresses that differ from an operand's by an xor would be held.

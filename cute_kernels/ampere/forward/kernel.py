@@ -12,7 +12,7 @@ from cute_kernels.ampere.forward.epilogue import Epilogue
 from cute_kernels.ampere.forward.mainloop import Mainloop, WarpBlocks
 from cute_kernels.ampere.forward.ring import KeyValueRing
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
-from cute_kernels.ampere.shared_tile import SharedTile
+from cute_kernels.ampere.shared_tile import ALIGNMENT, SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
@@ -21,8 +21,6 @@ from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
-
-ALIGNMENT = 128
 
 
 class AmpereForwardKernel:
