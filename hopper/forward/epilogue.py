@@ -7,34 +7,32 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.fast_math import pin
-from cute_kernels.fragments import ROWS_PER_THREAD, store_rows
+from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
-from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import q_state
+from hopper.forward.store import DenseTmaStore
 from hopper.forward.unscaled import NoCorrection
-from hopper.tiles import TmaOperand
 
 
 @dataclass(frozen=True)
 class Epilogue(LoopInvariant):
-    """Writes the 64 rows of one warpgroup; TMA clips what lies past the end of the sequence or of head_dim_v.
+    """Writes the 64 rows of one warpgroup.
 
-    With ``recomputes_addresses`` they are made for each tile, and not kept from one to the next. Each warpgroup
-    has its own stage of ``o`` and its own TMA store, so that no warpgroup waits for another.
+    With ``recomputes_addresses`` they are made for each tile, and not kept from one to the next. Each warpgroup has its
+    own stage of O and its own copy, so that no warpgroup waits for another.
     """
 
-    o: TmaOperand
-    mLSE: cute.Tensor
+    store: DenseTmaStore
     correction: NoCorrection
     lane: Int32
     warp_in_group: Int32
     recomputes_addresses: bool
 
     @cute.jit
-    def store(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
+    def finish(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
         """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
         ``row`` is the query index of the thread's first row.
@@ -45,37 +43,34 @@ class Epilogue(LoopInvariant):
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.output.acc, inverse_sum)
         self.correction.add(consumer.output.acc, inverse_sum, head_kv, batch)
-        store_rows(lse, self.mLSE[None, head, batch], row, self.lane)
+        self.store.lse(lse, head, batch, row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
         if is_store_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.store.wait()
         sync_warpgroup(wg)
-        sO = self.o.smem[None, None, wg]
+        sO = self.store.o.smem[None, None, wg]
         self._registers_to_shared(consumer, sO)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
         if is_store_warp:
-            rows_of_wg = m_block * config.consumers + wg
-            tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, config.head_dim_v), (rows_of_wg, 0), head, batch)
-            cute.copy(self.o.atom, tOsO[None, wg], tOgO)
-            cute.arch.cp_async_bulk_commit_group()
+            self.store.start(wg, m_block * config.consumers + wg, head, batch)
             if const_expr(config.o_shares_q):
-                # Whichever lane issued the store, no lane of the warp goes on before it has been read.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
+                self.store.wait()
                 cute.arch.sync_warp()
         if const_expr(config.o_shares_q):
             consumer.pipes.q.consumer_release(q_state(config, wg, q_phase))
 
     @cute.jit
     def drain(self):
-        """Wait until the last store has read its shared memory; the CTA may end only then."""
+        """Wait until the last copy has read its shared memory; the CTA may end only then."""
         if self.warp_in_group == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.store.wait()
 
     @cute.jit
     def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
-        dtype = self.o.smem.element_type
+        dtype = self.store.o.smem.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
         if const_expr(self.recomputes_addresses):

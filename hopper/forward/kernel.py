@@ -32,6 +32,7 @@ from hopper.forward.kv_source import DenseTma
 from hopper.forward.operands import Mmas, PerOperand, Work
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
+from hopper.forward.store import DenseTmaStore
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 from hopper.wgmma import keep_descriptor
 
@@ -259,7 +260,8 @@ class ForwardKernel:
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
         correction = precision.make_correction(extras, lane)
-        epilogue = Epilogue(operands.o, mLSE, correction, lane, warp_in_group, precision.recomputes_addresses)
+        store = DenseTmaStore(operands.o, mLSE, c.head_dim_v)
+        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -283,7 +285,7 @@ class ForwardKernel:
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
                 row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
-            epilogue.store(consumer, (m_block, head, batch), head_kv, row, q_phase)
+            epilogue.finish(consumer, (m_block, head, batch), head_kv, row, q_phase)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
                 if warp == 0:

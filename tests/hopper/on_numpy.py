@@ -167,8 +167,8 @@ def fp8_forward_on_numpy(
     )
     ones = torch.ones(*v.scale.shape[:2], 1)
     v_scale, o_scale = (ones, v.scale) if v.scale.shape[2] == 1 else (v.scale, ones)
-    addend = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
-    for scale in (q.scale, k.scale, v_scale, o_scale, addend):
+    mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
+    for scale in (q.scale, k.scale, v_scale, o_scale, mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(arguments, q.data, k.data, softmax_scale)

@@ -27,7 +27,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     draw,
     quantized,
     relative,
-    test_a_key_that_towers_is_not_rounded,
+    test_a_key_that_dominates_is_not_rounded,
     test_a_nan_reaches_who_sees_it,
     test_a_scale_that_is_nan,
     test_blocks_of_zeros,
@@ -61,7 +61,7 @@ def scores_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     ("head_dim", "causal", "tile_n"), [(64, True, 192), (112, False, 128), (128, True, 128)]
 )
 def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> None:
-    """Rows of every warpgroup with a key that towers, and columns of Q and K that TMA fills."""
+    """Rows of every warpgroup with a key that dominates, and columns of Q and K that TMA fills."""
     generator = torch.Generator().manual_seed(0)
     lengths = 200, 2 * tile_n + 20, 2 * tile_n + 20
     q, k, v = (torch.randn(1, n, 1, head_dim, generator=generator) for n in lengths)
@@ -131,7 +131,7 @@ def test_scales_of_which_float16_holds_few_digits(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("column", range(2, TILE, 7))
-def test_a_key_that_counts_alone_but_does_not_tower(column: int) -> None:
+def test_a_key_that_counts_alone_but_does_not_dominate(column: int) -> None:
     """In a later block, so that its P is any number, and by MUFU or by chords."""
     q, k, v = draw(TILE, 2 * TILE)
     q[..., 0], k[..., 0] = 16.0, 0.0

@@ -161,7 +161,7 @@ def test_one_key_above_all_others(octaves: float, column: int, pairs: int) -> No
 
 @pytest.mark.parametrize("octaves", [2.1, 2.3, 2.45, 2.6, 2.7])
 @pytest.mark.parametrize("column", [POLYNOMIAL + 2, MUFU + 2])
-def test_a_key_that_towers_is_not_rounded(octaves: float, column: int) -> None:
+def test_a_key_that_dominates_is_not_rounded(octaves: float, column: int) -> None:
     """Two keys outweigh all others: the first is 2^6 by then, and the second, of a later block, below 448. In e4m3 it
     would be off by up to a 16th."""
     q, k, v = draw(TILE, 3 * TILE)

@@ -16,10 +16,10 @@ from hopper.wgmma import issue_gemm
 
 
 class LaggingConsumer(Consumer):
-    """``Consumer`` with a softmax that lags: blocks without a mask have no maximum.
+    """``Consumer`` with a stale maximum (``softmax/stale_maximum.py``) in blocks without a mask.
 
     A subclass says by ``_scores_have_come``, ``_recover`` and ``_leave_block`` what becomes of a block's K and scores.
-    Here K is released at the end of the block, since its scores may be wanted again (``LaggingSoftmax``).
+    Here K is released at the end of the block, since its scores may be computed again (``LaggingSoftmax``).
     """
 
     @cute.jit

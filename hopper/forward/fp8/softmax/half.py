@@ -100,7 +100,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     @cute.jit
     def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor):
-        """Make P, ``row_sum`` and O right after a block that is not settled."""
+        """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
         self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):

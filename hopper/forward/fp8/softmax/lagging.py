@@ -1,4 +1,4 @@
-"""The softmax of FP8 scores without a maximum in most blocks: the sum that is taken anyway says whether one is due."""
+"""The softmax of FP8 scores in float32 that takes no maximum in most blocks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -28,21 +28,23 @@ GROUPS_AT_ONCE = 2
 
 
 class LaggingSoftmax(StaleMaximumSoftmax):
-    """``ExactSoftmax`` whose exponents are measured from a maximum of earlier blocks while that will do.
+    """A stale maximum on scores in float32.
 
-    P may be as large as e4m3 allows, and float32 sums it whatever it is. So a block needs no maximum, and O no factor,
-    unless a P is above 448; and none is where no sum of a few is: one comparison of sums that are taken anyway
-    (``maximum_suffices``). Where one might be, ``recover`` takes the maximum of P instead of the scores, which P has
-    replaced, and divides by it what came of them. Only where a P has lost its value, because it was too large for
-    float16 or float32, the block's scores are computed once more. So it is exact for any input.
+    ``exponentiate_by_stale_maximum`` makes P and its sums. Where ``maximum_suffices`` says no, ``recover`` repairs the
+    block, in one of two ways:
 
-    Whenever a maximum is taken, P of the row is lowered by a power of two besides, so that the sums of later blocks
-    have room: 2^3 (of many alike) to 2^6 is the row's largest P then. What all this costs: the largest P of a row is a
-    power of two, which e4m3 has, only if it is in a block with a maximum, or towers above all before it; and P becomes
-    0 at 2^-13 to 2^-16 of that instead of 2^-18, to the row sum that of chords at 2^-16.9 to 2^-19.9 instead of
-    2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in which a single one counts.
+    - Every P still has its value: the maximum of P, which has replaced the scores in their registers, is that of the
+      scores. P, the running sum and O are divided by it.
+    - A P has lost its value, because it was too large for float16 (polynomials) or float32: the warp computes the
+      scores once more by mma.sync (``WarpScores``), and starts the block over. So the result is exact for any input.
 
-    ``scores`` are the warp's, ``totals`` the thread's sums of a block, for each row.
+    With each new maximum P of the row is lowered by a power of two besides (``LARGEST_SUM_EXPONENT``): the largest P of
+    the row is 2^3 to 2^6 then. What this costs: the largest P is a power of two, which e4m3 has, only if its block
+    takes a maximum. P becomes 0 at 2^-13 to 2^-16 of the largest instead of 2^-18. Made by chords it adds nothing to the
+    row sum from 2^-16.9 to 2^-19.9 on instead of 2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in
+    which a single one counts.
+
+    ``scores`` are the warp's, ``totals`` the thread's sums of P of the block, one for each row.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     def recover(
         self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
     ):
-        """Make P, ``row_sum`` and O right after a block that is not settled.
+        """Make P, ``row_sum`` and O right after a block that needs a new maximum.
 
         ``place`` is its stage of K and its slot. The block's scales are read again where they are wanted: that costs
         less than the registers that kept them.
