@@ -41,7 +41,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     With each new maximum P of the row is lowered by a power of two besides (``LARGEST_SUM_EXPONENT``): the largest P of
     the row is 2^3 to 2^6 then. What this costs: the largest P is a power of two, which e4m3 has, only if its block
     takes a maximum. P becomes 0 at 2^-13 to 2^-16 of it instead of 2^-18. Made by chords it adds nothing to the row
-    row sum from 2^-16.9 to 2^-19.9 on instead of 2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in
+    sum from 2^-16.9 to 2^-19.9 on instead of 2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in
     which a single one counts.
 
     ``scores`` are the warp's, ``totals`` the thread's sums of P of the block, one for each row.
