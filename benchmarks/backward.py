@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.forward import main
-from hopper_attention.experiments.bench_suites import BACKWARD
+from hopper_attention.experiments.bench.suites import BACKWARD
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], BACKWARD, __doc__))

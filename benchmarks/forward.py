@@ -18,30 +18,24 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hopper_attention.experiments.bench import (
+from hopper_attention.experiments.bench.compare import compare, compare_table, of_whom
+from hopper_attention.experiments.bench.machine import repository_root
+from hopper_attention.experiments.bench.peers import Setting, parse_peers
+from hopper_attention.experiments.bench.results import ForwardReport, dump_forward
+from hopper_attention.experiments.bench.run import (
     CellLostError,
     check_affordable,
     exit_with_lost_gpu,
     run_forward,
 )
-from hopper_attention.experiments.bench_compare import compare, compare_table, of_whom
-from hopper_attention.experiments.bench_machine import repository_root
-from hopper_attention.experiments.bench_peers import Setting, parse_peers
-from hopper_attention.experiments.bench_render import (
-    forward_table,
-    problems_of,
-    target_table,
-)
-from hopper_attention.experiments.bench_results import (
-    ForwardReport,
-    Problem,
-    dump_forward,
-    parse_shapes,
-    write_text,
-)
-from hopper_attention.experiments.bench_suites import FORWARD, Suite
-from hopper_attention.experiments.bench_targets import throughput_targets
-from hopper_attention.experiments.bench_timing import Effort
+from hopper_attention.experiments.bench.spec import Problem, parse_shapes
+from hopper_attention.experiments.bench.suites import FORWARD, Suite
+from hopper_attention.experiments.bench.tables import forward_table
+from hopper_attention.experiments.bench.targets import throughput_targets
+from hopper_attention.experiments.bench.timing import Effort
+from hopper_attention.experiments.bench.words import problems_of
+from hopper_attention.experiments.reports import write_text
+from hopper_attention.experiments.tables import target_table
 
 TABLE_WIDTH = 150
 

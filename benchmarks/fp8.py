@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.forward import main
-from hopper_attention.experiments.bench_suites import FP8
+from hopper_attention.experiments.bench.suites import FP8
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], FP8, __doc__))

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from hopper_attention.experiments.bench_latency import Calls, parse_small_shapes, run_latency
-from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
-from hopper_attention.experiments.bench_render import target_table
-from hopper_attention.experiments.bench_results import dump_figures, write_text
-from hopper_attention.experiments.bench_tables import latency_table
-from hopper_attention.experiments.bench_targets import latency_targets
+from hopper_attention.experiments.bench.latency import Calls, parse_small_shapes, run_latency
+from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, Setting, parse_peers
+from hopper_attention.experiments.bench.tables import latency_table
+from hopper_attention.experiments.bench.targets import latency_targets
+from hopper_attention.experiments.reports import dump_figures, write_text
+from hopper_attention.experiments.tables import target_table
 
 
 def main(arguments: list[str]) -> int:

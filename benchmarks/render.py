@@ -13,35 +13,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hopper_attention.experiments.ablation_plot import plot_ablation
-from hopper_attention.experiments.ablation_render import render_page as render_ablation
-from hopper_attention.experiments.ablation_render import render_readme as render_ablation_readme
-from hopper_attention.experiments.ablation_results import AblationReport, load_ablation
-from hopper_attention.experiments.bench_machine import repository_root
-from hopper_attention.experiments.bench_plot import plot_forward
-from hopper_attention.experiments.bench_quantize import QuantizeReport, load_quantize
-from hopper_attention.experiments.bench_render import render_page, splice
-from hopper_attention.experiments.bench_results import (
-    KINDS,
-    ForwardReport,
-    load_figures,
-    load_forward,
-    write_text,
-)
-from hopper_attention.experiments.bench_scaling import ScalingReport, load_scaling
-from hopper_attention.experiments.bench_scaling_plot import plot_scaling
-from hopper_attention.experiments.bench_tables import render_quantize, render_scaling
-from hopper_attention.experiments.readme_render import render_speed, render_two_figures
-from hopper_attention.experiments.rmse_render import PAGE as ACCURACY_PAGE
-from hopper_attention.experiments.rmse_render import render_page as render_accuracy
-from hopper_attention.experiments.rmse_render import render_readme as render_accuracy_readme
-from hopper_attention.experiments.roofline_render import render_roofline
-from hopper_attention.experiments.timeline import (
-    TimelineReport,
-    load_timeline,
-    plot_recording,
-    render_timeline,
-)
+from hopper_attention.experiments.ablation.plot import plot_ablation
+from hopper_attention.experiments.ablation.render import render_page as render_ablation
+from hopper_attention.experiments.ablation.render import render_readme as render_ablation_readme
+from hopper_attention.experiments.ablation.results import AblationReport, load_ablation
+from hopper_attention.experiments.bench.machine import repository_root
+from hopper_attention.experiments.bench.plot import plot_forward
+from hopper_attention.experiments.bench.render import render_page, splice
+from hopper_attention.experiments.bench.results import KINDS, ForwardReport, load_forward
+from hopper_attention.experiments.prepass.run import QuantizeReport, load_quantize
+from hopper_attention.experiments.prepass.tables import render_quantize
+from hopper_attention.experiments.readme import render_speed, render_two_figures
+from hopper_attention.experiments.reports import load_figures, write_text
+from hopper_attention.experiments.rmse.render import PAGE as ACCURACY_PAGE
+from hopper_attention.experiments.rmse.render import render_page as render_accuracy
+from hopper_attention.experiments.rmse.render import render_readme as render_accuracy_readme
+from hopper_attention.experiments.roofline.render import render_roofline
+from hopper_attention.experiments.scaling.plot import plot_scaling
+from hopper_attention.experiments.scaling.run import ScalingReport, load_scaling
+from hopper_attention.experiments.scaling.tables import render_scaling
+from hopper_attention.experiments.timeline.plot import plot_recording
+from hopper_attention.experiments.timeline.render import render_timeline
+from hopper_attention.experiments.timeline.spec import TimelineReport, load_timeline
 
 GPU = "nvidia_h200"
 """The machine whose reports the README shows."""

@@ -20,14 +20,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hopper_attention.cli_views import rmse_table, sweep_table
-from hopper_attention.experiments.bench import describe_error, describe_run
-from hopper_attention.experiments.bench_peers import Inputs, Peer, Setting, inspect_peers, parse_peers
-from hopper_attention.experiments.bench_render import target_table
-from hopper_attention.experiments.bench_results import Problem, dump_figures, write_text
-from hopper_attention.experiments.bench_targets import rmse_targets
-from hopper_attention.experiments.bench_timing import stopwatch_for
-from hopper_attention.experiments.rmse import (
+from hopper_attention.experiments.bench.peers import Inputs, Peer, Setting, inspect_peers, parse_peers
+from hopper_attention.experiments.bench.run import describe_error, describe_run
+from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.bench.targets import rmse_targets
+from hopper_attention.experiments.bench.timing import stopwatch_for
+from hopper_attention.experiments.reports import dump_figures, write_text
+from hopper_attention.experiments.rmse.run import (
     RmseExperiment,
     compute_oracle,
     draw_problem,
@@ -35,14 +34,16 @@ from hopper_attention.experiments.rmse import (
     root_mean_square,
     run_rmse,
 )
-from hopper_attention.experiments.rmse_sweep import (
+from hopper_attention.experiments.rmse.sweep import (
     DEFAULT_LENGTHS,
     LengthSweep,
     parse_lengths,
     run_sweep,
     sweep_as_data,
 )
-from hopper_attention.experiments.rmse_targets import fp8_targets, sweep_targets
+from hopper_attention.experiments.rmse.tables import rmse_table, sweep_table
+from hopper_attention.experiments.rmse.targets import fp8_targets, sweep_targets
+from hopper_attention.experiments.tables import target_table
 
 
 def measure_errors(peers: list[Peer], experiment: RmseExperiment, setting: Setting) -> dict[str, Any]:

@@ -25,16 +25,17 @@ from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention._kernels import ARCH
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.experiments.ablation import Ablation, all_configs, check_can_run
-from hopper_attention.experiments.ablation_results import AblationReport, Row, load_ablation
-from hopper_attention.experiments.ablation_variants import VARIANTS, parse_variants
-from hopper_attention.experiments.bench import describe_run, draw_inputs, exit_with_lost_gpu
-from hopper_attention.experiments.bench_machine import repository_root
-from hopper_attention.experiments.bench_peers import Inputs, Setting
-from hopper_attention.experiments.bench_results import Problem, write_text
-from hopper_attention.experiments.bench_timing import CudaStopwatch, GpuLostError
-from hopper_attention.experiments.bench_variants import count_ctas
-from hopper_attention.experiments.timeline import (
+from hopper_attention.experiments.ablation.results import AblationReport, Row, load_ablation
+from hopper_attention.experiments.ablation.run import Ablation, all_configs, check_can_run
+from hopper_attention.experiments.ablation.variants import VARIANTS, parse_variants
+from hopper_attention.experiments.bench.config_peers import count_ctas
+from hopper_attention.experiments.bench.machine import repository_root
+from hopper_attention.experiments.bench.peers import Inputs, Setting
+from hopper_attention.experiments.bench.run import describe_run, draw_inputs, exit_with_lost_gpu
+from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.bench.timing import CudaStopwatch, GpuLostError
+from hopper_attention.experiments.reports import write_text
+from hopper_attention.experiments.timeline.spec import (
     KIND,
     Recording,
     TimelineReport,

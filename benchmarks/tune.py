@@ -25,25 +25,19 @@ from rich.table import Table
 from benchmarks.forward import select_problems
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config
-from hopper_attention.experiments.bench import CellLostError, exit_with_lost_gpu, run_forward
-from hopper_attention.experiments.bench_peers import Setting, parse_peers
-from hopper_attention.experiments.bench_render import number
-from hopper_attention.experiments.bench_results import (
-    Cell,
-    Failed,
-    ForwardReport,
-    Problem,
-    dump_forward,
-    write_text,
-)
-from hopper_attention.experiments.bench_timing import Effort
-from hopper_attention.experiments.bench_variants import (
+from hopper_attention.experiments.bench.config_peers import (
     BASE,
     compile_missing,
     label,
     variant_peer,
     why_invalid,
 )
+from hopper_attention.experiments.bench.peers import Setting, parse_peers
+from hopper_attention.experiments.bench.results import Cell, Failed, ForwardReport, dump_forward
+from hopper_attention.experiments.bench.run import CellLostError, exit_with_lost_gpu, run_forward
+from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.bench.timing import Effort
+from hopper_attention.experiments.reports import number, write_text
 
 
 def parse_value(field: str, text: str, shipped: Any) -> Any:

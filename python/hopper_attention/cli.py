@@ -32,10 +32,10 @@ from hopper_attention.cli_parts import (
 
 if TYPE_CHECKING:
     from hopper_attention.compile_cache import Compilation, KernelConfig
-    from hopper_attention.experiments.rmse import Progress as Watcher
-    from hopper_attention.experiments.rmse_inputs import RmseExperiment
-    from hopper_attention.experiments.rmse_methods import Method
-    from hopper_attention.experiments.rmse_sweep import LengthSweep
+    from hopper_attention.experiments.rmse.methods import Method
+    from hopper_attention.experiments.rmse.run import Progress as Watcher
+    from hopper_attention.experiments.rmse.spec import RmseExperiment
+    from hopper_attention.experiments.rmse.sweep import LengthSweep
 
 app = typer.Typer(
     help="FlashAttention-3 for Hopper GPUs in the CuTe Python DSL, with a backend for every other machine.",
@@ -149,9 +149,9 @@ def rmse(
 ) -> None:
     """Error of each precision on inputs with outliers: the paper's experiment (section 4.3, table 3)."""
     with one_line_errors():
-        from hopper_attention.experiments.rmse_inputs import RmseExperiment
-        from hopper_attention.experiments.rmse_methods import parse_methods
-        from hopper_attention.experiments.rmse_sweep import LengthSweep, parse_lengths
+        from hopper_attention.experiments.rmse.methods import parse_methods
+        from hopper_attention.experiments.rmse.spec import RmseExperiment
+        from hopper_attention.experiments.rmse.sweep import LengthSweep, parse_lengths
 
         if lengths and given(context, "seqlen"):
             raise ValueError(f"seqlen is {seqlen} and lengths is {lengths!r}, allowed: one of them")
@@ -186,9 +186,9 @@ class RowsAsked:
 
 def show_rmse(experiment: RmseExperiment, asked: RowsAsked, plot: str, json_path: str) -> None:
     """Compute the accuracy table, print it, draw it and write it."""
-    from hopper_attention.cli_views import rmse_table
-    from hopper_attention.experiments.rmse import report_as_data, run_rmse
-    from hopper_attention.experiments.rmse_methods import METHODS
+    from hopper_attention.experiments.rmse.methods import METHODS
+    from hopper_attention.experiments.rmse.run import report_as_data, run_rmse
+    from hopper_attention.experiments.rmse.tables import rmse_table
 
     with progress_bar() as bar:
         methods = asked.methods or METHODS
@@ -197,7 +197,7 @@ def show_rmse(experiment: RmseExperiment, asked: RowsAsked, plot: str, json_path
     console.print(rmse_table(report))
     console.print()
     if plot != NO_FILE:
-        from hopper_attention.experiments.rmse_plot import plot_rmse
+        from hopper_attention.experiments.rmse.plot import plot_rmse
 
         print_path(console, "plot", plot_rmse(report, Path(plot)))
     write_json(report_as_data(report), json_path, console)
@@ -205,8 +205,8 @@ def show_rmse(experiment: RmseExperiment, asked: RowsAsked, plot: str, json_path
 
 def show_sweep(sweep: LengthSweep, asked: RowsAsked, plot: str, json_path: str) -> None:
     """Compute error against the number of keys, print it, draw it and write it."""
-    from hopper_attention.cli_views import sweep_table
-    from hopper_attention.experiments.rmse_sweep import run_sweep, sweep_as_data
+    from hopper_attention.experiments.rmse.sweep import run_sweep, sweep_as_data
+    from hopper_attention.experiments.rmse.tables import sweep_table
 
     with progress_bar() as bar:
         report = run_sweep(sweep, follow(bar), methods=asked.methods, fa3_library=asked.fa3_library)
@@ -214,7 +214,7 @@ def show_sweep(sweep: LengthSweep, asked: RowsAsked, plot: str, json_path: str) 
     console.print(sweep_table(report))
     console.print()
     if plot != NO_FILE:
-        from hopper_attention.experiments.rmse_plot import plot_sweep
+        from hopper_attention.experiments.rmse.plot import plot_sweep
 
         print_path(console, "plot", plot_sweep(report, Path(plot)))
     write_json(sweep_as_data(report), json_path, console)

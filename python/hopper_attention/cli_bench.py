@@ -29,7 +29,7 @@ from hopper_attention.cli_parts import (
 
 if TYPE_CHECKING:
     from hopper_attention.compile_cache import Compilation
-    from hopper_attention.experiments.ablation import Ablation
+    from hopper_attention.experiments.ablation.run import Ablation
 
 WIDE_PIPE = 200
 """Columns of the ablation's table where there is no terminal to ask."""
@@ -91,7 +91,7 @@ def show_problems(lines: list[str], console: Console) -> None:
 def end_if_lost(lost: str, console: Console) -> None:
     """End the process if a kernel brought the GPU down."""
     if lost:
-        from hopper_attention.experiments.bench import exit_with_lost_gpu
+        from hopper_attention.experiments.bench.run import exit_with_lost_gpu
 
         console.print(lost, style="bold red", markup=False)
         exit_with_lost_gpu()
@@ -108,13 +108,16 @@ def throughput(
     json_path: str,
 ) -> None:
     """Run a suite, print its table, draw it and write it."""
-    from hopper_attention.experiments.bench import CellLostError, check_affordable, run_forward
-    from hopper_attention.experiments.bench_peers import Setting, parse_peers
-    from hopper_attention.experiments.bench_render import forward_table, problems_of, target_table
-    from hopper_attention.experiments.bench_results import ForwardReport, dump_forward, parse_shapes
-    from hopper_attention.experiments.bench_suites import SUITES
-    from hopper_attention.experiments.bench_targets import throughput_targets
-    from hopper_attention.experiments.bench_timing import Effort
+    from hopper_attention.experiments.bench.peers import Setting, parse_peers
+    from hopper_attention.experiments.bench.results import ForwardReport, dump_forward
+    from hopper_attention.experiments.bench.run import CellLostError, check_affordable, run_forward
+    from hopper_attention.experiments.bench.spec import parse_shapes
+    from hopper_attention.experiments.bench.suites import SUITES
+    from hopper_attention.experiments.bench.tables import forward_table
+    from hopper_attention.experiments.bench.targets import throughput_targets
+    from hopper_attention.experiments.bench.timing import Effort
+    from hopper_attention.experiments.bench.words import problems_of
+    from hopper_attention.experiments.tables import target_table
 
     suite = SUITES[kind]
     where = pick_device(device)
@@ -144,7 +147,7 @@ def throughput(
         console.print(target_table(targets))
     show_problems(problems_of(report), console)
     if plot != NO_FILE:
-        from hopper_attention.experiments.bench_plot import plot_forward
+        from hopper_attention.experiments.bench.plot import plot_forward
 
         print_path(console, "plot", plot_forward(report, Path(plot)))
     write_json_text(dump_forward(report), json_path, console)
@@ -214,12 +217,13 @@ def latency(
     """Host time a call, small shapes, CUDA graph replay, and the first call of a process. Report: latency_<gpu>.json,
     on the page forward.md."""
     with one_line_errors():
-        from hopper_attention.experiments.bench_latency import Calls, parse_small_shapes, run_latency
-        from hopper_attention.experiments.bench_peers import DEFAULT_PEERS, Setting, parse_peers
-        from hopper_attention.experiments.bench_render import latency_problems, target_table
-        from hopper_attention.experiments.bench_results import dump_figures
-        from hopper_attention.experiments.bench_tables import latency_table
-        from hopper_attention.experiments.bench_targets import latency_targets
+        from hopper_attention.experiments.bench.latency import Calls, parse_small_shapes, run_latency
+        from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, Setting, parse_peers
+        from hopper_attention.experiments.bench.tables import latency_table
+        from hopper_attention.experiments.bench.targets import latency_targets
+        from hopper_attention.experiments.bench.words import latency_problems
+        from hopper_attention.experiments.reports import dump_figures
+        from hopper_attention.experiments.tables import target_table
 
         problems = parse_small_shapes(shapes)
         rows = parse_peers(peers or ",".join(DEFAULT_PEERS))
@@ -257,9 +261,10 @@ def scaling(
     """Time, TFLOP/s and memory by length of the sequence, beside plain PyTorch as far as that fits. Report:
     scaling_<gpu>.json, page: scaling.md."""
     with one_line_errors():
-        from hopper_attention.experiments.bench import CellLostError
-        from hopper_attention.experiments.bench_peers import Setting, parse_peers
-        from hopper_attention.experiments.bench_scaling import (
+        from hopper_attention.experiments.bench.peers import Setting, parse_peers
+        from hopper_attention.experiments.bench.run import CellLostError
+        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.scaling.run import (
             DEFAULT_PEERS,
             Scaling,
             ScalingReport,
@@ -267,8 +272,7 @@ def scaling(
             parse_lengths,
             run_scaling,
         )
-        from hopper_attention.experiments.bench_tables import scaling_problems, scaling_table
-        from hopper_attention.experiments.bench_timing import Effort
+        from hopper_attention.experiments.scaling.tables import scaling_problems, scaling_table
 
         spec = Scaling(parse_lengths(lengths), tokens, heads, head_dim, causal=causal)
         rows = parse_peers(peers or DEFAULT_PEERS)
@@ -287,7 +291,7 @@ def scaling(
             console.print(scaling_table(report))
             show_problems(scaling_problems(report), console)
             if plot != NO_FILE:
-                from hopper_attention.experiments.bench_scaling_plot import plot_scaling
+                from hopper_attention.experiments.scaling.plot import plot_scaling
 
                 print_path(console, "plot", plot_scaling(report, Path(plot)))
             write_json_text(dump_scaling(report), json_path, console)
@@ -306,19 +310,19 @@ def quantize(
     """The FP8 pre-pass against a device copy in the same run: TB/s of each, and their ratio. Report:
     prepass_<gpu>.json, page: prepass.md."""
     with one_line_errors():
-        from hopper_attention.experiments.bench import CellLostError
-        from hopper_attention.experiments.bench_peers import Setting
-        from hopper_attention.experiments.bench_quantize import (
+        from hopper_attention.experiments.bench.peers import Setting
+        from hopper_attention.experiments.bench.run import CellLostError
+        from hopper_attention.experiments.bench.spec import parse_shapes
+        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.prepass.run import (
             QuantizeReport,
             dump_quantize,
             paper_sizes,
             quantize_targets,
             run_quantize,
         )
-        from hopper_attention.experiments.bench_render import target_table
-        from hopper_attention.experiments.bench_results import parse_shapes
-        from hopper_attention.experiments.bench_tables import quantize_problems, quantize_table
-        from hopper_attention.experiments.bench_timing import Effort
+        from hopper_attention.experiments.prepass.tables import quantize_problems, quantize_table
+        from hopper_attention.experiments.tables import target_table
 
         problems = parse_shapes(shapes) if shapes else paper_sizes()
         setting = Setting(pick_device(device))
@@ -350,10 +354,10 @@ def compare(
 ) -> None:
     """Two reports of one kind, cell by cell. Runs nothing and writes nothing."""
     with one_line_errors():
-        from hopper_attention.experiments.bench_compare import (
+        from hopper_attention.experiments.bench.compare import (
             compare as compare_texts,
         )
-        from hopper_attention.experiments.bench_compare import (
+        from hopper_attention.experiments.bench.compare import (
             compare_table,
             machine_changes,
             of_whom,
@@ -394,9 +398,9 @@ def ablation(
     """What each optimisation is worth: the paper's ablation (section 4.2, table 2), with more rows. Report:
     ablation_<gpu>.json, page: ablation.md."""
     with one_line_errors():
-        from hopper_attention.experiments.ablation import Ablation, check_can_run
-        from hopper_attention.experiments.ablation_results import ablation_problem
-        from hopper_attention.experiments.ablation_variants import parse_variants
+        from hopper_attention.experiments.ablation.results import ablation_problem
+        from hopper_attention.experiments.ablation.run import Ablation, check_can_run
+        from hopper_attention.experiments.ablation.variants import parse_variants
 
         problem = ablation_problem(shape, dtype, causal)
         asked = Ablation(problem, dtype, parse_variants(variants))
@@ -417,9 +421,9 @@ def compile_bar(bar: Progress) -> Callable[[Compilation], None]:
 
 def show_code(asked: Ablation, jobs: int, json_path: str) -> None:
     """Compile every candidate, print its machine code and write it."""
-    from hopper_attention.experiments.ablation import inspect_variants, inspected_as_data
-    from hopper_attention.experiments.ablation_code import INSTALL_NVDISASM, find_nvdisasm
-    from hopper_attention.experiments.ablation_render import code_table
+    from hopper_attention.experiments.ablation.code import INSTALL_NVDISASM, find_nvdisasm
+    from hopper_attention.experiments.ablation.run import inspect_variants, inspected_as_data
+    from hopper_attention.experiments.ablation.tables import code_table
 
     with progress_bar() as bar:
         inspected = inspect_variants(asked, jobs, compile_bar(bar))
@@ -432,12 +436,12 @@ def show_code(asked: Ablation, jobs: int, json_path: str) -> None:
 
 def show_ablation(asked: Ablation, jobs: int, device: str, plot: str, json_path: str) -> None:
     """Measure, print the table, draw it and write it."""
-    from hopper_attention.experiments.ablation import PHASES, run_ablation
-    from hopper_attention.experiments.ablation_render import ablation_table, problems_of
-    from hopper_attention.experiments.ablation_results import ablation_targets, dump_ablation
-    from hopper_attention.experiments.bench import CellLostError
-    from hopper_attention.experiments.bench_peers import Setting
-    from hopper_attention.experiments.bench_render import target_table
+    from hopper_attention.experiments.ablation.results import ablation_targets, dump_ablation
+    from hopper_attention.experiments.ablation.run import PHASES, run_ablation
+    from hopper_attention.experiments.ablation.tables import ablation_table, problems_of
+    from hopper_attention.experiments.bench.peers import Setting
+    from hopper_attention.experiments.bench.run import CellLostError
+    from hopper_attention.experiments.tables import target_table
 
     console = console_for(json_path, WIDE_PIPE)
     try:
@@ -458,7 +462,7 @@ def show_ablation(asked: Ablation, jobs: int, device: str, plot: str, json_path:
         console.print(target_table(targets))
     show_problems(problems_of(report), console)
     if plot != NO_FILE:
-        from hopper_attention.experiments.ablation_plot import plot_ablation
+        from hopper_attention.experiments.ablation.plot import plot_ablation
 
         print_path(console, "plot", plot_ablation(report, Path(plot)))
     write_json_text(dump_ablation(report), json_path, console)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hopper_attention import explain
-from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
+from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
 
 pytestmark = pytest.mark.gpu
 

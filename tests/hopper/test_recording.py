@@ -16,7 +16,7 @@ from benchmarks.recording import compile_recording, stamp_shape
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config
 from hopper.inspection import parse_ptxas
-from hopper_attention.experiments.timeline import (
+from hopper_attention.experiments.timeline.spec import (
     GEMM_0,
     GEMM_1,
     SOFTMAX,

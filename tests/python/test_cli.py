@@ -22,7 +22,7 @@ from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import compile_cache
 from hopper_attention.cli import app
 from hopper_attention.compile_cache import Compilation
-from hopper_attention.experiments.rmse import METHODS
+from hopper_attention.experiments.rmse.run import METHODS
 
 ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
 

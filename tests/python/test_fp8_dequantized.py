@@ -22,7 +22,7 @@ from hopper_attention import (
     launch,
 )
 from hopper_attention.backends import Target
-from hopper_attention.experiments import rmse_methods
+from hopper_attention.experiments.rmse import methods as rmse_methods
 from hopper_attention.fp8_rules import choose_fp8_backend
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive

@@ -1,0 +1,1 @@
+"""What each optimisation of the forward kernel is worth."""

@@ -1,0 +1,112 @@
+"""What the ablation says of a row, and its tables for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from hopper_attention.experiments.ablation.code import MachineCode
+from hopper_attention.experiments.ablation.results import AblationReport, Row, Won, paper_ratio
+from hopper_attention.experiments.ablation.run import Inspected
+from hopper_attention.experiments.ablation.variants import VARIANTS
+from hopper_attention.experiments.bench.results import Failed
+from hopper_attention.experiments.reports import NOTHING, number
+
+
+def ablation_table(report: AblationReport) -> Table:
+    """Every row with its figures, and which candidate stands for it."""
+    title = f"Ablation, {describe_problem(report)} · {report.machine['gpu']} · {report.commit[:12]}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("kernel")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("changed")
+    for row in report.rows:
+        label = row.outcome.label if isinstance(row.outcome, Won) else row.outcome.reason
+        cells = [f"[red]{cell}[/red]" if cell == "failed" else cell for cell in figures_of(row)]
+        table.add_row(row.title, *cells, label)
+    return table
+
+
+def code_table(inspected: Sequence[Inspected]) -> Table:
+    """Machine code of every candidate."""
+    table = Table(title="Compiled for sm_90a", title_justify="left")
+    for heading in ("kernel", "changed"):
+        table.add_column(heading)
+    for heading in ("registers", "stack", "shared", "instructions", "WGMMA", "MUFU.EX2", "MUFU", "STL, LDL"):
+        table.add_column(heading, justify="right")
+    above = ""
+    for entry in inspected:
+        title = VARIANTS[entry.variant].title if entry.variant != above else ""
+        if title and above:
+            table.add_section()
+        above = entry.variant
+        if isinstance(entry.code, Failed):
+            table.add_row(title, f"[yellow]{entry.code.reason}[/yellow]", *[NOTHING] * 8)
+        else:
+            table.add_row(title, entry.label, *code_cells(entry.code))
+    return table
+
+
+def code_cells(code: MachineCode) -> list[str]:
+    groups = ("all", "wgmma", "exp2", "mufu", "spill")
+    counts = [str(code.instructions.get(group, NOTHING)) for group in groups]
+    return [str(code.registers), str(code.stack_bytes), f"{code.shared_bytes / 1024:.1f} KiB", *counts]
+
+
+HEADINGS = (
+    "TFLOP/s", "spread", "/ full", "paper", "paper, / full", "MHz", "W", "hot TFLOP/s",
+    "registers", "spills", "shared", "error",
+)  # fmt: skip
+
+
+def percent(share: float) -> str:
+    return NOTHING if math.isnan(share) else f"{100 * share:.1f} %"
+
+
+def figures_of(row: Row) -> list[str]:
+    """A row's cells, in the order of HEADINGS."""
+    papers = [number(row.paper_tflops or math.nan), number(paper_ratio(row), 3)]
+    if isinstance(row.outcome, Failed):
+        return ["failed", *[NOTHING] * 2, *papers, *[NOTHING] * 7]
+    won = row.outcome
+    return [
+        f"{won.measured.tflops:.1f}",
+        percent(won.measured.spread),
+        ratio_text(won),
+        *papers,
+        number(won.soak.clock_mhz),
+        number(won.soak.power_w),
+        number(won.soak.tflops, 1),
+        str(won.code.registers),
+        str(won.code.stack_bytes),
+        f"{won.code.shared_bytes / 1024:.0f} KiB",
+        f"{won.measured.error:.1e}",
+    ]
+
+
+def ratio_text(won: Won) -> str:
+    return NOTHING if math.isnan(won.ratio) else f"{won.ratio:.3f} ± {100 * won.ratio_spread:.1f} %"
+
+
+def describe_problem(report: AblationReport) -> str:
+    """The problem and its precision, such as ``b4 s8448 h16 d128, not causal, float16``."""
+    p = report.problem
+    sizes = " ".join(p.name.split("-")[1:-1])
+    return f"{sizes}, {'causal' if p.causal else 'not causal'}, {report.precision}"
+
+
+def problems_of(report: AblationReport) -> list[str]:
+    """Rows without figures and candidates that fell out, a line each with the reason."""
+    lines = []
+    for row in report.rows:
+        if isinstance(row.outcome, Failed):
+            lines.append(f"{row.title}: {row.outcome.reason}")
+        lines += [
+            f"{row.title}, candidate {trial.label}: {trial.reason}"
+            for trial in row.trials
+            if trial.reason and not (isinstance(row.outcome, Failed) and trial.reason in row.outcome.reason)
+        ]
+    return lines

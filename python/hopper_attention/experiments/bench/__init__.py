@@ -1,0 +1,1 @@
+"""Speed: throughput of every peer in interleaved rounds, and the latency of small calls."""

@@ -1,0 +1,113 @@
+"""Problems of the benchmarks: their sizes, their names, and the shapes of the paper. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+LONG_DTYPES = {long: short for short, long in SHORT_DTYPES.items()}
+
+PAPER_TOKENS = 16_384
+PAPER_WIDTH = 2_048
+PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
+PAPER_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One forward problem: q (batch, seqlen_q, heads, head_dim), k and v with ``heads_kv`` heads."""
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Operations as the paper counts them (section 4.1): both matrix products, halved if causal."""
+        scores = self.batch * self.heads * self.seqlen_q * self.seqlen_k
+        products = 2.0 * scores * (self.head_dim + self.head_dim_v)
+        return products / 2 if self.causal else products
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of q, k and v together."""
+        size = 4 if self.dtype == "float32" else 2
+        queries = self.seqlen_q * self.heads * self.head_dim
+        keys = self.seqlen_k * self.heads_kv * (self.head_dim + self.head_dim_v)
+        return self.batch * (queries + keys) * size
+
+    @property
+    def name(self) -> str:
+        """Short name, which :func:`parse_problem` reads back, such as ``bf16-b4-s4096-h16-d128-causal``."""
+        parts = [LONG_DTYPES[self.dtype], f"b{self.batch}", f"s{self.seqlen_q}"]
+        parts += [f"sk{self.seqlen_k}"] if self.seqlen_k != self.seqlen_q else []
+        parts += [f"h{self.heads}"]
+        parts += [f"hk{self.heads_kv}"] if self.heads_kv != self.heads else []
+        parts += [f"d{self.head_dim}"]
+        parts += [f"dv{self.head_dim_v}"] if self.head_dim_v != self.head_dim else []
+        return "-".join([*parts, "causal" if self.causal else "full"])
+
+
+ABLATION = Problem("float16", 4, 8448, 8448, 16, 16, 128, 128, causal=False)
+"""The shape of the paper's ablation (section 4.2)."""
+
+
+def paper_grid(dtype: str = "bfloat16") -> tuple[Problem, ...]:
+    """The paper's 36 forward cells (section 4.1): 16384 tokens, heads x head_dim = 2048."""
+    return tuple(
+        Problem(dtype, PAPER_TOKENS // s, s, s, PAPER_WIDTH // d, PAPER_WIDTH // d, d, d, causal)
+        for d in PAPER_HEAD_DIMS
+        for causal in (False, True)
+        for s in PAPER_SEQLENS
+    )
+
+
+def parse_problem(text: str) -> Problem:
+    """Read a name such as ``bf16-b4-s8192-h16-hk4-d128-causal``; sk, hk and dv default to s, h and d.
+
+    Raises:
+        ValueError: a part is missing or is not one of those.
+    """
+    sizes: dict[str, int] = {}
+    words: list[str] = []
+    for part in text.strip().split("-"):
+        match = re.fullmatch(r"(b|sk|s|hk|h|dv|d)(\d+)", part)
+        if match:
+            sizes[match[1]] = int(match[2])
+        else:
+            words.append(part)
+    dtypes = [SHORT_DTYPES[word] for word in words if word in SHORT_DTYPES]
+    masks = [word for word in words if word in ("causal", "full")]
+    missing = [key for key in ("b", "s", "h", "d") if key not in sizes]
+    if missing or len(dtypes) != 1 or len(masks) > 1 or len(dtypes) + len(masks) != len(words):
+        raise ValueError(
+            f"shape is {text!r}, allowed: names such as bf16-b4-s8192-h16-d128-causal (sk, hk, dv optional), "
+            f"a dtype of {', '.join(SHORT_DTYPES)}, and causal or full"
+        )
+    return Problem(
+        dtype=dtypes[0],
+        batch=sizes["b"],
+        seqlen_q=sizes["s"],
+        seqlen_k=sizes.get("sk", sizes["s"]),
+        heads=sizes["h"],
+        heads_kv=sizes.get("hk", sizes["h"]),
+        head_dim=sizes["d"],
+        head_dim_v=sizes.get("dv", sizes["d"]),
+        causal=masks == ["causal"],
+    )
+
+
+def parse_shapes(text: str) -> tuple[Problem, ...]:
+    """Comma-separated problems; ``paper`` stands for the 36 cells, ``ablation`` for the ablation's shape."""
+    groups = {"paper": paper_grid(), "ablation": (ABLATION,)}
+    problems: list[Problem] = []
+    for part in text.split(","):
+        problems += groups[part.strip()] if part.strip() in groups else [parse_problem(part)]
+    return tuple(dict.fromkeys(problems))

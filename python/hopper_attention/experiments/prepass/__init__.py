@@ -1,0 +1,1 @@
+"""The FP8 pre-pass against a device copy."""

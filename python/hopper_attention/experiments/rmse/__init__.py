@@ -1,0 +1,1 @@
+"""Accuracy: the error of each precision on inputs with outliers."""

@@ -1,0 +1,1 @@
+"""Bounds from counting what each unit of the chip must do."""

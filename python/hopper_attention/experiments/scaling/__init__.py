@@ -1,0 +1,1 @@
+"""Time and memory by length of the sequence."""

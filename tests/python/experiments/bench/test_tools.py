@@ -1,0 +1,181 @@
+"""The scripts around the forward benchmark: tuning, sanitizing and accuracy, with fake kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import rmse, sanitize, tune
+from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
+from cute_kernels.ampere.config import select_ampere_forward_config
+from hopper.backward.config import shipped_backward_configs
+from hopper.config import ForwardConfig, Registers
+from hopper.forward.tilings import select_forward_config, shipped_forward_configs
+from hopper_attention.experiments.bench import peers as bench_peers
+from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.rmse.spec import RmseExperiment
+from hopper_attention.reference.tiled import attention_tiled
+from hopper_attention.reference.tiled_backward import tiled_backward
+
+SETTING = bench_peers.Setting("cpu")
+PROBLEM = Problem("bfloat16", 1, 512, 512, 2, 2, 128, 128, causal=True)
+SHIPPED = select_forward_config("bfloat16", 128, 128, True, 512)
+
+
+# Tuning
+
+
+def test_variants_are_all_combinations_on_the_shipped_config() -> None:
+    other = SHIPPED.tile_n - 16
+    variants = tune.make_variants(PROBLEM, [f"tile_n={SHIPPED.tile_n},{other}", "pipelined=true,false"])
+    assert next(iter(variants.configs.items())) == ("shipped", SHIPPED)
+    assert variants.configs == {
+        "shipped": SHIPPED,
+        "pipelined=False": replace(SHIPPED, pipelined=False),
+        f"n{other}": replace(SHIPPED, tile_n=other),
+        f"n{other} pipelined=False": replace(SHIPPED, tile_n=other, pipelined=False),
+    }
+    assert variants.skipped == {}
+
+
+def test_variants_that_cannot_be_built_are_left_out_with_the_reason() -> None:
+    variants = tune.make_variants(PROBLEM, ["tile_n=8", "registers=240/24"])
+    assert list(variants.configs) == ["shipped"]
+    assert [reason.split(",")[0] for reason in variants.skipped.values()] == ["tile_n is 8"]
+
+
+def test_values_are_of_the_fields_type() -> None:
+    varied = tune.parse_vary(["registers=232/40", "stages=2,3", "ping_pong=false", "dtype=float16"], SHIPPED)
+    assert varied == {
+        "registers": [Registers(232, 40)],
+        "stages": [2, 3],
+        "ping_pong": [False],
+        "dtype": ["float16"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("tile_k=64", "vary is 'tile_k=64', allowed: FIELD=VALUE"),
+        ("tile_n=wide", "tile_n is 'wide', allowed: int"),
+        ("ping_pong=1", "ping_pong is '1', allowed: true or false"),
+        ("registers=240", "registers is '240', allowed: consumer/producer"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune.parse_vary([option], SHIPPED)
+
+
+# Sanitizing
+
+
+def fake_kernels(change: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[ForwardConfig], object]:
+    """Kernels that are the tiled reference, with ``change`` applied to (out, lse, tile_counter) after it."""
+
+    def get_forward(config: ForwardConfig) -> object:
+        def kernel(q, k, v, out, lse, counter, softmax_scale, num_ctas) -> None:
+            assert num_ctas == sanitize.CTAS
+            right, right_lse = attention_tiled(q, k, v, causal=config.causal, softmax_scale=softmax_scale)
+            out.copy_(right)
+            lse.copy_(right_lse)
+            change(out, lse, counter)
+
+        return kernel
+
+    return get_forward
+
+
+def leave(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    pass
+
+
+def spoil_out(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    out[0, -1, 0, 3] = math.nan
+
+
+def spoil_lse(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    lse[0, 1, 7] += 0.01
+
+
+def spoil_counter(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+    counter[1] = 5
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (leave, ""),
+        (spoil_out, "error nan, allowed"),
+        (spoil_lse, "LSE error 1.00e-02, allowed 2e-04"),
+        (spoil_counter, "tile counter left at [0, 5]"),
+    ],
+)
+def test_the_sanitizers_case_tells_right_from_wrong(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor, Tensor], None], wrong: str
+) -> None:
+    monkeypatch.setattr(sanitize, "get_forward", fake_kernels(change))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    verdict = sanitize.run_case(shipped_forward_configs()[0], "cpu")
+    assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+
+
+def test_the_sanitizers_case_has_partial_tiles_and_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(out: Tensor, lse: Tensor, counter: Tensor) -> None:
+        seen.append(out.shape)
+
+    monkeypatch.setattr(sanitize, "get_forward", fake_kernels(note))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    config = shipped_forward_configs()[-1]
+    assert sanitize.main(["--device", "cpu", "--config", config.name]) == 0
+    assert seen == [(1, config.tile_m + 17, 2, config.head_dim_v)]
+
+
+def test_the_sanitizer_runs_what_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = select_ampere_forward_config("bfloat16", 64, 64, True, "sm_90a")
+
+    def kernel(q, k, v, out, lse, softmax_scale) -> None:
+        for target, right in zip((out, lse), attention_tiled(q, k, v, causal=True), strict=True):
+            target.copy_(right)
+
+    monkeypatch.setattr(sanitize, "get_forward", lambda asked: kernel if asked == config else None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert sanitize.run_case(config, "cpu") == ""
+
+    asked = []
+
+    def differentiate(dout, q, k, v, out, lse, scale, causal, *, deterministic, backend):
+        asked.append((deterministic, backend))
+        return tiled_backward(dout, None, q, k, v, out, lse, causal=causal, softmax_scale=scale)
+
+    monkeypatch.setattr(sanitize, "run_backward", differentiate)
+    for configs in (shipped_backward_configs(), shipped_ampere_backward_configs(("sm_90a",))):
+        assert [sanitize.run_backward_case(config, "cpu") for config in configs[:2]] == ["", ""]
+    assert asked == [(False, "hopper"), (True, "hopper"), (False, "ampere"), (True, "ampere")]
+
+
+@pytest.mark.parametrize(("family", "count"), [("ampere_forward", 28), ("ampere_backward", 48)])
+def test_the_sanitizer_has_every_kernel_without_wgmma(
+    capsys: pytest.CaptureFixture[str], family: str, count: int
+) -> None:
+    assert sanitize.main(["--list", "--family", family]) == 0
+    names = capsys.readouterr().out.split()
+    assert len(names) == count and all("_sm_90a_" in name for name in names)
+
+
+# Accuracy
+
+
+def test_errors_are_measured_peer_by_peer() -> None:
+    experiment = RmseExperiment(seqlen=256, heads=2, head_dim=64)
+    errors = rmse.measure_errors([bench_peers.PEERS["torch"]], experiment, SETTING)
+    # The formula in 16 bit on these inputs: 1e-4 to 3e-4 at every length (paper, table 3).
+    assert 5e-5 < errors["torch"] < 5e-4

@@ -1,0 +1,159 @@
+"""``hopper-attention bench`` and its kinds: what they print and write, and how they fail without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hopper_attention.cli import app
+from hopper_attention.experiments.bench import latency as bench_latency
+from hopper_attention.experiments.bench.results import dump_forward
+from hopper_attention.experiments.reports import dump_figures
+from tests.python.experiments.bench.test_results import LATENCY, fake_report
+
+ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
+TINY = "bf16-b1-s64-h1-d64-full"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def succeed(*arguments: object) -> Result:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_help_names_every_kind() -> None:
+    output = succeed("--help").output
+    for kind in ("forward", "fp8", "backward", "latency", "scaling", "quantize", "compare"):
+        assert kind in output
+
+
+@pytest.mark.parametrize(
+    ("kind", "report", "page"),
+    [
+        ("forward", "forward_", "forward.md"),
+        ("fp8", "fp8_", "fp8.md"),
+        ("backward", "backward_", "backward.md"),
+        ("latency", "latency_", "forward.md"),
+        ("scaling", "scaling_", "scaling.md"),
+        ("quantize", "prepass_", "prepass.md"),
+    ],
+)
+def test_help_names_the_report_and_its_page(kind: str, report: str, page: str) -> None:
+    words = " ".join(succeed(kind, "--help").output.split())
+    assert f"{report}<gpu>.json" in words and page in words
+
+
+@pytest.mark.parametrize("kind", [(), ("forward",)])
+def test_forward_is_the_default(kind: tuple[str, ...], tmp_path: Path) -> None:
+    out, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    shape = ("--shapes", TINY, "--peers", "ours,torch", "--device", "cpu", "--budget", 0.2)
+    output = succeed(*kind, *shape, "--json", out, "--plot", plot).output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "forward" and set(data["peers"]) == {"ours", "torch"}
+    drawing = plot.read_text()
+    assert (
+        "head_dim 64, not causal" in drawing and "plain PyTorch" in drawing and "head_dim 128" not in drawing
+    )
+    assert "TFLOP/s" in output and str(plot) in output
+
+
+def test_latency_of_one_small_shape(tmp_path: Path) -> None:
+    out = tmp_path / "latency.json"
+    few = ("--calls", 2, "--rounds", 1, "--first-calls", 0)
+    output = succeed(
+        "latency", "--shapes", TINY, "--peers", "torch,fa3", "--device", "cpu", *few, "--json", out
+    ).output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "latency" and data["small"][0]["peers"]["torch"]["ok"]
+    assert "fa3: needs a CUDA device" in output and "CUDA graphs need a CUDA device" in output
+
+
+def test_scaling_of_short_sequences(tmp_path: Path) -> None:
+    out, plot = tmp_path / "scaling.json", tmp_path / "scaling.svg"
+    sizes = ("--lengths", "64,128", "--tokens", 128, "--heads", 1, "--head-dim", 64, "--causal")
+    run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
+    output = succeed("scaling", *sizes, *run).output
+    data = json.loads(out.read_text())
+    assert [cell["seqlen_q"] for cell in data["cells"]] == [64, 64, 128]
+    assert data["spec"]["causal"] is True and "64, batch 2" in output and plot.stat().st_size > 0
+
+
+def test_quantization_of_a_small_problem() -> None:
+    result = succeed("quantize", "--shapes", TINY, "--device", "cpu", "--budget", 0.1, "--json", "-")
+    data = json.loads(result.stdout)
+    assert data["kind"] == "prepass" and data["cells"][0]["ok"]
+    assert set(data["cells"][0]["passes"]) == {"quantize", "copy"}
+    assert "share of the copy" in result.stderr and "share of a copy's bandwidth" in result.stderr
+
+
+def test_backward_of_a_small_problem(tmp_path: Path) -> None:
+    out, plot = tmp_path / "backward.json", tmp_path / "backward.svg"
+    run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
+    output = succeed("backward", "--shapes", "bf16-b1-s96-h2-hk1-d64-causal", *run).output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "backward" and set(data["peers"]) == {"ours", "fa3", "fa4", "cudnn", "fa2"}
+    assert data["cells"][0]["peers"]["ours"]["ok"] and data["method"]["flops"].startswith("10*b*h*sq*sk*d")
+    assert "fa3: its library (sglang-kernel) has the forward alone" in output
+    assert "Attention, bf16 backward" in plot.read_text()
+
+
+@pytest.mark.parametrize("words", [("compare",), ("--compare",)])
+def test_reports_are_compared(words: tuple[str, ...], tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(dump_forward(fake_report(0.8)))
+    b.write_text(dump_forward(fake_report(1.0)))
+    assert "1.250" in succeed(*words, a, b).output
+    assert "0.800" in succeed(*words, b, a, "--peers", "ours").output
+    slower = call(*words, b, a, "--least", 0.97)
+    assert slower.exit_code == 1
+    assert "slower: ours on fp16-b4-s8448-h16-d128-full, 0.800 of before" in slower.output
+    assert call(*words, a, b, "--least", 0.97).exit_code == 0
+
+
+@ON_CPU_ONLY
+@pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize"])
+def test_without_a_gpu_the_default_run_is_refused(kind: str) -> None:
+    result = call(kind)
+    assert result.exit_code == 2, result.output
+    assert "device is cpu, allowed there: 1e+11 in all" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("scaling", "--lengths", "1q"), "lengths is '1q', allowed: comma-separated lengths"),
+        (("latency", "--shapes", "small"), "shape is 'small', allowed"),
+        (("latency", "--calls", 0, "--device", "cpu"), "calls is 0, rounds is 11, allowed: 1 or more"),
+        (("fp8", "--peers", "fa9"), "peers is 'fa9', allowed"),
+        (("backward", "--peers", "fa9"), "peers is 'fa9', allowed"),
+        (("compare", "absent.json", "absent.json"), "absent.json"),
+        (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[object, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_reports_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(dump_forward(fake_report()))
+    b.write_text(dump_figures(LATENCY))
+    assert "allowed: the same kind" in call("compare", a, b).stderr
+    assert call("fly").exit_code == 2
+
+
+def test_the_default_small_shapes_begin_with_the_promised_one() -> None:
+    problems = bench_latency.parse_small_shapes("")
+    assert problems[0] == bench_latency.PROBLEM and len(problems) == len(bench_latency.SMALL_SHAPES) == 5
+    assert any(problem.seqlen_q == 1 for problem in problems)
