@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.forward import select_problems
 from hopper.config import ForwardConfig, Registers
@@ -38,6 +37,7 @@ from hopper_attention.experiments.bench.run import CellLostError, exit_with_lost
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Effort
 from hopper_attention.experiments.reports import number, write_text
+from hopper_attention.experiments.tables import FittedTable, figures, names, spare
 
 
 def parse_value(field: str, text: str, shipped: Any) -> Any:
@@ -112,24 +112,26 @@ def compile_variants(all_variants: Sequence[Variants], jobs: int, console: Conso
     return failures
 
 
-def result_table(cell: Cell, others: Sequence[str]) -> Table:
+def result_table(cell: Cell, others: Sequence[str]) -> FittedTable:
     """Variants from fast to slow, each over the shipped config and over the other peers."""
-    table = Table(title=cell.problem.name, title_justify="left")
-    table.add_column("variant")
-    for heading in ("TFLOP/s", "us", "spread", "/ shipped", *(f"/ {name}" for name in others), "MHz", "W"):
-        table.add_column(heading, justify="right")
-    table.add_column("config")
+    over = [f"/ {name}" for name in others]
+    columns = (
+        *names("variant"),
+        *figures("TFLOP/s", "us", "spread", "/ shipped", *over),
+        *spare(*figures("MHz", "W"), *names("config")),
+    )
+    rows: list[list[str]] = []
     for name in sorted(cell.peers, key=cell.tflops, reverse=True):
         result = cell.peers[name]
         if isinstance(result, Failed):
-            table.add_row(name, "[red]failed[/red]", *[""] * (5 + len(others)), result.reason)
+            rows.append([name, "[red]failed[/red]", *[""] * (5 + len(others)), result.reason])
             continue
         bases = (cell.tflops(base) for base in (BASE, *others))
         factors = [number(result.tflops / base, 3) if base else "–" for base in bases]
         gauges = number(result.clock_mhz), number(result.power_w)
         timing = f"{result.tflops:.1f}", f"{result.median_ms * 1e3:.1f}", f"{100 * result.spread:.1f} %"
-        table.add_row(name, *timing, *factors, *gauges, result.note)
-    return table
+        rows.append([name, *timing, *factors, *gauges, result.note])
+    return FittedTable(cell.problem.name, columns, [rows])
 
 
 def tune(options: argparse.Namespace, console: Console) -> int:

@@ -5,49 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from hopper_attention.experiments.ablation.code import MachineCode
 from hopper_attention.experiments.ablation.results import AblationReport, Row, Won, paper_ratio
 from hopper_attention.experiments.ablation.run import Inspected
 from hopper_attention.experiments.ablation.variants import VARIANTS
 from hopper_attention.experiments.bench.results import Failed
 from hopper_attention.experiments.reports import NOTHING, number
+from hopper_attention.experiments.tables import Column, FittedTable, figures, texts
 
 
-def ablation_table(report: AblationReport) -> Table:
+def ablation_table(report: AblationReport) -> FittedTable:
     """Every row with its figures, and which candidate stands for it."""
     title = f"Ablation, {describe_problem(report)} · {report.machine['gpu']} · {report.commit[:12]}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("kernel")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    table.add_column("changed")
+    columns = (
+        *texts("kernel"),
+        *(Column(heading, is_spare=heading not in ESSENTIAL) for heading in HEADINGS),
+        *texts("changed"),
+    )
+    rows = []
     for row in report.rows:
         label = row.outcome.label if isinstance(row.outcome, Won) else row.outcome.reason
         cells = [f"[red]{cell}[/red]" if cell == "failed" else cell for cell in figures_of(row)]
-        table.add_row(row.title, *cells, label)
-    return table
+        rows.append([row.title, *cells, label])
+    return FittedTable(title, columns, [rows])
 
 
-def code_table(inspected: Sequence[Inspected]) -> Table:
+def code_table(inspected: Sequence[Inspected]) -> FittedTable:
     """Machine code of every candidate."""
-    table = Table(title="Compiled for sm_90a", title_justify="left")
-    for heading in ("kernel", "changed"):
-        table.add_column(heading)
-    for heading in ("registers", "stack", "shared", "instructions", "WGMMA", "MUFU.EX2", "MUFU", "STL, LDL"):
-        table.add_column(heading, justify="right")
-    above = ""
+    counts = figures("registers", "stack", "shared", "instructions", "WGMMA", "MUFU.EX2", "MUFU", "STL, LDL")
+    groups: dict[str, list[list[str]]] = {}
     for entry in inspected:
-        title = VARIANTS[entry.variant].title if entry.variant != above else ""
-        if title and above:
-            table.add_section()
-        above = entry.variant
+        rows = groups.setdefault(entry.variant, [])
+        title = "" if rows else VARIANTS[entry.variant].title
         if isinstance(entry.code, Failed):
-            table.add_row(title, f"[yellow]{entry.code.reason}[/yellow]", *[NOTHING] * 8)
+            rows.append([title, f"[yellow]{entry.code.reason}[/yellow]", *[NOTHING] * len(counts)])
         else:
-            table.add_row(title, entry.label, *code_cells(entry.code))
-    return table
+            rows.append([title, entry.label, *code_cells(entry.code)])
+    return FittedTable("Compiled for sm_90a", (*texts("kernel", "changed"), *counts), list(groups.values()))
 
 
 def code_cells(code: MachineCode) -> list[str]:
@@ -60,6 +54,8 @@ HEADINGS = (
     "TFLOP/s", "spread", "/ full", "paper", "paper, / full", "MHz", "W", "hot TFLOP/s",
     "registers", "spills", "shared", "error",
 )  # fmt: skip
+ESSENTIAL = ("TFLOP/s", "/ full", "paper, / full", "registers", "spills")
+"""Headings that a narrow terminal shows too."""
 
 
 def percent(share: float) -> str:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from hopper_attention.experiments.bench.results import OURS, geometric_mean, is_ours, load_forward
 from hopper_attention.experiments.reports import SCHEMA, number
+from hopper_attention.experiments.tables import FittedTable, figures, names
 
 OVER_BEST = "ours / best peer"
 SAME_KEYS = ("gpu", "driver", "torch", "cuda", "cudnn", "cute_dsl")
@@ -184,23 +183,20 @@ def slower_than(compared: Iterable[Compared], least: float) -> list[Compared]:
     return [c for c in compared if c.speedup < least]
 
 
-def compare_table(compared: Iterable[Compared]) -> Table:
+def compare_table(compared: Iterable[Compared]) -> FittedTable:
     """Before, after and their ratio; a last line for the geometric mean of each unit."""
-    table = Table(title="Before and after", title_justify="left")
-    for heading in ("what", "who"):
-        table.add_column(heading)
-    for heading in ("before", "after", "times as good"):
-        table.add_column(heading, justify="right")
-    table.add_column("unit")
+    columns = (*names("what", "who"), *figures("before", "after", "times as good"), *names("unit"))
+    rows = []
     by_unit: dict[str, list[float]] = {}
     for c in compared:
         by_unit.setdefault(c.after.unit, []).append(c.speedup)
         values = (number(figure.value, digits_for(figure.value)) for figure in (c.before, c.after))
-        table.add_row(c.after.what, c.after.who, *values, speedup_mark(c.speedup), c.after.unit)
-    table.add_section()
-    for unit, speedups in by_unit.items():
-        table.add_row("geometric mean", "", "", "", f"{geometric_mean(speedups):.3f}", unit)
-    return table
+        rows.append((c.after.what, c.after.who, *values, speedup_mark(c.speedup), c.after.unit))
+    means = [
+        ("geometric mean", "", "", "", f"{geometric_mean(speedups):.3f}", unit)
+        for unit, speedups in by_unit.items()
+    ]
+    return FittedTable("Before and after", columns, [rows, means])
 
 
 def digits_for(value: float) -> int:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-
 from hopper_attention.experiments.bench.results import ForwardReport, Measured
 from hopper_attention.experiments.bench.words import (
     FAILED,
@@ -22,38 +20,39 @@ from hopper_attention.experiments.bench.words import (
     wording_of,
 )
 from hopper_attention.experiments.reports import NOTHING, number
-from hopper_attention.experiments.tables import text_table
+from hopper_attention.experiments.tables import FittedTable, figures, names, spare
 
 
-def latency_table(latency: Mapping[str, Any]) -> Table:
+def latency_table(latency: Mapping[str, Any]) -> FittedTable:
     """Microseconds a call, and below it the first call of a fresh process."""
     title = f"Latency, us a call · {latency['machine']['gpu']} · {latency['commit'][:12]}"
     rows = latency_rows(latency)
     for state, entry in latency["first_call_s"].items():
         rows.append([f"first call, {state}", "ours", f"{entry['median']:.2f} s", *[NOTHING] * 3])
-    return text_table(title, ("problem", "peer"), LATENCY_HEADINGS, rows)
+    return FittedTable(title, (*names("problem", "peer"), *figures(*LATENCY_HEADINGS)), [rows])
 
 
 COLOURS = {FAILED: "red", NO_KERNEL: "yellow"}
 
 
-def forward_table(report: ForwardReport) -> Table:
+def forward_table(report: ForwardReport) -> FittedTable:
     """TFLOP/s of every peer, ours over the best of the others, spread of ours, clock and power."""
     title = f"{wording_of(report).title}, TFLOP/s · {report.machine['gpu']} · {report.commit[:12]}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("dtype", "d", "mask", "sizes"):
-        table.add_column(heading)
     peers = measured_peers(report)
-    for heading in (*peers, *ratio_headings(report), "spread", "MHz", "W"):
-        table.add_column(heading, justify="right")
+    columns = (
+        *names("dtype", "d", "mask", "sizes"),
+        *figures(*peers, *ratio_headings(report)),
+        *spare(*figures("spread", "MHz", "W")),
+    )
+    rows = []
     for cell in report.cells:
         ours = cell.peers.get(cell.main_row)
         spread = number(100 * ours.spread, 1) + " %" if isinstance(ours, Measured) else "–"
-        figures = [mark(peer_figure(cell, peer)) for peer in peers]
-        figures += [ratio_mark(ratio) for ratio in measured_ratios(report, cell)]
+        cells = [mark(peer_figure(cell, peer)) for peer in peers]
+        cells += [ratio_mark(ratio) for ratio in measured_ratios(report, cell)]
         gauges = number(cell.clock_mhz), number(cell.power_w)
-        table.add_row(*describe(cell.problem), *figures, spread, *gauges)
-    return table
+        rows.append([*describe(cell.problem), *cells, spread, *gauges])
+    return FittedTable(title, columns, [rows])
 
 
 def mark(figure: str) -> str:

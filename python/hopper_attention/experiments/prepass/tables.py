@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from hopper_attention.experiments.bench.results import Failed
 from hopper_attention.experiments.prepass.run import (
     COPY,
@@ -22,7 +20,7 @@ from hopper_attention.experiments.reports import (
     page,
     targets_text,
 )
-from hopper_attention.experiments.tables import text_table
+from hopper_attention.experiments.tables import FittedTable, figures, names
 
 QUANTIZE_HEADINGS = ("quantize, us", "TB/s", "copy, us", "TB/s", "share of the copy", "error")
 
@@ -35,10 +33,11 @@ def quantize_row(cell: QuantizeCell) -> list[str]:
     return [cell.problem.name, *figures, f"{100 * cell.share:.0f} %", f"{cell.error:.1e}"]
 
 
-def quantize_table(report: QuantizeReport) -> Table:
+def quantize_table(report: QuantizeReport) -> FittedTable:
     """The pre-pass beside the copy."""
     title = f"FP8 pre-pass · {report.head['machine']['gpu']} · {report.head['commit'][:12]}"
-    return text_table(title, ("problem",), QUANTIZE_HEADINGS, [quantize_row(cell) for cell in report.cells])
+    columns = (*names("problem"), *figures(*QUANTIZE_HEADINGS))
+    return FittedTable(title, columns, [[quantize_row(cell) for cell in report.cells]])
 
 
 def quantize_problems(report: QuantizeReport) -> list[str]:

@@ -17,7 +17,7 @@ from hopper_attention.experiments.rmse.sweep import (
     describe_sweep,
     summarize,
 )
-from hopper_attention.experiments.tables import ACCENT, QUIET, quiet_table
+from hopper_attention.experiments.tables import ACCENT, QUIET, Column, FittedTable, texts
 
 OURS = ("flash", "fp8-both")
 """Rows of the accuracy table to point out: what this library would run for you."""
@@ -27,26 +27,21 @@ def rmse_table(report: RmseReport) -> RenderableType:
     """The accuracy table, a row a method, with the paper's figures where they may be compared."""
     has_paper = report.experiment.is_papers
     has_spread = report.experiment.seeds > 1
-    table = quiet_table()
-    table.add_column("method", min_width=36)
-    table.add_column("RMSE", justify="right")
-    if has_spread:
-        table.add_column("± seeds", justify="right", style=QUIET)
-    if has_paper:
-        table.add_column("paper", justify="right", style=QUIET)
-    table.add_column("median query", justify="right")
-    table.add_column("computed by", style=QUIET)
-    for above, row in zip((report.rows[0], *report.rows), report.rows, strict=False):
-        if row.group != above.group:
-            table.add_section()
-        figures = [Text(f"{row.rmse:.2e}", style=ACCENT if row.method in OURS else "")]
-        figures += [Text(f"{row.spread:.0e}")] * has_spread
-        figures += [Text(f"{row.paper:.1e}" if row.paper is not None else "")] * has_paper
-        table.add_row(row.label, *figures, f"{100 * row.row_error:.2g} %", row.implementation)
+    columns = [*texts("method"), Column("RMSE")]
+    columns += [Column("± seeds", style=QUIET, is_spare=True)] * has_spread
+    columns += [Column("paper", style=QUIET)] * has_paper
+    columns += [Column("median query"), Column("computed by", is_left=True, wraps=True, style=QUIET)]
+    groups: dict[str, list[list[str | Text]]] = {}
+    for row in report.rows:
+        cells: list[str | Text] = [Text(f"{row.rmse:.2e}", style=ACCENT if row.method in OURS else "")]
+        cells += [f"{row.spread:.0e}"] * has_spread
+        cells += [f"{row.paper:.1e}" if row.paper is not None else ""] * has_paper
+        cells += [f"{100 * row.row_error:.2g} %", row.implementation]
+        groups.setdefault(row.group, []).append([row.label, *cells])
     lines: list[RenderableType] = [
         Text("Attention error against float64", style="bold"),
         Text(f"{describe(report.experiment)} · output RMS {report.oracle_rms:.2g}", style=QUIET),
-        table,
+        FittedTable("", columns, list(groups.values())),
         *conclusions(report),
         Text("Median query: |error| over |output| of one query, the median over all.", style=QUIET),
         *left_out_lines(report.left_out),
@@ -74,26 +69,25 @@ def left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[Text]:
 
 def sweep_table(report: SweepReport) -> RenderableType:
     """Error over the output, a line a length, a column a method, and how it grows."""
-    table = quiet_table()
-    table.add_column("keys", justify="right")
+    columns = [Column("keys")]
     for method in report.methods:
         last = report.curve(method)[-1]
-        table.add_column(f"{last.label}\n{last.implementation}", justify="right")
+        columns.append(Column(f"{last.label}\n{last.implementation}"))
     has_ratio = {"fp8-both", "fp8-emulated"} <= set(report.methods)
-    if has_ratio:
-        table.add_column("kernel over\nemulation", justify="right", style=ACCENT)
+    columns += [Column("kernel over\nemulation", style=ACCENT)] * has_ratio
+    rows = []
     for length in report.sweep.lengths:
         points = {point.method: point for point in report.points if point.seqlen == length}
         cells = [error_cell(points[name]) if name in points else "" for name in report.methods]
         if has_ratio:
             cells.append(f"{points['fp8-both'].error / points['fp8-emulated'].error:.3f}")
-        table.add_row(str(length), *cells)
+        rows.append([str(length), *cells])
     growth = ", ".join(f"{name} {factor:.3f}" for name, factor in summarize(report).items())
     growth_line = f"FP8 error at {LONG} keys over that at {SHORT}, relative to the output: {growth}."
     return Group(
         Text("Attention error over the root mean square of the output", style="bold"),
         Text(describe_sweep(report.sweep), style=QUIET),
-        table,
+        FittedTable("", columns, [rows]),
         *([Text(growth_line)] if growth else []),
         *left_out_lines(report.left_out),
     )

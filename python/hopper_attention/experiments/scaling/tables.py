@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from rich.table import Table
-
 from hopper_attention.experiments.bench.results import Failed
 from hopper_attention.experiments.reports import (
     NOTHING,
@@ -18,7 +16,7 @@ from hopper_attention.experiments.reports import (
     short_length,
 )
 from hopper_attention.experiments.scaling.run import Scaled, ScalingCell, ScalingReport
-from hopper_attention.experiments.tables import text_table
+from hopper_attention.experiments.tables import FittedTable, figures, names
 
 
 def memory_text(value: float) -> str:
@@ -56,11 +54,11 @@ def scaling_series(report: ScalingReport) -> dict[str, list[ScalingCell]]:
     return {name: [cell for cell in cells if cell is not None] for name, cells in found.items()}
 
 
-def scaling_table(report: ScalingReport) -> Table:
+def scaling_table(report: ScalingReport) -> FittedTable:
     """Every length of both series."""
     title = f"Scaling · {report.head['machine']['gpu']} · {report.head['commit'][:12]}"
-    rows = [scaling_row(cell, report) for cells in scaling_series(report).values() for cell in cells]
-    return text_table(title, ("seqlen",), scaling_headings(report), rows)
+    rows = [[scaling_row(cell, report) for cell in cells] for cells in scaling_series(report).values()]
+    return FittedTable(title, (*names("seqlen"), *figures(*scaling_headings(report))), rows)
 
 
 def scaling_problems(report: ScalingReport) -> list[str]:
