@@ -7,7 +7,6 @@ torch whatever the command, so that ``import hopper_attention`` alone registers 
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +15,7 @@ import typer
 from rich.progress import Progress
 
 from hopper_attention.cli_bench import ablation, bench_app
+from hopper_attention.cli_compile import compile_kernels
 from hopper_attention.cli_parts import (
     NO_FILE,
     Device,
@@ -31,7 +31,6 @@ from hopper_attention.cli_parts import (
 )
 
 if TYPE_CHECKING:
-    from hopper_attention.compile_cache import Compilation, KernelConfig
     from hopper_attention.experiments.rmse.methods import Method
     from hopper_attention.experiments.rmse.run import Progress as Watcher
     from hopper_attention.experiments.rmse.spec import RmseExperiment
@@ -236,85 +235,6 @@ def given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@app.command("compile")
-def compile_kernels(
-    jobs: Annotated[
-        int, typer.Option(help="Processes; each takes about 1.5 GB. 0: one a core, at most 8.")
-    ] = 0,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Configs whose name contains this.")] = "",
-    arch: Annotated[
-        str,
-        typer.Option(metavar="ARCH", help="Kernels without WGMMA for sm_80, sm_86, sm_89, sm_90a or sm_120."),
-    ] = "",
-    objects: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Also put the plain object files there, to link with.")
-    ] = NO_FILE,
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Fill the kernel cache ahead of time, in parallel; no GPU is needed."""
-    with one_line_errors():
-        from hopper_attention.cli_views import compile_summary
-        from hopper_attention.compile_cache import cache_dir, compile_all, read_entry
-
-        configs = [config for config in shipped_kernels(arch) if only in config.name]
-        if not configs:
-            raise ValueError(f"only is {only!r}, allowed: part of a shipped config's name, as fp16_d64")
-        with progress_bar() as bar:
-            task = bar.add_task("compiling", total=len(configs))
-
-            def show(result: Compilation) -> None:
-                bar.update(task, advance=1, description=result.config.name)
-
-            results = compile_all(configs, jobs or min(8, os.cpu_count() or 1), show)
-        console = console_for(json_path)
-        if objects != NO_FILE:
-            folder = Path(objects)
-            folder.mkdir(parents=True, exist_ok=True)
-            for result in results:
-                if not result.error:
-                    (folder / f"{result.config.name}.o").write_bytes(read_entry(result.path))
-            print_path(console, "objects", folder)
-        console.print(compile_summary(results, str(cache_dir())), soft_wrap=True)
-        rows = [
-            {
-                "config": r.config.name,
-                "path": str(r.path),
-                "seconds": round(r.seconds, 3),
-                "was_cached": r.was_cached,
-                "error": r.error,
-            }
-            for r in results
-        ]
-        write_json({"cache_dir": str(cache_dir()), "kernels": rows}, json_path, console)
-        if any(result.error for result in results):
-            raise typer.Exit(1)
-
-
-def shipped_kernels(arch: str) -> tuple[KernelConfig, ...]:
-    """Every kernel of the Hopper backend, or with an ``arch`` every one without WGMMA for it.
-
-    Raises:
-        ValueError: there are no kernels for ``arch``.
-    """
-    from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
-    from cute_kernels.ampere.config import ARCHS, shipped_ampere_forward_configs
-    from hopper.backward.config import shipped_backward_kernels
-    from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
-    from hopper.forward.tilings import shipped_forward_configs
-    from hopper.quantize.config import shipped_quantize_configs
-
-    if arch:
-        if arch not in ARCHS:
-            raise ValueError(f"arch is {arch!r}, allowed: {', '.join(ARCHS)}")
-        return *shipped_ampere_forward_configs((arch,)), *shipped_ampere_backward_kernels((arch,))
-    return (
-        *shipped_forward_configs(),
-        *shipped_fp8_forward_configs(),
-        *shipped_fp8_forward_configs(two_level=True),
-        *shipped_quantize_configs(),
-        *shipped_backward_kernels(),
-    )
-
-
+app.command("compile")(compile_kernels)
 app.add_typer(bench_app, name="bench")
 app.command()(ablation)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 JsonPath = Annotated[
     str, typer.Option("--json", metavar="PATH", help="Write the result as JSON too; - is standard output.")
@@ -24,18 +25,26 @@ Fa3Library = Annotated[
 
 NO_FILE = ""
 STDOUT = "-"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 PIPE_WIDTH = 120
 """Columns of a table where there is no terminal to ask."""
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what a user can cause and mend into one line on stderr and exit code 2."""
+    """Turn what a user can cause and mend into one line on stderr and exit code 2, and an interrupt into 130."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        Console(stderr=True).print(
+            Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True, highlight=False
+        )
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def console_for(json_path: str, pipe_width: int = PIPE_WIDTH) -> Console:

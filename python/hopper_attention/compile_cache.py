@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import threading
 import time
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,9 @@ def compile_all(
     Raises:
         ValueError: ``jobs`` is below 1.
         OSError: the cache folder cannot be written.
+        BrokenProcessPool: a process died, most likely for want of memory.
+
+    An exception, an interrupt among them, ends the processes at once. What was finished before stays in the cache.
     """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, allowed: 1 or more")
@@ -264,17 +268,51 @@ def compile_all(
     for folder in set(folders):
         folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Compilation] = {}
-    # Fresh interpreters: a forked child would inherit torch's threads and CUDA's state in a broken form.
-    with ProcessPoolExecutor(max(1, min(jobs, len(configs))), mp_context=get_context("spawn")) as pool:
-        pending = [
-            pool.submit(_compile_one, folder, config, build)
-            for folder, config in zip(folders, configs, strict=True)
-        ]
+    with _worker_pool(max(1, min(jobs, len(configs)))) as pool:
+        with _interrupts_deferred():
+            pending = [
+                pool.submit(_compile_one, folder, config, build)
+                for folder, config in zip(folders, configs, strict=True)
+            ]
         for future in as_completed(pending):
             result = future.result()
             results[result.config.name] = result
             on_progress(result)
     return tuple(results[config.name] for config in configs)
+
+
+@contextlib.contextmanager
+def _worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that finish their work at the end of the block, and are killed where an exception leaves it.
+
+    Killing them is safe: an entry is moved into place whole, and the system frees the locks of a dead process.
+    """
+    others = set(active_children())
+    # Fresh interpreters: a forked child would inherit torch's threads and CUDA's state in a broken form.
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    try:
+        yield pool
+    except BaseException:
+        # Without this an interrupt would wait for everything that has been submitted.
+        for worker in set(active_children()) - others:
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold an interrupt back until the end of the block. Processes that start in it never see one.
+
+    Ctrl-C reaches every process of a terminal. It is for the one that waits for the others to end them; each by itself
+    would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _compile_one(folder: Path, config: KernelConfig, build: Callable[[Any], bytes]) -> Compilation:

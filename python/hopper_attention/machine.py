@@ -109,6 +109,24 @@ def describe_machine() -> Machine:
     )
 
 
+def archs_here() -> tuple[str, ...]:
+    """What kernels for the GPUs of this machine are compiled for; without a GPU, what those for Hopper are.
+
+    Raises:
+        ValueError: none of the GPUs runs any kernel.
+    """
+    count = 0 if torch.version.hip else torch.cuda.device_count()
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(count)]
+    archs = tuple(dict.fromkeys(ARCH_OF_CAPABILITY[c] for c in capabilities if c in ARCH_OF_CAPABILITY))
+    if capabilities and not archs:
+        found = ", ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(capabilities))
+        raise ValueError(
+            f"the GPUs here have compute capability {found}, which no kernel runs on; to compile for another machine, "
+            "name its arch"
+        )
+    return archs or (_kernels.ARCH,)
+
+
 def _describe_gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)

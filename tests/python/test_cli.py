@@ -7,21 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
-from cute_kernels.ampere.config import shipped_ampere_forward_configs
-from hopper.backward.config import shipped_backward_kernels
-from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
-from hopper.forward.tilings import shipped_forward_configs
-from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import compile_cache
 from hopper_attention.cli import app
-from hopper_attention.compile_cache import Compilation
 from hopper_attention.experiments.rmse.run import METHODS
 
 ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
@@ -132,55 +124,6 @@ def test_rmse_of_other_inputs(distribution: str) -> None:
     assert data["experiment"]["distribution"] == distribution
 
 
-@pytest.fixture
-def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A compile cache in which the last config fails and every other is built at once from its name."""
-
-    def build(configs: Any, jobs: int, on_progress: Any) -> Any:
-        assert jobs == 3
-        results = []
-        for config in configs:
-            path = tmp_path / f"{config.name}.entry"
-            compile_cache.write_entry(path, config.name.encode())
-            error = "no registers" if config == configs[-1] else ""
-            results.append(Compilation(config, path, 0.5, error=error))
-            on_progress(results[-1])
-        return tuple(results)
-
-    monkeypatch.setenv(compile_cache.CACHE_DIR_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compile_cache, "compile_all", build)
-    return tmp_path
-
-
-def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) -> None:
-    folder = cache_folder / "objects"
-    result = call("compile", "--jobs", 3, "--only", "fp16_d64", "--objects", folder, "--json", "-")
-    assert result.exit_code == 1
-    data = json.loads(result.stdout)
-    fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
-    shipped = (*shipped_forward_configs(), *fp8, *shipped_quantize_configs(), *shipped_backward_kernels())
-    names = [config.name for config in shipped if "fp16_d64" in config.name]
-    built = len(names) - 1
-    assert built > 0
-    assert [kernel["config"] for kernel in data["kernels"]] == names
-    assert [kernel["error"] for kernel in data["kernels"]] == [""] * built + ["no registers"]
-    assert data["cache_dir"] == str(cache_folder)
-    for text in (f"{built} compiled", "1 failed", f"{names[-1]}: no registers"):
-        assert text in result.stderr
-    # Objects without the checksum that the cache keeps behind them; none for the config that failed.
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{n}.o": n for n in names[:-1]}
-
-
-def test_compile_takes_every_kernel_without_wgmma_of_an_architecture(cache_folder: Path) -> None:
-    data = json.loads(call("compile", "--jobs", 3, "--arch", "sm_86", "--json", "-").stdout)
-    shipped = (*shipped_ampere_forward_configs(("sm_86",)), *shipped_ampere_backward_kernels(("sm_86",)))
-    assert [kernel["config"] for kernel in data["kernels"]] == [config.name for config in shipped]
-    # Forward: 7 pairs of head_dims, 2 dtypes, 2 masks. Backward: 6 head_dims, and in any order of dQ or in a fixed
-    # one; its two steps are the same for all of a head_dim and dtype.
-    assert len(shipped) == 7 * 2 * 2 + 6 * 2 * 2 * 2 + 2 * 6 * 2
-    assert all("sm_86" in config.name for config in shipped)
-
-
 def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
     shape, out = "bf16-b1-s64-h1-d64-full", tmp_path / "bench.json"
     peers = ("--peers", "ours,torch", "--device", "cpu")
@@ -201,7 +144,10 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
         (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
         (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
         (("compile", "--only", "sm_100"), "only is 'sm_100', allowed: part of a shipped config's name"),
-        (("compile", "--arch", "sm_75"), "arch is 'sm_75', allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
+        (
+            ("compile", "--arch", "sm_75"),
+            "arch is 'sm_75', allowed: sm_80, sm_86, sm_89, sm_90a, sm_120 or all",
+        ),
         (("bench", "--device", "cpu"), "device is cpu, allowed there"),
         (("bench", "--shapes", "big"), "big"),
         (("info", "--json", "/dev/null/x.json"), "/dev/null"),
