@@ -16,12 +16,14 @@ from hopper_attention.api import (  # noqa: E402
 )
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
+from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
 
 __all__ = [
     "Fp8Quantization",
     "describe_machine",
     "explain",
+    "explain_fp8",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from hopper_attention.cli_bench import ablation, bench_app
 from hopper_attention.cli_compile import compile_kernels
+from hopper_attention.cli_explain import explain
 from hopper_attention.cli_parts import (
     NO_FILE,
     Device,
@@ -36,12 +37,31 @@ if TYPE_CHECKING:
     from hopper_attention.experiments.rmse.spec import RmseExperiment
     from hopper_attention.experiments.rmse.sweep import LengthSweep
 
+
+def show_version(asked: bool) -> None:
+    """Print the version and end, where it was asked for."""
+    if asked:
+        from hopper_attention.machine import find_version
+
+        print(f"hopper-attention {find_version()}")
+        raise typer.Exit()
+
+
 app = typer.Typer(
-    help="FlashAttention-3 for Hopper GPUs in the CuTe Python DSL, with a backend for every other machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """FlashAttention-3 for Hopper GPUs in the CuTe Python DSL, with a backend for every other machine."""
+
 
 Dtype = Literal["float16", "bfloat16"]
 Distribution = Literal["outliers", "token-outliers", "channel-outliers", "heavy-tails", "offset", "normal"]
@@ -60,63 +80,7 @@ def info(json_path: JsonPath = NO_FILE) -> None:
         write_json(asdict(machine), json_path, console)
 
 
-@app.command()
-def explain(
-    seqlen_q: Annotated[int, typer.Option(min=0)] = 4096,
-    seqlen_k: Annotated[int, typer.Option(min=-1, help="-1: as seqlen-q")] = -1,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    kv_heads: Annotated[int, typer.Option(min=-1, help="-1: as heads")] = -1,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    head_dim_v: Annotated[int, typer.Option(min=-1, help="-1: as head-dim")] = -1,
-    batch: Annotated[int, typer.Option(min=0)] = 1,
-    causal: Annotated[bool, typer.Option("--causal")] = False,
-    dtype: Dtype = "bfloat16",
-    device: Device = "auto",
-    capability: Annotated[
-        str, typer.Option(metavar="X.Y", help="Answer for a GPU of this compute capability instead, as 9.0.")
-    ] = "",
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Which backend and which kernel config a problem would run on, and why. Computes nothing."""
-    with one_line_errors():
-        import torch
-        from torch._subclasses import FakeTensorMode
-
-        from hopper_attention.cli_views import plan_view
-        from hopper_attention.dispatch import explain as explain_call
-
-        where = "meta" if capability else pick_device(device)
-
-        def like(seqlen: int, count: int, width: int) -> torch.Tensor:
-            return torch.empty(batch, seqlen, count, width, dtype=getattr(torch, dtype), device=where)
-
-        keys = seqlen_q if seqlen_k < 0 else seqlen_k
-        count = heads if kv_heads < 0 else kv_heads
-        values = head_dim if head_dim_v < 0 else head_dim_v
-        with FakeTensorMode():  # tensors without memory, so that a problem may be larger than the machine
-            plan = explain_call(
-                like(seqlen_q, heads, head_dim),
-                like(keys, count, head_dim),
-                like(keys, count, values),
-                causal=causal,
-                device_capability=parse_capability(capability) if capability else None,
-            )
-        console = console_for(json_path)
-        console.print(plan_view(plan))
-        config = {"name": plan.config.name, **asdict(plan.config)}
-        write_json({**asdict(plan), "config": config}, json_path, console)
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """(9, 0) from "9.0".
-
-    Raises:
-        ValueError: it is anything else than two numbers with a point between them.
-    """
-    major, _, minor = text.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise ValueError(f"capability is {text!r}, allowed: major.minor, as 9.0")
-    return int(major), int(minor)
+app.command()(explain)
 
 
 @app.command()

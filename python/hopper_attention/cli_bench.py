@@ -35,6 +35,7 @@ WIDE_PIPE = 200
 """Columns of the ablation's table where there is no terminal to ask."""
 
 DEFAULT_KIND = "forward"
+SMALL_SHAPE = "bf16-b1-s256-h2-d64-full"
 
 Precision = Literal["float16", "bfloat16", "fp8"]
 Shapes = Annotated[
@@ -97,6 +98,22 @@ def end_if_lost(lost: str, console: Console) -> None:
         exit_with_lost_gpu()
 
 
+def device_to_measure(device: str) -> str:
+    """The device to run a benchmark on.
+
+    Raises:
+        ValueError: none was named and there is no GPU, or there is no such device.
+    """
+    where = pick_device(device)
+    if device == "auto" and where == "cpu":
+        raise ValueError(
+            "bench needs a Hopper GPU (H100, H200, GH200), and torch finds no GPU here; what runs anywhere: "
+            "hopper-attention rmse (accuracy), hopper-attention explain --capability 9.0 (what a Hopper GPU would "
+            f"run), or small problems, as hopper-attention bench --device cpu --shapes {SMALL_SHAPE}"
+        )
+    return where
+
+
 def throughput(
     kind: str,
     shapes: str,
@@ -108,6 +125,7 @@ def throughput(
     json_path: str,
 ) -> None:
     """Run a suite, print its table, draw it and write it."""
+    where = device_to_measure(device)
     from hopper_attention.experiments.bench.peers import Setting, parse_peers
     from hopper_attention.experiments.bench.results import ForwardReport, dump_forward
     from hopper_attention.experiments.bench.run import CellLostError, check_affordable, run_forward
@@ -120,7 +138,6 @@ def throughput(
     from hopper_attention.experiments.tables import target_table
 
     suite = SUITES[kind]
-    where = pick_device(device)
     problems = parse_shapes(shapes or suite.default_shapes)
     rows = parse_peers(peers or suite.default_peers, suite.registry)
     check_affordable(problems, where)
@@ -154,51 +171,35 @@ def throughput(
     end_if_lost(lost, console)
 
 
-@bench_app.command()
-def forward(
-    shapes: Shapes = "",
-    peers: Peers = "",
-    fa3_library: Fa3Library = NO_FILE,
-    device: Device = "auto",
-    budget: SuiteBudget = 0.0,
-    plot: PlotPath = NO_FILE,
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Forward throughput in 16 bits. Report: forward_<gpu>.json, page: forward.md."""
-    with one_line_errors():
-        throughput("forward", shapes, peers, fa3_library, device, budget, plot, json_path)
+SUITE_HELP = {
+    "forward": "Forward throughput in 16 bits. Report: forward_<gpu>.json, page: forward.md.",
+    "fp8": "Forward throughput in FP8: the kernel alone, and end to end from 16 bits. Report: fp8_<gpu>.json, page: "
+    "fp8.md.",
+    "backward": "Backward throughput in 16 bits: the gradients alone, without the forward. Report: "
+    "backward_<gpu>.json, page: backward.md.",
+}
 
 
-@bench_app.command()
-def fp8(
-    shapes: Shapes = "",
-    peers: Peers = "",
-    fa3_library: Fa3Library = NO_FILE,
-    device: Device = "auto",
-    budget: SuiteBudget = 0.0,
-    plot: PlotPath = NO_FILE,
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Forward throughput in FP8: the kernel alone, and end to end from 16 bits. Report: fp8_<gpu>.json, page:
-    fp8.md."""
-    with one_line_errors():
-        throughput("fp8", shapes, peers, fa3_library, device, budget, plot, json_path)
+def add_suite(kind: str, text: str) -> None:
+    """The command of one throughput benchmark."""
+
+    def command(
+        shapes: Shapes = "",
+        peers: Peers = "",
+        fa3_library: Fa3Library = NO_FILE,
+        device: Device = "auto",
+        budget: SuiteBudget = 0.0,
+        plot: PlotPath = NO_FILE,
+        json_path: JsonPath = NO_FILE,
+    ) -> None:
+        with one_line_errors():
+            throughput(kind, shapes, peers, fa3_library, device, budget, plot, json_path)
+
+    bench_app.command(kind, help=text)(command)
 
 
-@bench_app.command()
-def backward(
-    shapes: Shapes = "",
-    peers: Peers = "",
-    fa3_library: Fa3Library = NO_FILE,
-    device: Device = "auto",
-    budget: SuiteBudget = 0.0,
-    plot: PlotPath = NO_FILE,
-    json_path: JsonPath = NO_FILE,
-) -> None:
-    """Backward throughput in 16 bits: the gradients alone, without the forward. Report: backward_<gpu>.json, page:
-    backward.md."""
-    with one_line_errors():
-        throughput("backward", shapes, peers, fa3_library, device, budget, plot, json_path)
+for kind, text in SUITE_HELP.items():
+    add_suite(kind, text)
 
 
 @bench_app.command()
@@ -217,6 +218,7 @@ def latency(
     """Host time a call, small shapes, CUDA graph replay, and the first call of a process. Report: latency_<gpu>.json,
     on the page forward.md."""
     with one_line_errors():
+        where = device_to_measure(device)
         from hopper_attention.experiments.bench.latency import Calls, parse_small_shapes, run_latency
         from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, Setting, parse_peers
         from hopper_attention.experiments.bench.tables import latency_table
@@ -227,7 +229,7 @@ def latency(
 
         problems = parse_small_shapes(shapes)
         rows = parse_peers(peers or ",".join(DEFAULT_PEERS))
-        setting = Setting(pick_device(device), fa3_library)
+        setting = Setting(where, fa3_library)
         console = console_for(json_path)
         with progress_bar() as bar:
             figures = run_latency(
@@ -261,6 +263,7 @@ def scaling(
     """Time, TFLOP/s and memory by length of the sequence, beside plain PyTorch as far as that fits. Report:
     scaling_<gpu>.json, page: scaling.md."""
     with one_line_errors():
+        where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting, parse_peers
         from hopper_attention.experiments.bench.run import CellLostError
         from hopper_attention.experiments.bench.timing import Effort
@@ -276,7 +279,7 @@ def scaling(
 
         spec = Scaling(parse_lengths(lengths), tokens, heads, head_dim, causal=causal)
         rows = parse_peers(peers or DEFAULT_PEERS)
-        setting = Setting(pick_device(device), fa3_library)
+        setting = Setting(where, fa3_library)
         console = console_for(json_path)
         latest: list[ScalingReport] = []
         lost = ""
@@ -310,6 +313,7 @@ def quantize(
     """The FP8 pre-pass against a device copy in the same run: TB/s of each, and their ratio. Report:
     prepass_<gpu>.json, page: prepass.md."""
     with one_line_errors():
+        where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting
         from hopper_attention.experiments.bench.run import CellLostError
         from hopper_attention.experiments.bench.spec import parse_shapes
@@ -325,7 +329,7 @@ def quantize(
         from hopper_attention.experiments.tables import target_table
 
         problems = parse_shapes(shapes) if shapes else paper_sizes()
-        setting = Setting(pick_device(device))
+        setting = Setting(where)
         console = console_for(json_path)
         latest: list[QuantizeReport] = []
         lost = ""

@@ -16,6 +16,7 @@ from hopper_attention.experiments.tables import ACCENT, QUIET
 if TYPE_CHECKING:
     from hopper_attention.compile_cache import Compilation
     from hopper_attention.dispatch import Plan
+    from hopper_attention.fp8_plan import Fp8Plan
     from hopper_attention.machine import Gpu, Machine
 
 WARNING = "yellow"
@@ -25,7 +26,7 @@ def facts(title: str, rows: Sequence[tuple[str, RenderableType]]) -> RenderableT
     """A heading, and below it one line a fact: its name in dim, then what it is."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style=QUIET, no_wrap=True, min_width=17)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, value in rows:
         grid.add_row(name, value)
     return Group(Text(title, style="bold"), Padding(grid, (0, 0, 0, 2), expand=False), "")
@@ -33,9 +34,9 @@ def facts(title: str, rows: Sequence[tuple[str, RenderableType]]) -> RenderableT
 
 def machine_view(machine: Machine) -> RenderableType:
     """What the machine has, what would run on it, and what is missing with how to get it."""
-    m, version = machine, machine.hopper_attention
+    m = machine
     software = [
-        ("hopper-attention", version if version[0].isdigit() else "run from its source folder"),
+        ("hopper-attention", m.hopper_attention),
         ("Python", m.python),
         ("torch", f"{m.torch}, built for CUDA {m.torch_cuda}" if m.torch_cuda[0].isdigit() else m.torch),
         ("CuTe DSL", m.dsl),
@@ -79,6 +80,21 @@ def plan_view(plan: Plan) -> RenderableType:
     names = [field.name for field in fields(plan.config)] + derived
     config = [(name, Text(field_text(getattr(plan.config, name)))) for name in names]
     return Group(facts("Plan", head), facts(f"Config {plan.config.name}", config))
+
+
+def fp8_plan_view(plan: Fp8Plan) -> RenderableType:
+    """How the inputs are quantized, and then the attention on them."""
+    from hopper_attention.fp8_plan import describe_options
+
+    rows: list[tuple[str, RenderableType]] = [
+        ("quantizer", Text(plan.quantizer, style=ACCENT)),
+        ("reason", Text(plan.quantizer_reason)),
+    ]
+    if plan.quantizer_config is not None:
+        rows.append(("kernel", Text(plan.quantizer_config.name)))
+    rows += [("scales", Text(text)) for text in plan.scales]
+    rows.append(("before that", Text(describe_options(plan.quantization))))
+    return Group(facts("Quantization", rows), plan_view(plan.attention))
 
 
 def field_text(value: Any) -> str:

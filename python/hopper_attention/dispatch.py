@@ -190,7 +190,7 @@ def explain(
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
-    target = target_of(q.device) if device_capability is None else _imagined(device_capability)
+    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     if q.dtype == checks.FP8_DTYPE:
         checks.check_fp8_has_no_grad(q, k, v, q_descale, k_descale, v_descale)
         choice, config = _plan_fp8(specs, bool(causal), two_level_accumulation, target, backend)
@@ -239,7 +239,12 @@ def _plan_fp8(
     return choice, ReferenceConfig(fp8=True)
 
 
-def _imagined(capability: Any) -> Target:
+def imagined_target(capability: Any) -> Target:
+    """A GPU of this compute capability that is not here, with everything installed.
+
+    Raises:
+        ValueError: it is no pair of numbers.
+    """
     valid = (
         isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(n, int) for n in capability)
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -97,7 +99,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or _kernels.NOT_INSTALLED,
-        hopper_attention=_kernels.package_version("hopper-attention"),
+        hopper_attention=find_version(),
         dsl=_kernels.package_version(_kernels.DSL_PACKAGE),
         tvm_ffi=_kernels.package_version(_kernels.FFI_PACKAGE),
         driver=f"CUDA {driver[0]}.{driver[1]}" if driver else _kernels.NOT_INSTALLED,
@@ -107,6 +109,16 @@ def describe_machine() -> Machine:
         cache_dir=str(compile_cache.cache_dir()),
         cached_kernels=len(compile_cache.cached_kernels()),
     )
+
+
+def find_version() -> str:
+    """The version of this package: as it is installed, or else as the folder of its source says."""
+    installed = _kernels.package_version("hopper-attention")
+    if installed != _kernels.NOT_INSTALLED:
+        return installed
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    found = re.search(r'^version = "([\d.]+)"', project.read_text(), re.M) if project.is_file() else None
+    return f"{found[1]}, run from its source folder" if found else _kernels.NOT_INSTALLED
 
 
 def archs_here() -> tuple[str, ...]:

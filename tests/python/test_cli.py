@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hopper_attention import compile_cache
+from hopper_attention import Fp8Quantization, _kernels, compile_cache
 from hopper_attention.cli import app
 from hopper_attention.experiments.rmse.run import METHODS
 
@@ -75,6 +77,72 @@ def test_explain_of_another_gpu_gives_the_reason() -> None:
     assert "ampere_fwd_sm_80_bf16_" in output and "8.0" in output
     output = succeed("explain", "--capability", "7.5", "--head-dim-v", 64, "--kv-heads", 4).output
     assert "reference" in output and "7.5" in output
+
+
+def test_version_is_that_of_the_project() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    version = re.search(r'^version = "([\d.]+)"', project, re.M)
+    assert version and re.fullmatch(
+        rf"hopper-attention {re.escape(version[1])}.*\n", succeed("--version").output
+    )
+
+
+def test_version_without_an_installed_package_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "package_version", lambda name: _kernels.NOT_INSTALLED)
+    assert re.fullmatch(
+        r"hopper-attention \d+\.\d+\.\d+, run from its source folder\n", succeed("--version").output
+    )
+
+
+def test_explain_of_fp8_names_quantizer_scales_and_kernel() -> None:
+    chosen = ("--fp8", "--capability", "9.0", "--head-dim", 64, "--causal")
+    result = succeed("explain", *chosen, "--json", "-")
+    data = json.loads(result.stdout)
+    assert (data["quantizer"], data["attention"]["backend"]) == ("fused", "hopper")
+    config, kernel = data["quantizer_config"], data["attention"]["config"]
+    assert (config["head_dim"], config["rotate"]) == (64, True)
+    assert (kernel["dtype"], kernel["head_dim"], kernel["causal"]) == ("float8_e4m3fn", 64, True)
+    assert config["name"] in result.stderr and kernel["name"] in result.stderr
+    assert "q: a scale for each row" in result.stderr
+
+
+def test_explain_of_fp8_takes_the_options_of_a_quantization() -> None:
+    options = (
+        "--granularity",
+        "head",
+        "--no-rotate",
+        "--smooth-k",
+        "--smooth-v",
+        "--rotate-v",
+        "--two-level",
+    )
+    data = json.loads(succeed("explain", "--fp8", *options, "--capability", "9.0", "--json", "-").stdout)
+    expected = Fp8Quantization(
+        rotate=False,
+        granularity="head",
+        smooth_k=True,
+        rotate_v=True,
+        smooth_v=True,
+        block_k=data["quantization"]["block_k"],
+    )
+    assert data["quantization"] == asdict(expected)
+    assert data["quantizer"] == "torch" and "granularity is 'head'" in data["quantizer_reason"]
+    assert data["attention"]["config"]["two_level"] is True
+    blocks = ("--block-q", 64, "--block-k", 128)
+    data = json.loads(succeed("explain", "--fp8", *blocks, "--capability", "9.0", "--json", "-").stdout)
+    assert (data["quantizer_config"]["block_q"], data["quantizer_config"]["block_k"]) == (64, 128)
+
+
+def test_explain_of_fp8_inputs_with_descales() -> None:
+    data = json.loads(
+        succeed("explain", "--dtype", "float8_e4m3fn", "--capability", "9.0", "--json", "-").stdout
+    )
+    assert (data["backend"], data["config"]["dtype"]) == ("hopper", "float8_e4m3fn")
+
+
+def test_explain_of_fp8_needs_no_memory_for_the_problem() -> None:
+    output = succeed("explain", "--fp8", "--seqlen-q", 10**11, "--device", "cpu").output
+    assert "reference_fp8_m128n128" in output
 
 
 def test_explain_needs_no_memory_for_the_problem() -> None:
@@ -143,13 +211,18 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
         (("bench", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
         (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
         (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
+        (("explain", "--granularity", "head"), "granularity is head without --fp8, allowed: with --fp8"),
+        (("explain", "--no-rotate"), "rotate is False without --fp8, allowed: with --fp8"),
+        (("explain", "--fp8", "--dtype", "float8_e4m3fn"), "dtype is float8_e4m3fn with --fp8, allowed"),
+        (("explain", "--two-level"), "two-level is given with 16-bit inputs, allowed: with --fp8"),
+        (("explain", "--fp8", "--block-k", 0, "--device", "cpu"), "block_k is 0, allowed: 1 or more"),
         (("compile", "--only", "sm_100"), "only is 'sm_100', allowed: part of a shipped config's name"),
         (
             ("compile", "--arch", "sm_75"),
             "arch is 'sm_75', allowed: sm_80, sm_86, sm_89, sm_90a, sm_120 or all",
         ),
-        (("bench", "--device", "cpu"), "device is cpu, allowed there"),
-        (("bench", "--shapes", "big"), "big"),
+        (("bench", "--device", "cpu"), "device is cpu, allowed there: small ones"),
+        (("bench", "--device", "cpu", "--shapes", "big"), "shape is 'big', allowed"),
         (("info", "--json", "/dev/null/x.json"), "/dev/null"),
     ],
 )

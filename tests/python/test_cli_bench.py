@@ -17,6 +17,7 @@ from tests.python.experiments.bench.test_results import LATENCY, fake_report
 
 ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
 TINY = "bf16-b1-s64-h1-d64-full"
+SMALL = "bf16-b1-s256-h2-d64-full"
 
 
 def call(*arguments: object) -> Result:
@@ -120,20 +121,36 @@ def test_reports_are_compared(words: tuple[str, ...], tmp_path: Path) -> None:
 
 @ON_CPU_ONLY
 @pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize"])
-def test_without_a_gpu_the_default_run_is_refused(kind: str) -> None:
-    result = call(kind)
-    assert result.exit_code == 2, result.output
-    assert "device is cpu, allowed there: 1e+11 in all" in result.stderr
+def test_without_a_gpu_the_default_run_is_refused_before_anything_else(kind: str) -> None:
+    for mistakes in ((), ("--shapes" if kind != "scaling" else "--lengths", "no such")):
+        result = call(kind, *mistakes)
+        assert result.exit_code == 2, result.output
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: bench needs a Hopper GPU") and "torch finds no GPU here" in line
+        for instead in (
+            "hopper-attention rmse",
+            "explain --capability 9.0",
+            f"--device cpu --shapes {SMALL}",
+        ):
+            assert instead in line
+        assert "e+" not in line
+
+
+def test_the_small_problem_that_is_advised_without_a_gpu_runs() -> None:
+    succeed("--device", "cpu", "--shapes", SMALL, "--peers", "ours", "--budget", 0.1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("scaling", "--lengths", "1q"), "lengths is '1q', allowed: comma-separated lengths"),
-        (("latency", "--shapes", "small"), "shape is 'small', allowed"),
+        (
+            ("scaling", "--lengths", "1q", "--device", "cpu"),
+            "lengths is '1q', allowed: comma-separated lengths",
+        ),
+        (("latency", "--shapes", "small", "--device", "cpu"), "shape is 'small', allowed"),
         (("latency", "--calls", 0, "--device", "cpu"), "calls is 0, rounds is 11, allowed: 1 or more"),
-        (("fp8", "--peers", "fa9"), "peers is 'fa9', allowed"),
-        (("backward", "--peers", "fa9"), "peers is 'fa9', allowed"),
+        (("fp8", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
+        (("backward", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
         (("compare", "absent.json", "absent.json"), "absent.json"),
         (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
     ],

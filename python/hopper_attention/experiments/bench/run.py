@@ -97,9 +97,10 @@ def check_affordable(problems: Sequence[Problem], device: str, repeats: int = 1)
     """
     work = repeats * sum(problem.flops for problem in problems)
     if torch.device(device).type == "cpu" and work > CPU_FLOPS:
+        times = f"{work / CPU_FLOPS:,.1f} times"
         raise ValueError(
-            f"the problems need {work:.1e} floating-point operations a round and device is cpu, allowed there: "
-            f"{CPU_FLOPS:.0e} in all, as in bf16-b1-s256-h2-d64-full; on a GPU there is no limit"
+            f"the problems are {times} what a CPU may be given and device is cpu, allowed there: small ones, as "
+            "bf16-b1-s256-h2-d64-full; on a GPU there is no limit"
         )
 
 

@@ -1,0 +1,160 @@
+"""What ``flash_attn_fp8_func`` would run and why: the quantizer, what shares a scale, and the attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hopper.quantize.config import QuantizeConfig
+from hopper_attention import checks, fp8_rules
+from hopper_attention.backends import Choice, Target, target_of
+from hopper_attention.checks import TensorSpec
+from hopper_attention.dispatch import Config, Plan, ReferenceConfig, imagined_target, select_config
+from hopper_attention.fp8 import DEFAULT_QUANTIZATION, with_blocks_for
+from hopper_attention.fp8_launch import problem_of
+from hopper_attention.fp8_rules import Fp8Problem
+from hopper_attention.fp8_training import quantizer_of
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
+from hopper_attention.quantization_launch import select_quantize_config, why_not_fused
+from hopper_attention.shapes import attention_shape
+
+
+@dataclass(frozen=True)
+class Fp8Plan:
+    """What a call of ``flash_attn_fp8_func`` runs. Printing it gives one line a fact.
+
+    Attributes:
+        quantizer: "fused", one kernel, or "torch", several passes.
+        quantizer_reason: why this quantizer.
+        quantizer_config: what the fused kernel is compiled from; None for "torch".
+        quantization: what is done to q, k and v, with ``block_k`` as a number.
+        scales: what shares a scale, a sentence for q and one for k and v.
+        attention: backend, config and reason of the attention on the quantized tensors.
+    """
+
+    quantizer: str
+    quantizer_reason: str
+    quantizer_config: QuantizeConfig | None
+    quantization: Fp8Quantization
+    scales: tuple[str, ...]
+    attention: Plan
+
+    def __str__(self) -> str:
+        rows = [("quantizer", self.quantizer), ("because", self.quantizer_reason)]
+        if self.quantizer_config is not None:
+            rows.append(("kernel", self.quantizer_config.name))
+        rows += [("scales", text) for text in self.scales]
+        rows.append(("options", describe_options(self.quantization)))
+        lines = [f"{label:<11}{text}" for label, text in rows]
+        return "\n".join([*lines, str(self.attention)])
+
+
+def describe_options(quantization: Fp8Quantization) -> str:
+    """What is done to q, k and v before they become e4m3, in words."""
+    c = quantization
+    done = [
+        "q and k rotated" if c.rotate else "",
+        "v rotated" if c.rotate_v else "",
+        "the mean of k subtracted" if c.smooth_k else "",
+        "the mean of v subtracted" if c.smooth_v else "",
+    ]
+    return ", ".join(text for text in done if text) or "none"
+
+
+def explain_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
+    two_level_accumulation: bool = False,
+    backend: str | None = None,
+    device_capability: tuple[int, int] | None = None,
+) -> Fp8Plan:
+    """What ``flash_attn_fp8_func`` with these arguments would run, and why. Computes and compiles nothing.
+
+    Args:
+        q, k, v and all others up to ``backend``: as for :func:`hopper_attention.flash_attn_fp8_func`. Meta tensors will
+            do, as nothing is read.
+        device_capability: answer for a GPU of this compute capability, with everything installed, instead of for the
+            device of q; (9, 0) is a Hopper GPU.
+
+    Raises:
+        ValueError, TypeError: as the call itself would.
+    """
+    checks.check_are_tensors(q=q, k=k, v=v)
+    checks.check_backend(backend)
+    checks.check_two_level_accumulation(two_level_accumulation)
+    if softmax_scale is not None:
+        checks.check_scale(softmax_scale)
+    attention_shape(q, k, v)
+    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    chosen = with_blocks_for(quantization, (q, k, v), causal, two_level_accumulation)
+    parts = quantize_nothing(q, k, v, chosen)
+    chosen = replace(chosen, block_k=parts.quantization.block_k)
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    is_torch_asked = quantizer_of(backend) == "torch"
+    reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
+    config = None
+    if not reason:
+        sizes = q.shape[3], v.shape[3], k.shape[1]
+        config = select_quantize_config(q.dtype, *sizes, chosen)
+    return Fp8Plan(
+        quantizer="torch" if reason else "fused",
+        quantizer_reason=reason or f"{target.name} has compute capability 9.0",
+        quantizer_config=config,
+        quantization=chosen,
+        scales=describe_scales(parts),
+        attention=plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend),
+    )
+
+
+def quantize_nothing(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> QuantizedQKV:
+    """What ``quantize_qkv`` makes of tensors like these, without their data: sizes, blocks and largest codes.
+
+    None of them depends on rotations and means, which are left out for the sake of speed.
+    """
+    like = (torch.empty_like(x, device="meta", requires_grad=False) for x in (q, k, v))
+    plain = replace(quantization, rotate=False, rotate_v=False, smooth_k=False, smooth_v=False)
+    return quantize_qkv(*like, quantization=plain, backend="torch")
+
+
+def describe_scales(parts: QuantizedQKV) -> tuple[str, str]:
+    if parts.quantization.granularity == "tensor":
+        return "q: one scale", "k and v: one scale each"
+    if parts.quantization.granularity == "head":
+        return "q: a scale for the query heads of each key/value head", "k and v: a scale for each head"
+    return f"q: {rows_text(parts.q, 'row')}", f"k and v: {rows_text(parts.k, 'key')}"
+
+
+def rows_text(part: QuantizedTensor, what: str) -> str:
+    return (
+        f"a scale for each {what}" if part.block == 1 else f"a scale for each {part.block} {what}s of a head"
+    )
+
+
+def plan_attention(problem: Fp8Problem, target: Target, backend: str | None) -> Plan:
+    """Backend and config of the attention on quantized tensors."""
+    choice = fp8_rules.choose_fp8_backend(problem, target, backend)
+    copies: tuple[str, ...] = ()
+    if choice.backend == "ampere":
+        copies = (f"q, k and v are dequantized to {problem.out_dtype} by PyTorch",)
+    notes = (choice.advice,) if choice.advice else ()
+    return Plan(choice.backend, config_of(problem, choice, target), choice.reason, copies, notes)
+
+
+def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:
+    if choice.backend == "hopper":
+        return fp8_rules.select_config(problem)
+    if choice.backend == "reference":
+        return ReferenceConfig(fp8=True)
+    p = problem
+    q, k, v = (
+        TensorSpec(s, (), p.out_dtype, torch.device("meta")) for s in (p.q_shape, p.k_shape, p.v_shape)
+    )
+    return select_config(choice.backend, target.capability, q, k, v, p.causal)
