@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from dataclasses import asdict
 from pathlib import Path
 
@@ -190,6 +195,39 @@ def test_rmse_of_other_inputs(distribution: str) -> None:
     # A bfloat16 is rounded by 2^-9 of itself at most, an e4m3 by 2^-4.
     assert 4 * errors["flash"] < errors["fp8-both"] < 0.3 * data["oracle_rms"]
     assert data["experiment"]["distribution"] == distribution
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        (("rmse", "--seqlen", "256", "--head-dim", "64"), "FP8 baseline: per-tensor scales"),
+        (("explain", "--fp8", "--capability", "9.0"), "k and v: a scale for each 128 keys of a head"),
+        (("info",), "any torch device, the CPU by default; emulates FP8"),
+    ],
+)
+def test_nothing_is_cut_on_a_terminal_of_80_columns(arguments: tuple[str, ...], whole: str) -> None:
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "dumb", "NO_COLOR": "1"}
+    environment.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "hopper_attention", *arguments]
+    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
+    os.close(terminal)
+    text = read_all(master)
+    assert process.wait() == 0
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text and whole in text
+
+
+def read_all(terminal: int) -> str:
+    """What was written to a terminal, until its last writer has closed it."""
+    parts = []
+    with contextlib.suppress(OSError):  # which is how Linux says that
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    os.close(terminal)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(parts).decode())
 
 
 def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:

@@ -77,10 +77,11 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         spare_columns = [i for i, column in enumerate(self.columns) if column.is_spare]
-        layouts = [Layout.of(self, console, [], is_dense=False)]
-        for first in reversed(range(len(spare_columns) + 1)):
-            layouts.append(Layout.of(self, console, spare_columns[first:], is_dense=True))
-        chosen = next((each for each in layouts if each.least_width <= options.max_width), layouts[-1])
+        chosen = Layout.of(self, console, [], is_dense=False)
+        first = len(spare_columns)
+        while first >= 0 and not chosen.fits(options.max_width):
+            chosen = Layout.of(self, console, spare_columns[first:], is_dense=True)
+            first -= 1
         if self.title:
             yield Text(self.title, style="bold")
         yield chosen.draw(self.groups, options.max_width)
@@ -117,9 +118,9 @@ class Layout:
             most.append(max(*widths, heading) if widths else heading)
         return cls(columns, kept, least, most, is_dense)
 
-    @property
-    def least_width(self) -> int:
-        return sum(self.least) + self.gaps
+    def fits(self, available: int) -> bool:
+        """Whether no word has to be broken and, with wide gaps, no line."""
+        return sum(self.least if self.is_dense else self.most) + self.gaps <= available
 
     @property
     def gaps(self) -> int:
@@ -127,17 +128,20 @@ class Layout:
         return between if self.is_dense else between + 2
 
     def widths(self, available: int) -> list[int]:
-        """What each column gets: its least, and of what is left those that wrap take turns, the neediest first."""
+        """What each column gets: those that wrap share what the others leave, by how many lines they would take."""
         widths = list(self.least)
         wrapping = [i for i, column in enumerate(self.columns) if column.wraps]
-        left = available - self.least_width
-        while wrapping and left:
-            step = 1 if left > 0 else -1
-            neediest = max(wrapping, key=lambda i: self.most[i] - widths[i] if step > 0 else widths[i])
-            if (step > 0 and widths[neediest] >= self.most[neediest]) or widths[neediest] + step < 1:
+        left = available - sum(widths) - self.gaps
+        while wrapping and left < 0 and max(widths[i] for i in wrapping) > 1:
+            widest = max(wrapping, key=lambda i: widths[i])
+            widths[widest] -= 1
+            left += 1
+        while wrapping and left > 0:
+            tallest = max(wrapping, key=lambda i: self.most[i] / widths[i])
+            if widths[tallest] >= self.most[tallest]:
                 break
-            widths[neediest] += step
-            left -= step
+            widths[tallest] += 1
+            left -= 1
         return widths
 
     def draw(self, groups: Sequence[Sequence[Row]], available: int) -> Table:

@@ -328,8 +328,8 @@ def fake_report() -> AblationReport:
     )
 
 
-def text_of(renderable: object) -> str:
-    console = Console(width=260)
+def text_of(renderable: object, width: int = 260) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
@@ -479,6 +479,10 @@ def test_code_is_shown_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(code_table(inspected))
     for figure in ("does not compile", "m64 n128 s3", "208.0 KiB", "2296", "38", "178", "187"):
         assert figure in text
+    narrow = text_of(code_table(inspected), 80)
+    assert max(map(len, narrow.splitlines())) <= 80 and "…" not in narrow
+    for figure in ("2296", "208.0 KiB", "168", "38"):
+        assert figure in narrow
 
 
 # The command

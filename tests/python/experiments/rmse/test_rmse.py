@@ -393,8 +393,8 @@ def synthetic(with_paper: bool) -> RmseReport:
     return RmseReport(experiment, rows, (), (0.2,))
 
 
-def text_of(view: object) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
+def text_of(view: object, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(view)
     return console.export_text()
 
@@ -410,6 +410,17 @@ def test_table_shows_every_row(with_paper: bool) -> None:
     assert "Left out: x, y (gone)." in text
     assert ("the paper has 2.6" in text) == ("9.1e-03" in text) == with_paper
     assert "Ours over its emulation in float64: 1.137." in text
+
+
+@pytest.mark.parametrize("with_paper", [True, False])
+def test_table_fits_80_columns(with_paper: bool) -> None:
+    report = synthetic(with_paper)
+    text = text_of(rmse_table(report), 80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in text
+    for row in report.rows:
+        assert any(f" {row.rmse:.2e} " in line and "5 %" in line for line in lines)
+        assert all(word in text for word in (*row.label.split(), *row.implementation.split()))
 
 
 def png_size(path: Path) -> tuple[int, int]:

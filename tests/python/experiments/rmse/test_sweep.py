@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hopper_attention.cli import app
@@ -23,6 +24,7 @@ from hopper_attention.experiments.rmse.sweep import (
     sweep_as_data,
     sweep_from_data,
 )
+from hopper_attention.experiments.rmse.tables import sweep_table
 from hopper_attention.experiments.rmse.targets import fp8_targets, sweep_targets
 
 TINY = RmseExperiment(seqlen=256, head_dim=32, seeds=2, queries=48)
@@ -45,6 +47,16 @@ ON_GPU = synthetic(
     {"flash": HOPPER_KERNEL, "fp8-both": HOPPER_KERNEL, "fp8-emulated": "emulation on cuda"},
     (4096, 16384, 65536),
 )
+
+
+def test_table_fits_80_columns() -> None:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(sweep_table(ON_GPU))
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for figure in ("65536", "2.00e-04 ± 2e-05", "6.00e-02 ± 6e-03", "1.200", "emulation on cuda"):
+        assert all(word in text for word in figure.split())
 
 
 def test_summary_is_growth_of_the_kernel_over_that_of_its_emulation() -> None:
