@@ -200,7 +200,7 @@ def test_rmse_of_other_inputs(distribution: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "whole"),
     [
-        (("rmse", "--seqlen", "256", "--head-dim", "64"), "FP8 baseline: per-tensor scales"),
+        (("rmse", "--seqlen", "256", "--head-dim", "64"), "emulation on cpu"),
         (("explain", "--fp8", "--capability", "9.0"), "k and v: a scale for each 128 keys of a head"),
         (("info",), "any torch device, the CPU by default; emulates FP8"),
     ],
