@@ -34,8 +34,10 @@ from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.fp8_launch import EmulationLaunch, adds_mean, empty_vectors
-from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv, restore_values
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
+from hopper_attention.quantization_rules import means_of
+from hopper_attention.quantized import Means
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward

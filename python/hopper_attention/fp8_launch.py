@@ -28,13 +28,8 @@ from hopper_attention.launch import (
 )
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repair_for
 from hopper_attention.notices import warn_once
-from hopper_attention.quantization import (
-    QuantizedQKV,
-    QuantizedTensor,
-    TransposedV,
-    restore_values,
-    transpose_for_kernel,
-)
+from hopper_attention.quantization_rules import restore_values
+from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
 from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
 from hopper_attention.shapes import fit_shapes
 

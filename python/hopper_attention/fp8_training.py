@@ -19,10 +19,10 @@ from hopper_attention.quantization import (
     QuantizedQKV,
     QuantizedTensor,
     TransposedV,
-    add_mean,
     default_block_k,
     quantize_qkv,
 )
+from hopper_attention.quantization_rules import add_mean
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 
 OF_THE_TILE = 0

@@ -15,14 +15,7 @@ from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.launch import is_capturing
 from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable
-from hopper_attention.quantization import (
-    E4M3,
-    Fp8Quantization,
-    Means,
-    QuantizedTensor,
-    TransposedV,
-    padded_keys,
-)
+from hopper_attention.quantized import E4M3, Fp8Quantization, Means, QuantizedTensor, TransposedV, padded_keys
 from hopper_attention.rotation import rotation_signs
 
 MAX_ITEMS = 2**30

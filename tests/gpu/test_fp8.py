@@ -22,8 +22,8 @@ from hopper_attention.quantization import (
     from_descales,
     quantize_qkv,
     restore_values,
-    robust_mean_of_keys,
 )
+from hopper_attention.quantization_rules import robust_mean_of_keys
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_errors import (
     LAGGING_LSE_ROUNDING,

@@ -26,8 +26,8 @@ from hopper_attention.quantization import (
     default_block_k,
     from_descales,
     quantize_qkv,
-    transpose_for_kernel,
 )
+from hopper_attention.quantized import transpose_for_kernel
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 
 HOPPER = Target("fake H200", (9, 0), assume_installed=True)

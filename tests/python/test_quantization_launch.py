@@ -17,15 +17,10 @@ from hopper_attention import compile_cache, quantization_launch
 from hopper_attention.backends import Target
 from hopper_attention.checks import TensorSpec
 from hopper_attention.fp8 import flash_attn_fp8_func
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    Means,
-    TransposedV,
-    default_block_k,
-    quantize_qkv,
-    robust_mean_of_keys,
-)
+from hopper_attention.quantization import Fp8Quantization, TransposedV, default_block_k, quantize_qkv
 from hopper_attention.quantization_launch import quantize_fused, select_quantize_config, why_not_fused
+from hopper_attention.quantization_rules import robust_mean_of_keys
+from hopper_attention.quantized import Means
 from hopper_attention.rotation import rotation_signs
 
 fused_qkv = partial(quantize_qkv, backend="fused")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hopper.config import Fp8ForwardConfig
 from hopper.fp8_config import select_fp8_forward_config
+from hopper.quantize.config import E4M3_MAX
 from hopper_attention.experiments.bench_peers import (
     Inputs,
     Limits,
@@ -45,7 +46,6 @@ from hopper_attention.fp8 import DEFAULT_QUANTIZATION, flash_attn_fp8_func, flas
 from hopper_attention.fp8_rules import block_of
 from hopper_attention.quantization import (
     E4M3,
-    E4M3_MAX,
     Fp8Quantization,
     QuantizedQKV,
     default_block_k,

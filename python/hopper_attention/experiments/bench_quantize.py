@@ -52,12 +52,7 @@ from hopper_attention.experiments.bench_timing import (
     play_rounds,
 )
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    QuantizedQKV,
-    quantize_qkv,
-    restore_values,
-)
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.rotation import rotate_head_dim
 
 KIND = "prepass"
