@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import ops
-from hopper_attention.fp8_launch import attend
+from hopper_attention.launch.fp8 import attend
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,

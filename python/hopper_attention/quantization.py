@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hopper_attention.quantization_launch import quantize_fused, why_not_fused_here
+from hopper_attention.launch.quantize import quantize_fused, why_not_fused_here
 from hopper_attention.quantization_rules import (
     Quantizer,
     check_sources,
@@ -82,7 +82,7 @@ def quantize_qkv(
 
     On a Hopper GPU one kernel does it in one pass, reading float16 or bfloat16 and writing e4m3, where ``granularity``
     is "block" (the other two need a maximum before anything is written) and the sizes suit it
-    (:func:`hopper_attention.quantization_launch.why_not_fused`). Elsewhere PyTorch does it, in several passes, with
+    (:func:`hopper_attention.launch.quantize.why_not_fused`). Elsewhere PyTorch does it, in several passes, with
     the same bits. The means of K and V may differ in their last bit between devices. A CUDA graph can be captured of
     the kernel once a call with the same head_dim, options and device has been made, and of PyTorch's passes not at all.
 

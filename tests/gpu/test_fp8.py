@@ -14,8 +14,8 @@ import torch
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse import RmseExperiment, compute_oracle, draw_problem
-from hopper_attention.fp8_launch import find_fp8_launch, problem_of
 from hopper_attention.fp8_rules import select_config
+from hopper_attention.launch.fp8 import find_fp8_launch, problem_of
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import QuantizeConfig, default_block_sizes
-from hopper_attention import compile_cache, flash_attn_fp8_func, quantization, quantization_launch
-from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, TransposedV, quantize_qkv
-from hopper_attention.quantization_launch import (
+from hopper_attention import compile_cache, flash_attn_fp8_func, quantization
+from hopper_attention.launch import quantize
+from hopper_attention.launch.quantize import (
     Outputs,
     empty_outputs,
-    fill,
     quantize_fused,
     select_quantize_config,
     why_not_fused_here,
 )
+from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, TransposedV, quantize_qkv
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
 from tests.gpu.test_memory import needs_memory
@@ -51,7 +51,7 @@ def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.view(torch.uint8).fill_(POISON)
         return outputs
 
-    monkeypatch.setattr(quantization_launch, "empty_outputs", poisoned)
+    monkeypatch.setattr(quantize, "empty_outputs", poisoned)
 
 
 def difference(parts: Parts, twins: Parts) -> list[str]:
@@ -256,7 +256,7 @@ def test_all_outputs_are_written_and_nothing_else(
     tensors, memories = zip(*map(guarded, empty_outputs(config, x.q, x.k, x.v)), strict=True)
     outputs = Outputs(*tensors)
     means = means_of(x.k, x.v, c)
-    fill(outputs, config, c.seed, x.q, x.k, x.v, means)
+    quantize.find(config, x.q.device).fill(outputs, x.q, x.k, x.v, c.seed, means)
     parts = (
         QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
         QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),

@@ -19,8 +19,8 @@ from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, Fp8ForwardConfig
-from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
-from hopper_attention.fp8_launch import ALL_ROWS, adds_mean
+from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run

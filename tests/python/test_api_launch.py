@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,10 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hopper.config import ForwardConfig
-from hopper_attention import api, compile_cache, launch
-from hopper_attention.backends import Target
-from hopper_attention.launch import HopperLaunch, find_launch
-
-SMS = 132
+from hopper_attention import api, compile_cache
+from hopper_attention.launch import forward
+from hopper_attention.launch.forward import HopperLauncher, find_launch, run_forward
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
 
 class FakeKernel:
@@ -27,31 +26,21 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.configs: list[ForwardConfig] = []
+        self.entered: list[int] = []
 
     def __call__(self, *arguments: Any) -> None:
         self.calls.append(arguments)
 
 
-class FakeProperties:
-    multi_processor_count = SMS
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
     """A Hopper GPU by name, whose tensors are the CPU's and whose kernels are all this one."""
     fake = FakeKernel()
-    configs: list[ForwardConfig] = []
-    monkeypatch.setattr(
-        launch, "target_of", lambda device: Target("fake H200", (9, 0), assume_installed=True)
-    )
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: configs.append(config) or fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
-    monkeypatch.setattr(launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
-    fake.configs = configs
-    find_launch.cache_clear()
+    fake.entered = pretend(monkeypatch, forward)
+    monkeypatch.setattr(compile_cache, "get_forward", lambda config: fake.configs.append(config) or fake)
     yield fake
-    find_launch.cache_clear()
+    forget_launchers()
 
 
 def qkv(seqlen_k: int = 9) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +50,7 @@ def qkv(seqlen_k: int = 9) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
     q, k, v = qkv()
-    out, lse = launch.run_forward(q, k, v, None, True, None, 0)
+    out, lse = run_forward(q, k, v, None, True, None, 0)
     ((*tensors, counter, scale, num_ctas),) = kernel.calls
     assert all(x is y for x, y in zip(tensors, (q, k, v, out, lse), strict=True))
     assert out.shape == (2, 5, 4, 32) and out.dtype == q.dtype and out.is_contiguous()
@@ -72,9 +61,9 @@ def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
 
 def test_an_lse_that_nobody_wants_is_not_written(kernel: FakeKernel) -> None:
     q, k, v = qkv()
-    launch.run_forward(q, k, v, None, False, None, 0, wants_lse=False)
+    run_forward(q, k, v, None, False, None, 0, wants_lse=False)
     assert kernel.calls[-1][4].shape == (2, 4, 0)
-    launch.run_forward(q, k, v, None, False, None, 0)
+    run_forward(q, k, v, None, False, None, 0)
     assert kernel.calls[-1][4].shape == (2, 4, 5)
 
 
@@ -85,31 +74,28 @@ def test_out_is_contiguous_whatever_q_is(kernel: FakeKernel) -> None:
         wide[:, :, 0],
         wide[:, :, 0].transpose(1, 2).contiguous().transpose(1, 2),
     ):
-        out, _ = launch.run_forward(q, wide[:, :, 1], wide[:, :, 2], None, False, None, 0)
+        out, _ = run_forward(q, wide[:, :, 1], wide[:, :, 2], None, False, None, 0)
         assert out.is_contiguous() and out.shape == q.shape
 
 
 def test_scale_and_sm_margin_reach_the_kernel(kernel: FakeKernel) -> None:
-    launch.run_forward(*qkv(), 2, False, None, 12)
+    run_forward(*qkv(), 2, False, None, 12)
     assert kernel.calls[0][-2:] == (2.0, SMS - 12) and type(kernel.calls[0][-2]) is float
     with pytest.raises(ValueError, match=r"sm_margin is 132, allowed on this GPU: 0 to 131"):
-        launch.run_forward(*qkv(), None, False, None, 132)
+        run_forward(*qkv(), None, False, None, 132)
 
 
 def test_a_repeated_problem_is_looked_up(kernel: FakeKernel) -> None:
     for _ in range(3):
-        launch.run_forward(*qkv(), None, True, None, 0)
-    assert len(kernel.calls) == 3 and len(kernel.configs) == 1
-    launch.run_forward(*qkv(), None, False, None, 0)
-    launch.run_forward(*qkv(11), None, True, None, 0)
-    assert len(kernel.configs) == 3 and find_launch.cache_info().hits == 2
+        run_forward(*qkv(), None, True, None, 0)
+    assert len(kernel.calls) == 3 and find_launch.cache_info().hits == 2 and len(kernel.configs) == 1
 
 
 def test_errors_are_not_remembered(kernel: FakeKernel) -> None:
     q, k, v = qkv()
     for _ in range(2):
         with pytest.raises(ValueError, match="k has shape"):
-            launch.run_forward(q, k[:1], v, None, False, None, 0)
+            run_forward(q, k[:1], v, None, False, None, 0)
     assert kernel.calls == []
 
 
@@ -127,7 +113,7 @@ def test_the_kernel_sees_only_what_tma_can_address(
 ) -> None:
     q, k, v = qkv()
     bad = [spoil(x) for x in (q, k, v)]
-    launch.run_forward(*bad, None, False, None, 0)
+    run_forward(*bad, None, False, None, 0)
     for seen, given in zip(kernel.calls[0], bad, strict=False):
         assert seen.data_ptr() != given.data_ptr() and seen.data_ptr() % 16 == 0
         assert seen.is_contiguous() and torch.equal(seen, given)
@@ -135,68 +121,28 @@ def test_the_kernel_sees_only_what_tma_can_address(
 
 def test_a_size_of_one_is_restrided_in_place(kernel: FakeKernel) -> None:
     q, k, v = (x[:1].as_strided((1, *x.shape[1:]), (3, *x.stride()[1:])) for x in qkv())
-    launch.run_forward(q, k, v, None, False, None, 0)
+    run_forward(q, k, v, None, False, None, 0)
     seen = kernel.calls[0]
     assert [x.stride(0) for x in seen[:3]] == [8, 8, 8]
     assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
 
 
 def test_nothing_is_launched_for_empty_problems(kernel: FakeKernel) -> None:
-    out, lse = launch.run_forward(*qkv(0), None, False, None, 0)
+    out, lse = run_forward(*qkv(0), None, False, None, 0)
     assert kernel.calls == [] and kernel.configs == []
     assert not out.any() and (lse == -math.inf).all()
 
 
-def test_another_gpu_becomes_current_for_the_launch(
-    monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel
-) -> None:
-    entered: list[int] = []
-
-    class Guard:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            entered.append(self.index)
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+def test_another_gpu_becomes_current_for_the_launch(kernel: FakeKernel) -> None:
     tensors = qkv()
-    launch.run_forward(*tensors, None, False, None, 0)
+    run_forward(*tensors, None, False, None, 0)
     here = find_launch(
         *(a for x in tensors for a in (x.shape, x.stride(), x.dtype, x.device)), False, None, 0
     )
-    assert isinstance(here, HopperLaunch) and entered == []
+    assert isinstance(here, HopperLauncher) and kernel.entered == []
     there = replace(here, device_index=3)
     there(*tensors, 0.5, True)
-    assert entered == [3] and len(kernel.calls) == 2
-
-
-def test_tile_counters_are_kept_by_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, made = [11], []
-
-    def zeros(*size: int, **options: Any) -> Tensor:
-        made.append(options["device"])
-        return torch.empty(size, dtype=options["dtype"]).zero_()
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams[0] == 99)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
-    monkeypatch.setattr(launch, "_tile_counters", {})
-    first = launch.tile_counter(0)
-    assert first.tolist() == [0, 0] and first.dtype == torch.int32
-    assert launch.tile_counter(0) is first and launch.tile_counter(1) is not first
-    streams[0] = 12
-    assert launch.tile_counter(0) is not first
-    streams[0] = 11
-    assert launch.tile_counter(0) is first
-    assert made == ["cuda:0", "cuda:1", "cuda:0"]
-    # Two graphs may be replayed at once, so a captured launch shares its counter with none.
-    streams[0] = 99
-    captured = launch.tile_counter(0), launch.tile_counter(0)
-    assert captured[0] is not captured[1] and len(made) == 5
+    assert kernel.entered == [3] and len(kernel.calls) == 2
 
 
 # when torch's dispatcher may be left out
