@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
@@ -72,6 +73,11 @@ def check_sources(
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
     block_k = quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
+    return quantization if quantization.block_k == block_k else _with_block_k(quantization, block_k)
+
+
+@lru_cache(maxsize=1024)
+def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantization:
     return replace(quantization, block_k=block_k)
 
 

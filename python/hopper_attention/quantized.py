@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from hopper.config import FP8_KEYS_PER_STEP
 from hopper.fp8_config import select_fp8_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, DEFAULT_SMOOTH_V, E4M3_MAX
+from hopper_attention.problem import longest_alike
 
 E4M3 = torch.float8_e4m3fn
 
@@ -38,7 +39,13 @@ def default_block_k(
 ) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
     accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
-    sizes = head_dim, head_dim_v, causal, "bfloat16", seqlen_k
+    return _block_of_tile(head_dim, head_dim_v, longest_alike(seqlen_k), two_level, causal)
+
+
+@lru_cache(maxsize=1024)
+def _block_of_tile(head_dim: int, head_dim_v: int, longest_k: int, two_level: bool, causal: bool) -> int:
+    """``default_block_k`` of all lengths that get the same tiles."""
+    sizes = head_dim, head_dim_v, causal, "bfloat16", longest_k
     select = partial(select_fp8_forward_config, *sizes, half_scores=True)
     try:
         width = select().tile_n

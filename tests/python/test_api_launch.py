@@ -16,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hopper.config import ForwardConfig
 from hopper_attention import api, compile_cache
+from hopper_attention.checks import TensorSpec
 from hopper_attention.launch import forward
 from hopper_attention.launch.forward import HopperLauncher, find_launch, run_forward
+from hopper_attention.problem import length_bounds
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
 
@@ -89,6 +91,121 @@ def test_a_repeated_problem_is_looked_up(kernel: FakeKernel) -> None:
     for _ in range(3):
         run_forward(*qkv(), None, True, None, 0)
     assert len(kernel.calls) == 3 and find_launch.cache_info().hits == 2 and len(kernel.configs) == 1
+
+
+def launcher_of(*specs: TensorSpec, sm_margin: int = 0) -> Any:
+    """What serves causal attention on such tensors."""
+    return find_launch(*(fact for spec in specs for fact in spec), True, None, sm_margin)
+
+
+def sized(
+    batch: int = 1, seqlens: tuple[int, int] = (1, 9), heads: tuple[int, int] = (4, 2)
+) -> list[TensorSpec]:
+    """Contiguous q, k and v of any size."""
+
+    def spec(*shape: int) -> TensorSpec:
+        strides = shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1
+        return TensorSpec(shape, strides, torch.bfloat16, torch.device("cpu"))
+
+    keys = batch, seqlens[1], heads[1]
+    return [spec(batch, seqlens[0], heads[0], 64), spec(*keys, 64), spec(*keys, 64)]
+
+
+def test_new_sizes_share_a_launcher(kernel: FakeKernel) -> None:
+    first, most = launcher_of(*sized()), length_bounds()[0]
+    assert most >= 512
+    for seqlen_k in range(1, most + 1):
+        assert launcher_of(*sized(seqlens=(1, seqlen_k))) is first
+    for batch, seqlen_q, heads in ((1, 7, (4, 4)), (3, 1, (8, 1)), (64, 512, (2, 2))):
+        assert launcher_of(*sized(batch, (seqlen_q, 512), heads)) is first
+    assert len(kernel.configs) == 1
+
+
+def test_lengths_that_want_other_tiles_get_them(kernel: FakeKernel) -> None:
+    for seqlen_k in (1536, 1537, 10**6, 10**6 + 1):
+        launcher_of(*sized(seqlens=(1, seqlen_k)))
+    assert [config.tile_m for config in kernel.configs] == [128, 192, 192]
+
+
+def test_results_have_the_sizes_of_the_call(kernel: FakeKernel) -> None:
+    for batch, seqlen_q, heads in ((1, 5, 4), (3, 2, 4), (2, 5, 8)):
+        q = torch.zeros(batch, seqlen_q, heads, 64, dtype=torch.bfloat16)
+        k = torch.zeros(batch, 9, 2, 64, dtype=torch.bfloat16)
+        for wants_lse, rows in ((True, seqlen_q), (False, 0)):
+            out, _ = run_forward(q, k, k[..., :32], None, True, None, 0, wants_lse)
+            assert out.shape == (batch, seqlen_q, heads, 32) and out.is_contiguous()
+            assert kernel.calls[-1][3] is out and kernel.calls[-1][4].shape == (batch, heads, rows)
+            assert kernel.calls[-1][4].dtype == torch.float32
+    assert len(kernel.configs) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda q, k, v: (q, k, v[:, :-1]),
+            ValueError,
+            r"v has shape \(2, 8, 2, 32\), allowed with k of shape",
+        ),
+        (lambda q, k, v: (q, k[..., :32], v), ValueError, r"k has shape \(2, 9, 2, 32\), allowed with q"),
+        (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "q has 3 heads and k has 2"),
+        (lambda q, k, v: (q, k.half(), v), TypeError, "k has dtype torch.float16"),
+        (lambda q, k, v: (q, k, v.to("meta")), ValueError, "v is on meta"),
+        (lambda q, k, v: (q[0], k, v), ValueError, "q has 3 dimensions"),
+    ],
+)
+def test_new_sizes_are_checked_although_the_launcher_is_there(
+    kernel: FakeKernel, change: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    good = qkv()
+    run_forward(*good, None, True, None, 0)
+    with pytest.raises(error, match=message):
+        run_forward(*change(*good), None, True, None, 0)
+    assert len(kernel.calls) == 1
+
+
+def test_sizes_that_the_kernel_cannot_count_are_refused_although_the_launcher_is_there(
+    kernel: FakeKernel,
+) -> None:
+    launcher_of(*sized())
+    with pytest.raises(NotImplementedError, match="seqlen_k is 2147483648, the Hopper kernel takes at most"):
+        launcher_of(*sized(seqlens=(1, 2**31)))
+    launcher_of(*sized(seqlens=(1, 2000)))
+    with pytest.raises(NotImplementedError, match="are 4294967296 tiles of 192 queries, the Hopper kernel"):
+        launcher_of(*sized(2**16, (1, 2000), (2**16, 2**15)))
+    assert len(kernel.configs) == 2
+
+
+def test_layouts_are_repaired_whatever_the_sizes(kernel: FakeKernel) -> None:
+    wide = torch.zeros(2, 64, 2, 67, dtype=torch.bfloat16)[..., :64]
+    launchers = set()
+    for seqlen_k in range(5, 60):
+        q, k, v = wide[:, :1], wide[:, :seqlen_k], wide[:, :seqlen_k]
+        run_forward(q, k, v, None, True, None, 0)
+        seen = kernel.calls[-1]
+        assert [x.stride() for x in seen[1:3]] == [(seqlen_k * 128, 128, 64, 1)] * 2
+        launchers.add(id(launcher_of(*map(TensorSpec.of, (q, k, v)))))
+    assert len(launchers) == 1 and len(kernel.configs) == 1
+
+
+def test_sm_margin_has_a_launcher_of_its_own_and_bounds(kernel: FakeKernel) -> None:
+    assert launcher_of(*sized()).num_ctas == SMS
+    assert launcher_of(*sized(), sm_margin=SMS - 1).num_ctas == 1
+    for size in (9, 10):
+        with pytest.raises(ValueError, match=rf"sm_margin is {SMS}, allowed on this GPU: 0 to {SMS - 1}"):
+            launcher_of(*sized(seqlens=(1, size)), sm_margin=SMS)
+    with pytest.raises(ValueError, match="sm_margin is -1, allowed: 0 or more"):
+        launcher_of(*sized(), sm_margin=-1)
+    with pytest.raises(TypeError, match="sm_margin is a float"):
+        launcher_of(*sized(seqlens=(1, 11)), sm_margin=1.0)
+
+
+def test_a_device_has_launchers_of_its_own(kernel: FakeKernel) -> None:
+    def on(device: str) -> Any:
+        return launcher_of(*(spec._replace(device=torch.device(device)) for spec in sized()))
+
+    first, second = on("cuda:0"), on("cuda:1")
+    assert (first.device_index, second.device_index) == (0, 1) and on("cuda:1") is second
 
 
 def test_errors_are_not_remembered(kernel: FakeKernel) -> None:

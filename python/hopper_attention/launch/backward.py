@@ -58,8 +58,8 @@ class BackwardLauncher(Launcher):
         """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse)
-        shape = lse_shape(self.config, q)
-        lse_log2, delta = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
+        delta = torch.empty_like(lse_log2)
         sums = zero_dq(self.config, q)
         dq, dk, dv = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))

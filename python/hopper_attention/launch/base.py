@@ -54,11 +54,11 @@ class ResultSpec:
         if self.is_like_q:
             return torch.empty_like(q)
         batch, seqlen_q, heads, _ = q.shape
-        return torch.empty((batch, seqlen_q, heads, self.head_dim_v), dtype=self.dtype, device=q.device)
+        return torch.empty(batch, seqlen_q, heads, self.head_dim_v, dtype=self.dtype, device=q.device)
 
     def empty_lse(self, q: Tensor) -> Tensor:
         batch, seqlen_q, heads, _ = q.shape
-        return torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+        return torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -163,27 +163,30 @@ class Outputs(NamedTuple):
 
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
     batch, seqlen_k, kv_heads, head_dim_v = v.shape
-    blocks_q, blocks_k = -(-q.shape[1] // config.block_q), -(-seqlen_k // config.block_k)
-    transposed = batch, kv_heads, head_dim_v, padded_keys(seqlen_k)
-    data = partial(torch.empty, dtype=E4M3, device=q.device)
-    scales = partial(torch.empty, dtype=torch.float32, device=q.device)
+    _, seqlen_q, heads, _ = q.shape
+    blocks_q, blocks_k = -(-seqlen_q // config.block_q), -(-seqlen_k // config.block_k)
+    scale = torch.empty(batch, kv_heads, blocks_k, dtype=torch.float32, device=q.device)
     return Outputs(
-        data(q.shape),
-        data(k.shape),
-        data(transposed),
-        scales((batch, q.shape[2], blocks_q)),
-        scales((batch, kv_heads, blocks_k)),
-        scales((batch, kv_heads, blocks_k)),
+        torch.empty_like(q, dtype=E4M3, memory_format=torch.contiguous_format),
+        torch.empty_like(k, dtype=E4M3, memory_format=torch.contiguous_format),
+        torch.empty(batch, kv_heads, head_dim_v, padded_keys(seqlen_k), dtype=E4M3, device=q.device),
+        torch.empty(batch, heads, blocks_q, dtype=torch.float32, device=q.device),
+        scale,
+        torch.empty_like(scale),
     )
 
 
 @dataclass(frozen=True)
 class QuantizeLauncher(Launcher):
-    """A quantizer on a grid of at most ``num_ctas``."""
+    """A quantizer on a grid of at most ``num_ctas``.
+
+    ``largest_codes`` are those of ``config``, which cost time to look up.
+    """
 
     config: QuantizeConfig
     kernel: Kernel
     num_ctas: int
+    largest_codes: tuple[float, float]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means
@@ -194,7 +197,7 @@ class QuantizeLauncher(Launcher):
         c = self.config
         outputs = empty_outputs(c, q, k, v)
         self.fill(outputs, q, k, v, seed, means)
-        largest_q, largest_k = c.largest_codes
+        largest_q, largest_k = self.largest_codes
         return (
             QuantizedTensor(outputs.q8, outputs.q_scale, c.block_q, largest_q),
             QuantizedTensor(outputs.k8, outputs.k_scale, c.block_k, largest_k),
@@ -221,7 +224,8 @@ def find(config: QuantizeConfig, device: torch.device) -> QuantizeLauncher:
     """The launcher of a quantizer; compiles or loads it the first time."""
     index = index_of(device)
     kernel = compile_cache.get_quantize(config)
-    return QuantizeLauncher(index, config, kernel, count_ctas(index) * config.ctas_per_sm)
+    num_ctas = count_ctas(index) * config.ctas_per_sm
+    return QuantizeLauncher(index, config, kernel, num_ctas, config.largest_codes)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
