@@ -33,11 +33,15 @@ from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
-from hopper_attention.backward_launch import run_backward
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.fp8_launch import EmulationLaunch, adds_mean, empty_vectors
-from hopper_attention.quantization import Fp8Quantization, Means, means_of, quantize_qkv, restore_values
-from hopper_attention.quantization_launch import Outputs, empty_outputs, fill
+from hopper_attention.launch.backward import run_backward
+from hopper_attention.launch.base import no_vectors
+from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
+from hopper_attention.launch.quantize import Outputs, empty_outputs
+from hopper_attention.launch.quantize import find as find_quantizer
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
+from hopper_attention.quantization_rules import means_of
+from hopper_attention.quantized import Means
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward
@@ -106,7 +110,7 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
         parts.q.scale,
         parts.k.scale,
         *((ones, parts.v.scale) if config.v_rows else (parts.v.scale, ones)),
-        parts.mean_v if adds_mean(parts) else empty_vectors(1, KV_HEADS, torch.device("cpu")),
+        parts.mean_v if adds_mean(parts) else no_vectors(1, KV_HEADS, torch.device("cpu")),
     )
     results = poisoned_results(q, config.head_dim_v, q.dtype)
     on_gpu = [x.to(device) for x in (parts.q.data, parts.k.data, values, *results, *scales)]
@@ -146,7 +150,8 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     on_gpu = [x.to(device) for x in inputs]
     outputs = empty_outputs(config, *on_gpu)
     means = means_of(*inputs[1:], c)
-    fill(outputs, config, c.seed, *on_gpu, Means(means.k.to(device), means.v.to(device)))
+    quantizer = find_quantizer(config, on_gpu[0].device)
+    quantizer.fill(outputs, *on_gpu, c.seed, Means(means.k.to(device), means.v.to(device)))
     torch.cuda.synchronize()
     expected = Outputs(
         *(part.data for part in (twin.q, twin.k, twin.v)), *(part.scale for part in (twin.q, twin.k, twin.v))

@@ -57,6 +57,34 @@ def test_imports_run_one_way(folder: str, forbidden: set[str]) -> None:
     assert {path: roots for path, roots in wrong.items() if roots} == {}
 
 
+def test_imports_of_the_host_side_run_in_no_circle() -> None:
+    paths = {dotted(path): path for path in python_files("python")}
+    unsettled = {module: imported_modules(path, set(paths)) - {module} for module, path in paths.items()}
+    # A module is settled once all that it imports is. What can never be stands in a circle, or imports from one.
+    while settled := {module for module, wanted in unsettled.items() if not wanted}:
+        unsettled = {m: wanted - settled for m, wanted in unsettled.items() if m not in settled}
+    assert unsettled == {}
+
+
+def dotted(path: Path) -> str:
+    """The name that a module under python/ is imported by."""
+    parts = path.relative_to(ROOT / "python").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """Which of the ``known`` modules the file imports, at any depth of nesting."""
+    modules = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # Of a package from which a module is taken, only that module counts.
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= inner if inner <= known else {node.module} | inner
+    return modules & known
+
+
 def test_one_thin_adapter_touches_the_dsl_from_the_host_side() -> None:
     users = [name(path) for path in python_files("python") if "cutlass" in imported_roots(path)]
     assert len(users) <= 1, users

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from hopper_attention import autograd as _autograd  # noqa: F401  (registers the gradients of the operators)
 from hopper_attention import checks, ops
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
-from hopper_attention.launch import run_forward
+from hopper_attention.launch.forward import run_forward
 
 
 def flash_attn_func(

@@ -22,6 +22,7 @@ from hopper_attention.backends import (
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.problem import GradientProblem
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
@@ -41,8 +42,24 @@ class BackwardProblem(NamedTuple):
     causal: bool
     deterministic: bool = False
 
+    @property
+    def kind(self) -> GradientProblem:
+        """What of it decides on the kernel."""
+        head_dim, head_dim_v = self.q_shape[3], self.v_shape[3]
+        return GradientProblem(
+            self.dtype, self.dtype, head_dim, head_dim_v, self.causal, deterministic=self.deterministic
+        )
+
 
 def choose_backward(problem: BackwardProblem, target: Target, requested: str | None) -> Choice:
+    """``choose_for`` a problem with sizes, which may be too large for a kernel."""
+    choice = choose_for(problem.kind, target, requested)
+    if choice.backend == "reference":
+        return choice
+    return unless_too_large(choice, problem, select_for(problem.kind, choice.backend, target.capability))
+
+
+def choose_for(problem: GradientProblem, target: Target, requested: str | None) -> Choice:
     """The kernel that the forward's rule gives, where it can do the problem, else the tiled reference.
 
     ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
@@ -64,15 +81,33 @@ def choose_backward(problem: BackwardProblem, target: Target, requested: str | N
     return Choice(backend, f"asked for with backend='ampere'; {reason}" if requested == "ampere" else reason)
 
 
-def why_not_kernel(problem: BackwardProblem, backend: str, capability: tuple[int, ...]) -> str:
-    """What about sizes and dtype keeps a backend's backward kernel from doing a problem; empty if nothing does."""
+def why_not_kernel(problem: GradientProblem, backend: str, capability: tuple[int, ...]) -> str:
+    """What about head dimensions and dtype keeps a backend's kernel from doing a problem; empty if nothing does."""
     if problem.dtype not in DTYPE_NAMES:
         return f"the backward kernels take float16 and bfloat16, not {problem.dtype}"
     try:
-        select_config(problem, backend, capability)
-    except (ValueError, NotImplementedError) as error:
+        select_for(problem, backend, capability)
+    except ValueError as error:
         return str(error)
     return ""
+
+
+def unless_too_large(choice: Choice, problem: BackwardProblem, config: KernelConfig) -> Choice:
+    """``choice``, or the reference for sizes that the kernel of ``config`` cannot count."""
+    try:
+        check_size(problem, config)
+    except NotImplementedError as error:
+        return Choice("reference", str(error), SDPA_HAS_ONE)
+    return choice
+
+
+def check_size(problem: BackwardProblem, config: KernelConfig) -> None:
+    """Raise NotImplementedError for more batches, heads or rows than the kernel of ``config`` can count."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = problem.q_shape, problem.k_shape
+    if isinstance(config, AmpereBackwardConfig):
+        check_ampere_backward_size(config, batch, (heads, kv_heads), (seqlen_q, seqlen_k))
+    else:
+        check_backward_size(batch, heads, seqlen_q, seqlen_k)
 
 
 def select_config(problem: BackwardProblem, backend: str, capability: tuple[int, ...]) -> KernelConfig:
@@ -82,34 +117,21 @@ def select_config(problem: BackwardProblem, backend: str, capability: tuple[int,
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
         NotImplementedError: the problem has more batches, heads or rows than the kernel can count.
     """
-    p = problem
-    options = p.dtype, p.q_shape[3], p.v_shape[3], p.causal, p.deterministic
-    config = select_for_head_dims(backend, capability, *options)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = p.q_shape, p.k_shape
-    if isinstance(config, AmpereBackwardConfig):
-        check_ampere_backward_size(config, batch, (heads, kv_heads), (seqlen_q, seqlen_k))
-    else:
-        check_backward_size(batch, heads, seqlen_q, seqlen_k)
+    config = select_for(problem.kind, backend, capability)
+    check_size(problem, config)
     return config
 
 
-def select_for_head_dims(
-    backend: str,
-    capability: tuple[int, ...],
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    causal: bool,
-    ordered: bool,
-) -> KernelConfig:
-    """``select_config``, which reads no more of a problem than this, without a look at its other sizes.
+def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ...]) -> KernelConfig:
+    """``select_config`` of all problems of a kind, whatever their sizes.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
     """
-    name = DTYPE_NAMES[dtype]
+    p = problem
+    options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     if backend == "hopper":
-        return select_backward_config(name, head_dim, head_dim_v, causal, ordered)
+        return select_backward_config(*options, p.deterministic)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -117,4 +139,4 @@ def select_for_head_dims(
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(name, head_dim, head_dim_v, causal, arch, ordered)
+    return select_ampere_backward_config(*options, arch, p.deterministic)

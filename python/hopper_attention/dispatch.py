@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import problem as problems
-from cute_kernels.ampere.config import (
-    ARCH_OF_CAPABILITY,
-    AmpereForwardConfig,
-    select_ampere_forward_config,
-)
-from hopper.config import ForwardConfig, check_problem_size
+from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.tilings import select_forward_config
 from hopper_attention import backward_rules, checks, fp8_rules
 from hopper_attention.backends import Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
-from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 
@@ -36,21 +31,6 @@ __all__ = [
     "select_config",
 ]
 
-
-@dataclass(frozen=True)
-class ReferenceConfig:
-    """How the tiled reference walks: tiles of ``tile_m`` queries by ``tile_n`` keys; FP8 is emulated."""
-
-    tile_m: int = 128
-    tile_n: int = 128
-    fp8: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
-
-
-Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 GRADIENT_KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
 
@@ -120,23 +100,6 @@ def _ampere_rows(c: AmpereForwardConfig) -> list[tuple[str, str]]:
         ("warps", f"{c.warps} of {c.rows_per_warp} queries each, Q in {where}; {c.ctas_per_sm} CTAs an SM"),
         ("schedule", ", ".join(text for text in overlaps if text)),
     ]
-
-
-def select_config(
-    backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
-) -> Config:
-    """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability."""
-    if backend == "reference":
-        return ReferenceConfig()
-    if backend == "ampere":
-        arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-        chosen = select_ampere_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, arch)
-        sizes, seqlens = (q.shape[0], q.shape[2]), (q.shape[1], k.shape[1])
-        problems.check_problem_size("kernel", chosen.tile_m, sizes, seqlens)
-        return chosen
-    config = select_forward_config(DTYPE_NAMES[q.dtype], q.shape[3], v.shape[3], causal, k.shape[1])
-    check_problem_size(config, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return config
 
 
 def explain(

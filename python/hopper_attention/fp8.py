@@ -16,16 +16,9 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8, quantizer_of
-from hopper_attention.quantization import (
-    TILE,
-    Fp8Quantization,
-    QuantizedQKV,
-    default_block_k,
-    quantize_qkv,
-)
+from hopper_attention.quantization import TILE, Fp8Quantization, QuantizedQKV, default_block_k, quantize_qkv
+from hopper_attention.quantized import DEFAULT_QUANTIZATION
 from hopper_attention.shapes import attention_shape
-
-DEFAULT_QUANTIZATION = Fp8Quantization()
 
 
 def flash_attn_fp8_func(

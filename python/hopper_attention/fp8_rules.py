@@ -12,15 +12,13 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
-from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
+from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
 
 HEAD_DIM_STEP = 16
 """TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
 
 NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which gives no speed-up"
-
-ONE_BLOCK = 0
-"""``block`` of a tensor in which everything of a head shares a scale."""
 
 
 class Fp8Problem(NamedTuple):
@@ -44,6 +42,29 @@ class Fp8Problem(NamedTuple):
     two_level: bool = False
     half_scores: bool = False
 
+    @property
+    def kind(self) -> Fp8AttentionProblem:
+        """What of it decides on the kernel."""
+        (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
+        head_dim_v = self.v_shape[3]
+        queries = seqlen_q * (heads // max(kv_heads, 1))
+        transposes = self.v_rows and self.block_k == ONE_BLOCK and transposes_v(head_dim, head_dim_v, queries)
+        return Fp8AttentionProblem(
+            FP8_DTYPE,
+            self.out_dtype,
+            head_dim,
+            head_dim_v,
+            self.causal,
+            longest_alike(seqlen_k),
+            is_empty=0 in self.q_shape or 0 in self.k_shape,
+            block_k=self.block_k,
+            block_v=self.block_v,
+            v_rows=self.v_rows,
+            transposes=transposes,
+            two_level=self.two_level,
+            half_scores=self.half_scores,
+        )
+
 
 def block_of(rows: int, seqlen: int) -> int:
     """``rows`` a scale as ``Fp8Problem`` has it."""
@@ -51,6 +72,19 @@ def block_of(rows: int, seqlen: int) -> int:
 
 
 def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | None) -> Choice:
+    """``choose_for`` a problem with sizes.
+
+    Raises:
+        ValueError: a kernel is asked for and cannot run.
+        NotImplementedError: the problem has more tiles than the FP8 kernel can count.
+    """
+    choice = choose_for(problem.kind, target, requested)
+    if choice.backend == "hopper":
+        select_config(problem)
+    return choice
+
+
+def choose_for(problem: Fp8AttentionProblem, target: Target, requested: str | None) -> Choice:
     """The FP8 kernel where it runs and can do the problem; on a GPU without WGMMA, 16 bits; else the emulation.
 
     Raises:
@@ -69,7 +103,7 @@ def choose_fp8_backend(problem: Fp8Problem, target: Target, requested: str | Non
         )
     if requested != "ampere" and not blocked["hopper"]:
         return Choice("hopper", f"{target.name} has compute capability 9.0 and q has dtype float8_e4m3fn")
-    has_work = 0 not in (*problem.q_shape, *problem.k_shape)
+    has_work = not problem.is_empty
     own = "hopper" if target.capability == HOPPER_CAPABILITY else "ampere"
     if requested == "ampere" or not blocked[own]:
         return _dequantized(target, requested, has_work)
@@ -92,31 +126,29 @@ def _how_to_leave_the_emulation(target: Target, blocked: dict[str, str], has_wor
     return f"{other}flash_attn_func on bfloat16 may be faster"
 
 
-def why_not_dequantized(problem: Fp8Problem) -> str:
+def why_not_dequantized(problem: Fp8AttentionProblem) -> str:
     """What about a problem keeps a 16-bit kernel from doing it once it is dequantized; empty if nothing does."""
     p, step = problem, checks.HEAD_DIM_STEP
-    head_dim, head_dim_v = p.q_shape[3], p.v_shape[3]
     if p.out_dtype not in DTYPE_NAMES:
         return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
-    if head_dim % step or head_dim_v % step or max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {step} up to {MAX_HEAD_DIM}"
+    if p.head_dim % step or p.head_dim_v % step or max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+        return f"head_dim {p.head_dim} and head_dim_v {p.head_dim_v} must be multiples of {step} up to {MAX_HEAD_DIM}"
     return ""
 
 
-def why_not_kernel(problem: Fp8Problem) -> str:
+def why_not_kernel(problem: Fp8AttentionProblem) -> str:
     """What about a problem keeps the FP8 kernel from doing it; empty if nothing does."""
     p = problem
-    head_dim, head_dim_v = p.q_shape[3], p.v_shape[3]
     if p.out_dtype not in DTYPE_NAMES:
         return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
-    if head_dim % HEAD_DIM_STEP or head_dim_v % HEAD_DIM_STEP:
-        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP}"
-    if 0 in (*p.q_shape, *p.k_shape):
+    if p.head_dim % HEAD_DIM_STEP or p.head_dim_v % HEAD_DIM_STEP:
+        return f"head_dim {p.head_dim} and head_dim_v {p.head_dim_v} must be multiples of {HEAD_DIM_STEP}"
+    if p.is_empty:
         return "the problem is empty"
     if p.block_v != p.block_k:
         return f"k has blocks of {p.block_k} rows and v of {p.block_v}, which must be the same"
     try:
-        select_config(p)
+        select_for(p)
     except ValueError as error:
         return str(error)
     return ""
@@ -125,17 +157,25 @@ def why_not_kernel(problem: Fp8Problem) -> str:
 def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
     """The config that serves a problem which passes ``why_not_kernel``.
 
-    Its ``v_rows`` says whether the kernel transposes V. It does where V comes in rows, a head has one scale, and so few
-    queries attend to it that this is faster. Elsewhere PyTorch transposes V in rows first.
-
     Raises:
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
-    p = problem
-    seqlen_k = p.k_shape[1]
-    queries = p.q_shape[1] * (p.q_shape[2] // max(p.k_shape[2], 1))
-    transposes = p.v_rows and p.block_k == ONE_BLOCK and transposes_v(p.q_shape[3], p.v_shape[3], queries)
-    dtype, options = DTYPE_NAMES[p.out_dtype], (p.block_k, transposes, p.two_level, p.half_scores)
-    config = select_fp8_forward_config(p.q_shape[3], p.v_shape[3], p.causal, dtype, seqlen_k, *options)
-    check_problem_size(config, p.q_shape[0], p.q_shape[2], p.q_shape[1], seqlen_k)
+    config = select_for(problem.kind)
+    check_size(config, problem.q_shape, problem.k_shape)
     return config
+
+
+def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
+    """``select_config`` of all problems of a kind.
+
+    Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, PyTorch does so first.
+    """
+    p = problem
+    options = p.block_k, p.transposes, p.two_level, p.half_scores
+    dtype = DTYPE_NAMES[p.out_dtype]
+    return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+
+
+def check_size(config: Fp8ForwardConfig, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Raise NotImplementedError for sizes that the kernel of ``config`` cannot count."""
+    check_problem_size(config, q_shape[0], q_shape[2], q_shape[1], k_shape[1])

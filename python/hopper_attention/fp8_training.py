@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from hopper_attention import ops
-from hopper_attention.fp8_launch import attend
+from hopper_attention.launch.fp8 import attend
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
     QuantizedTensor,
     TransposedV,
-    add_mean,
     default_block_k,
     quantize_qkv,
 )
+from hopper_attention.quantization_rules import add_mean
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 
 OF_THE_TILE = 0

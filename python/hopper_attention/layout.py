@@ -7,7 +7,7 @@ replaced. Anything else is copied.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from enum import Enum
 
 from torch import Tensor
 
@@ -16,20 +16,20 @@ from hopper_attention.checks import TensorSpec
 TMA_BYTES = 16
 
 
-class Repair(NamedTuple):
-    """What makes one tensor addressable: ``copy`` it, or give it these ``strides``; empty to leave it."""
+class Repair(Enum):
+    """What makes a tensor addressable."""
 
-    copy: bool
-    strides: tuple[int, ...]
-
-    @property
-    def is_needed(self) -> bool:
-        return self.copy or bool(self.strides)
+    NONE = "none"
+    RESTRIDE = "restride"
+    """Other strides for dimensions of size 1."""
+    COPY = "copy"
 
     def apply(self, tensor: Tensor) -> Tensor:
-        if self.copy:
+        if self is Repair.COPY:
             return contiguous_copy(tensor)
-        return tensor.as_strided(tensor.shape, self.strides) if self.strides else tensor
+        if self is Repair.RESTRIDE:
+            return tensor.as_strided(tensor.shape, _fixed_strides(TensorSpec.of(tensor)))
+        return tensor
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:
@@ -40,18 +40,37 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
 
 def repair_for(spec: TensorSpec) -> Repair:
     """What a tensor of this shape and these strides needs, wherever it lies."""
-    if _bad_strides(spec) or (spec.shape[3] > 1 and spec.strides[3] != 1):
-        return Repair(copy=True, strides=())
+    first, second, third, last = spec.strides
+    # The usual case first, at the price of one test.
+    if last == 1 and first > 0 and second > 0 and third > 0 and not (first | second | third) % _step(spec):
+        return Repair.NONE
+    if _bad_strides(spec) or (last != 1 and spec.shape[3] > 1):
+        return Repair.COPY
+    return Repair.RESTRIDE
+
+
+def repairs_for(*specs: TensorSpec) -> tuple[Repair, ...]:
+    """``repair_for`` of each tensor; empty if none needs anything."""
+    repairs = tuple(map(repair_for, specs))
+    return () if repairs == (Repair.NONE,) * len(repairs) else repairs
+
+
+def _fixed_strides(spec: TensorSpec) -> tuple[int, ...]:
+    """The strides, with addressable ones for dimensions of size 1."""
     step = _step(spec)
-    fixed = tuple(
+    fixed = (
         step if size == 1 and not _addressable(stride, step) else stride
         for size, stride in zip(spec.shape[:3], spec.strides[:3], strict=True)
     )
-    return Repair(copy=False, strides=() if fixed == tuple(spec.strides[:3]) else (*fixed, 1))
+    return (*fixed, 1)
 
 
 def make_addressable(tensor: Tensor) -> Tensor:
     """The tensor with what it needs done to it."""
+    *strides, last = tensor.stride()
+    steps = strides[0] | strides[1] | strides[2]
+    if last == 1 and min(strides) > 0 and not (tensor.data_ptr() | steps * tensor.itemsize) % TMA_BYTES:
+        return tensor
     repaired = repair_for(TensorSpec.of(tensor)).apply(tensor)
     return contiguous_copy(repaired) if repaired.data_ptr() % TMA_BYTES else repaired
 

@@ -8,11 +8,11 @@ tensors and change none. Their gradients are registered in ``hopper_attention.au
 import torch
 from torch import Tensor
 
-from hopper_attention.backward_launch import find_choice, run_backward
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FP8_OUT_DTYPE
-from hopper_attention.fp8_launch import attend
-from hopper_attention.launch import run_forward
+from hopper_attention.launch.backward import find_choice, run_backward
+from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.fp8 import attend
 from hopper_attention.notices import warn_once
 from hopper_attention.quantization import from_descales
 from hopper_attention.reference.tiled_backward import tiled_backward

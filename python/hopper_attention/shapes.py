@@ -40,7 +40,7 @@ def attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attent
             raise TypeError(f"{name} has dtype {tensor.dtype}, allowed: the dtype of q, {q.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, allowed: the device of q, {q.device}")
-    return fit_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    return fit_shapes(q.shape, k.shape, v.shape)
 
 
 def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> AttentionShape:
@@ -57,10 +57,12 @@ def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> At
             f"q has {heads} heads and k has {kv_heads}, allowed: a positive multiple of the heads of k"
         )
     if k != (batch, seqlen_k, kv_heads, head_dim):
-        raise ValueError(f"k has shape {k}, allowed with q {q}: ({batch}, seqlen_k, kv_heads, {head_dim})")
+        raise ValueError(
+            f"k has shape {tuple(k)}, allowed with q {tuple(q)}: ({batch}, seqlen_k, kv_heads, {head_dim})"
+        )
     if v != (batch, seqlen_k, kv_heads, head_dim_v):
         raise ValueError(
-            f"v has shape {v}, allowed with k {k}: ({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
+            f"v has shape {tuple(v)}, allowed with k {tuple(k)}: ({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
         )
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"head_dim is {head_dim} and head_dim_v is {head_dim_v}, allowed: 1 or more")

@@ -23,7 +23,7 @@ from hopper.backward.config import (
 )
 from hopper.compile import arch_of
 from hopper.inspection import ResourceUsage
-from hopper_attention.backward_launch import zero_dq
+from hopper_attention.launch.backward import zero_dq
 from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import finish_on_numpy, prepare_on_numpy
 

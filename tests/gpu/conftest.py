@@ -22,7 +22,9 @@ from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
-from hopper_attention import backward_launch, compile_cache, flash_attn_func, launch
+from hopper_attention import compile_cache, flash_attn_func
+from hopper_attention.launch import backward
+from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
 
 WATCHDOG_S = 240
@@ -68,15 +70,15 @@ def watchdog() -> Iterator[None]:
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output buffers start as NaN in place of whatever memory held."""
 
-    empty_out, empty_lse = launch.ResultSpec.empty_out, launch.ResultSpec.empty_lse
-    monkeypatch.setattr(launch.ResultSpec, "empty_out", lambda spec, q: empty_out(spec, q).fill_(math.nan))
-    monkeypatch.setattr(launch.ResultSpec, "empty_lse", lambda spec: empty_lse(spec).fill_(math.nan))
-    empty_gradients = backward_launch.empty_gradients
+    empty_out, empty_lse = ResultSpec.empty_out, ResultSpec.empty_lse
+    monkeypatch.setattr(ResultSpec, "empty_out", lambda spec, q: empty_out(spec, q).fill_(math.nan))
+    monkeypatch.setattr(ResultSpec, "empty_lse", lambda spec, q: empty_lse(spec, q).fill_(math.nan))
+    empty_gradients = backward.empty_gradients
 
     def poisoned(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.fill_(math.nan) for x in empty_gradients(*inputs))
 
-    monkeypatch.setattr(backward_launch, "empty_gradients", poisoned)
+    monkeypatch.setattr(backward, "empty_gradients", poisoned)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.backward.config import select_ampere_backward_config
-from hopper_attention.backward_launch import run_backward
+from hopper_attention.launch.backward import run_backward
 from tests.gpu.gradients import find_gradient_errors
 
 pytestmark = pytest.mark.gpu

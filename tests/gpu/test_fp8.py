@@ -15,16 +15,16 @@ import torch
 from hopper.forward.fp8.config import STALE_MAXIMUM, Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
-from hopper_attention.fp8_launch import find_fp8_launch, problem_of
 from hopper_attention.fp8_rules import select_config
+from hopper_attention.launch.fp8 import find_fp8_launch, problem_of
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
     from_descales,
     quantize_qkv,
     restore_values,
-    robust_mean_of_keys,
 )
+from hopper_attention.quantization_rules import robust_mean_of_keys
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_errors import (
     LAGGING_LSE_ROUNDING,

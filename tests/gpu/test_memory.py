@@ -16,7 +16,7 @@ from hopper_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from hopper_attention.launch import ResultSpec
+from hopper_attention.launch.base import ResultSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -27,8 +27,8 @@ GUARD = 4096
 
 def test_outputs_are_poisoned_in_these_tests(device: str) -> None:
     # The fixture that every test relies on does what it says.
-    spec = ResultSpec((1, 2, 3, 8), (1, 3, 2), torch.float16, torch.device(device))
-    buffers = spec.empty_out(torch.zeros(1, device=device)), spec.empty_lse()
+    spec, q = ResultSpec(torch.float16, head_dim_v=8), torch.zeros(1, 2, 3, 8, device=device)
+    buffers = spec.empty_out(q), spec.empty_lse(q)
     assert all(bool(buffer.isnan().all()) for buffer in buffers)
 
 

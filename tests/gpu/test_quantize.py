@@ -15,24 +15,18 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import QuantizeConfig, default_block_sizes
-from hopper_attention import compile_cache, flash_attn_fp8_func, quantization, quantization_launch
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    Means,
-    QuantizedTensor,
-    TransposedV,
-    _quantize_by_torch,
-    means_of,
-    quantize_qkv,
-)
-from hopper_attention.quantization_launch import (
+from hopper_attention import compile_cache, flash_attn_fp8_func, quantization
+from hopper_attention.launch import quantize
+from hopper_attention.launch.quantize import (
     Outputs,
     empty_outputs,
-    fill,
     quantize_fused,
     select_quantize_config,
     why_not_fused_here,
 )
+from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, TransposedV, quantize_qkv
+from hopper_attention.quantization_rules import means_of, quantize_by_torch
+from hopper_attention.quantized import Means
 from tests.gpu.test_memory import needs_memory
 
 fused_qkv = partial(quantize_qkv, backend="fused")
@@ -57,7 +51,7 @@ def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.view(torch.uint8).fill_(POISON)
         return outputs
 
-    monkeypatch.setattr(quantization_launch, "empty_outputs", poisoned)
+    monkeypatch.setattr(quantize, "empty_outputs", poisoned)
 
 
 def difference(parts: Parts, twins: Parts) -> list[str]:
@@ -84,7 +78,7 @@ def find_differences(q: Tensor, k: Tensor, v: Tensor, c: Fp8Quantization) -> lis
     c = resolved(c, k, v)
     assert why_not_fused_here(q, k, v, c) == ""
     means = means_of(k, v, c)
-    return difference(quantize_fused(q, k, v, c, means), _quantize_by_torch(q, k, v, c, means))
+    return difference(quantize_fused(q, k, v, c, means), quantize_by_torch(q, k, v, c, means))
 
 
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
@@ -166,9 +160,9 @@ def test_the_twin_has_the_same_bits_on_the_cpu(draw, head_dim: int, rotate: bool
     x = draw(torch.bfloat16, 2, (300, 500), (4, 2), head_dim)
     c = Fp8Quantization(rotate=rotate, rotate_v=rotate, block_k=160)
     means = means_of(x.k, x.v, c)
-    there = _quantize_by_torch(x.q, x.k, x.v, c, means)
+    there = quantize_by_torch(x.q, x.k, x.v, c, means)
     on_cpu = Means(means.k.cpu(), means.v.cpu())
-    here = _quantize_by_torch(x.q.cpu(), x.k.cpu(), x.v.cpu(), c, on_cpu)
+    here = quantize_by_torch(x.q.cpu(), x.k.cpu(), x.v.cpu(), c, on_cpu)
     assert difference(there, here) == []
     public = fused_qkv(x.q, x.k, x.v, quantization=c)
     assert difference((public.q, public.k, public.v), here) == []
@@ -230,7 +224,7 @@ def test_strides_and_addresses_do_not_change_a_bit(draw, relay: Callable[[Tensor
         x = draw(torch.bfloat16, 2, seqlens, (4, 2), head_dim)
         c = resolved(Fp8Quantization(), x.k, x.v)
         means = means_of(x.k, x.v, c)
-        expected = _quantize_by_torch(x.q, x.k, x.v, c, means)
+        expected = quantize_by_torch(x.q, x.k, x.v, c, means)
         assert difference(quantize_fused(relay(x.q), relay(x.k), relay(x.v), c, means), expected) == []
 
 
@@ -262,13 +256,13 @@ def test_all_outputs_are_written_and_nothing_else(
     tensors, memories = zip(*map(guarded, empty_outputs(config, x.q, x.k, x.v)), strict=True)
     outputs = Outputs(*tensors)
     means = means_of(x.k, x.v, c)
-    fill(outputs, config, c.seed, x.q, x.k, x.v, means)
+    quantize.find(config, x.q.device).fill(outputs, x.q, x.k, x.v, c.seed, means)
     parts = (
         QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
         QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),
         TransposedV(outputs.vt8, outputs.v_scale, config.block_k, seqlens[1]),
     )
-    assert difference(parts, _quantize_by_torch(x.q, x.k, x.v, c, means)) == []
+    assert difference(parts, quantize_by_torch(x.q, x.k, x.v, c, means)) == []
     for memory in memories:
         assert bool((memory[:GUARD] == POISON).all()) and bool((memory[-GUARD:] == POISON).all())
 
@@ -325,7 +319,7 @@ def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
 def test_the_kernel_is_the_default(draw, monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(torch.bfloat16, 2, (300, 517), (4, 2), 128)
     by_torch = quantize_qkv(x.q, x.k, x.v, backend="torch")
-    monkeypatch.setattr(quantization, "_quantize_by_torch", None)
+    monkeypatch.setattr(quantization, "quantize_by_torch", None)
     parts = quantize_qkv(x.q, x.k, x.v)
     assert difference((parts.q, parts.k, parts.v), (by_torch.q, by_torch.k, by_torch.v)) == []
 
@@ -383,7 +377,7 @@ def test_tensors_above_two_to_the_31_elements(draw, device: str, dimension: str)
     block = int(c.block_k)
     from_q, from_k = (max(seqlens[0] - 1, 0) // 128 * 128, max(seqlens[1] - 1, 0) // block * block)
     of_last = Means(means.k[-1:], means.v[-1:])
-    twins = _quantize_by_torch(x.q[-1:, from_q:], x.k[-1:, from_k:], x.v[-1:, from_k:], c, of_last)
+    twins = quantize_by_torch(x.q[-1:, from_q:], x.k[-1:, from_k:], x.v[-1:, from_k:], c, of_last)
     parts = (
         QuantizedTensor(q.data[-1:, from_q:], q.scale[-1:, :, from_q:], 1),
         QuantizedTensor(k.data[-1:, from_k:], k.scale[-1:, :, from_k // block :], block),

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig, Softmax
-from hopper_attention.fp8_launch import EmulationLaunch
+from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.quantization import QuantizedQKV
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 

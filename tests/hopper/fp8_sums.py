@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hopper_attention.quantization import QuantizedQKV, row_scale
+from hopper_attention.quantization import QuantizedQKV
+from hopper_attention.quantized import row_scale
 from tests.hopper.fp8_errors import LSE_ROUNDING
 
 COLUMNS_PER_STEP = 32

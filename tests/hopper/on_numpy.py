@@ -20,9 +20,10 @@ from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardC
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper_attention.backward_launch import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
-from hopper_attention.fp8_launch import ALL_ROWS, adds_mean
-from hopper_attention.quantization import QuantizedQKV, TransposedV, transpose_for_kernel
+from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
+from hopper_attention.quantization import QuantizedQKV, TransposedV
+from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
 
 SWIZZLED_ROWS = {128: 3, 64: 2, 32: 1}

@@ -17,8 +17,8 @@ from torch import Tensor
 from hopper.inspection import ResourceUsage, parse_ptxas
 from hopper.quantize.compile import compile_quantize
 from hopper.quantize.config import QuantizeConfig
-from hopper_attention.quantization import Means, padded_keys
-from hopper_attention.quantization_launch import sign_masks
+from hopper_attention.launch.quantize import sign_masks
+from hopper_attention.quantized import Means, padded_keys
 from tests.hopper import ptx_machine
 
 POISON = 0xA5

@@ -22,7 +22,9 @@ from hopper.quantize.config import (
     shipped_quantize_configs,
     validate_quantize_config,
 )
-from hopper_attention.quantization import Fp8Quantization, Means, _quantize_by_torch, means_of
+from hopper_attention.quantization import Fp8Quantization
+from hopper_attention.quantization_rules import means_of, quantize_by_torch
+from hopper_attention.quantized import Means
 from tests.hopper.ptx_machine import to_e4m3
 from tests.hopper.quantize_on_numpy import compiled, quantize_on_numpy
 
@@ -75,7 +77,7 @@ def find_differences(
     )
     means = means_of(k, v, c)
     data, scales = quantize_on_numpy(config, q, k, v, c.seed, means, ctas, by_warp)
-    twins = _quantize_by_torch(q, k, v, c, means)
+    twins = quantize_by_torch(q, k, v, c, means)
     wrong = []
     for name, ours, scale, twin in zip("qkv", data, scales, twins, strict=True):
         differing = (ours != twin.data.view(torch.uint8).numpy().reshape(-1)).sum()

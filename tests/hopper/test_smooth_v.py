@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper_attention.fp8_launch import EmulationLaunch
+from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.reference import attention_naive
 from tests.hopper import hopper_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hopper.config import ForwardConfig
-from hopper_attention import api, compile_cache, launch
-from hopper_attention.backends import Target
-from hopper_attention.launch import HopperLaunch, find_launch
-
-SMS = 132
+from hopper_attention import api, compile_cache
+from hopper_attention.checks import TensorSpec
+from hopper_attention.launch import forward
+from hopper_attention.launch.forward import HopperLauncher, find_launch, run_forward
+from hopper_attention.problem import length_bounds
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
 
 class FakeKernel:
@@ -27,31 +28,21 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.configs: list[ForwardConfig] = []
+        self.entered: list[int] = []
 
     def __call__(self, *arguments: Any) -> None:
         self.calls.append(arguments)
 
 
-class FakeProperties:
-    multi_processor_count = SMS
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
     """A Hopper GPU by name, whose tensors are the CPU's and whose kernels are all this one."""
     fake = FakeKernel()
-    configs: list[ForwardConfig] = []
-    monkeypatch.setattr(
-        launch, "target_of", lambda device: Target("fake H200", (9, 0), assume_installed=True)
-    )
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: configs.append(config) or fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
-    monkeypatch.setattr(launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
-    fake.configs = configs
-    find_launch.cache_clear()
+    fake.entered = pretend(monkeypatch, forward)
+    monkeypatch.setattr(compile_cache, "get_forward", lambda config: fake.configs.append(config) or fake)
     yield fake
-    find_launch.cache_clear()
+    forget_launchers()
 
 
 def qkv(seqlen_k: int = 9) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +52,7 @@ def qkv(seqlen_k: int = 9) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
     q, k, v = qkv()
-    out, lse = launch.run_forward(q, k, v, None, True, None, 0)
+    out, lse = run_forward(q, k, v, None, True, None, 0)
     ((*tensors, counter, scale, num_ctas),) = kernel.calls
     assert all(x is y for x, y in zip(tensors, (q, k, v, out, lse), strict=True))
     assert out.shape == (2, 5, 4, 32) and out.dtype == q.dtype and out.is_contiguous()
@@ -72,9 +63,9 @@ def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
 
 def test_an_lse_that_nobody_wants_is_not_written(kernel: FakeKernel) -> None:
     q, k, v = qkv()
-    launch.run_forward(q, k, v, None, False, None, 0, wants_lse=False)
+    run_forward(q, k, v, None, False, None, 0, wants_lse=False)
     assert kernel.calls[-1][4].shape == (2, 4, 0)
-    launch.run_forward(q, k, v, None, False, None, 0)
+    run_forward(q, k, v, None, False, None, 0)
     assert kernel.calls[-1][4].shape == (2, 4, 5)
 
 
@@ -85,31 +76,143 @@ def test_out_is_contiguous_whatever_q_is(kernel: FakeKernel) -> None:
         wide[:, :, 0],
         wide[:, :, 0].transpose(1, 2).contiguous().transpose(1, 2),
     ):
-        out, _ = launch.run_forward(q, wide[:, :, 1], wide[:, :, 2], None, False, None, 0)
+        out, _ = run_forward(q, wide[:, :, 1], wide[:, :, 2], None, False, None, 0)
         assert out.is_contiguous() and out.shape == q.shape
 
 
 def test_scale_and_sm_margin_reach_the_kernel(kernel: FakeKernel) -> None:
-    launch.run_forward(*qkv(), 2, False, None, 12)
+    run_forward(*qkv(), 2, False, None, 12)
     assert kernel.calls[0][-2:] == (2.0, SMS - 12) and type(kernel.calls[0][-2]) is float
     with pytest.raises(ValueError, match=r"sm_margin is 132, allowed on this GPU: 0 to 131"):
-        launch.run_forward(*qkv(), None, False, None, 132)
+        run_forward(*qkv(), None, False, None, 132)
 
 
 def test_a_repeated_problem_is_looked_up(kernel: FakeKernel) -> None:
     for _ in range(3):
-        launch.run_forward(*qkv(), None, True, None, 0)
-    assert len(kernel.calls) == 3 and len(kernel.configs) == 1
-    launch.run_forward(*qkv(), None, False, None, 0)
-    launch.run_forward(*qkv(11), None, True, None, 0)
-    assert len(kernel.configs) == 3 and find_launch.cache_info().hits == 2
+        run_forward(*qkv(), None, True, None, 0)
+    assert len(kernel.calls) == 3 and find_launch.cache_info().hits == 2 and len(kernel.configs) == 1
+
+
+def launcher_of(*specs: TensorSpec, sm_margin: int = 0) -> Any:
+    """What serves causal attention on such tensors."""
+    return find_launch(*(fact for spec in specs for fact in spec), True, None, sm_margin)
+
+
+def sized(
+    batch: int = 1, seqlens: tuple[int, int] = (1, 9), heads: tuple[int, int] = (4, 2)
+) -> list[TensorSpec]:
+    """Contiguous q, k and v of any size."""
+
+    def spec(*shape: int) -> TensorSpec:
+        strides = shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1
+        return TensorSpec(shape, strides, torch.bfloat16, torch.device("cpu"))
+
+    keys = batch, seqlens[1], heads[1]
+    return [spec(batch, seqlens[0], heads[0], 64), spec(*keys, 64), spec(*keys, 64)]
+
+
+def test_new_sizes_share_a_launcher(kernel: FakeKernel) -> None:
+    first, most = launcher_of(*sized()), length_bounds()[0]
+    assert most >= 512
+    for seqlen_k in range(1, most + 1):
+        assert launcher_of(*sized(seqlens=(1, seqlen_k))) is first
+    for batch, seqlen_q, heads in ((1, 7, (4, 4)), (3, 1, (8, 1)), (64, 512, (2, 2))):
+        assert launcher_of(*sized(batch, (seqlen_q, 512), heads)) is first
+    assert len(kernel.configs) == 1
+
+
+def test_lengths_that_want_other_tiles_get_them(kernel: FakeKernel) -> None:
+    for seqlen_k in (1536, 1537, 10**6, 10**6 + 1):
+        launcher_of(*sized(seqlens=(1, seqlen_k)))
+    assert [config.tile_m for config in kernel.configs] == [128, 192, 192]
+
+
+def test_results_have_the_sizes_of_the_call(kernel: FakeKernel) -> None:
+    for batch, seqlen_q, heads in ((1, 5, 4), (3, 2, 4), (2, 5, 8)):
+        q = torch.zeros(batch, seqlen_q, heads, 64, dtype=torch.bfloat16)
+        k = torch.zeros(batch, 9, 2, 64, dtype=torch.bfloat16)
+        for wants_lse, rows in ((True, seqlen_q), (False, 0)):
+            out, _ = run_forward(q, k, k[..., :32], None, True, None, 0, wants_lse)
+            assert out.shape == (batch, seqlen_q, heads, 32) and out.is_contiguous()
+            assert kernel.calls[-1][3] is out and kernel.calls[-1][4].shape == (batch, heads, rows)
+            assert kernel.calls[-1][4].dtype == torch.float32
+    assert len(kernel.configs) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda q, k, v: (q, k, v[:, :-1]),
+            ValueError,
+            r"v has shape \(2, 8, 2, 32\), allowed with k of shape",
+        ),
+        (lambda q, k, v: (q, k[..., :32], v), ValueError, r"k has shape \(2, 9, 2, 32\), allowed with q"),
+        (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "q has 3 heads and k has 2"),
+        (lambda q, k, v: (q, k.half(), v), TypeError, "k has dtype torch.float16"),
+        (lambda q, k, v: (q, k, v.to("meta")), ValueError, "v is on meta"),
+        (lambda q, k, v: (q[0], k, v), ValueError, "q has 3 dimensions"),
+    ],
+)
+def test_new_sizes_are_checked_although_the_launcher_is_there(
+    kernel: FakeKernel, change: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    good = qkv()
+    run_forward(*good, None, True, None, 0)
+    with pytest.raises(error, match=message):
+        run_forward(*change(*good), None, True, None, 0)
+    assert len(kernel.calls) == 1
+
+
+def test_sizes_that_the_kernel_cannot_count_are_refused_although_the_launcher_is_there(
+    kernel: FakeKernel,
+) -> None:
+    launcher_of(*sized())
+    with pytest.raises(NotImplementedError, match="seqlen_k is 2147483648, the Hopper kernel takes at most"):
+        launcher_of(*sized(seqlens=(1, 2**31)))
+    launcher_of(*sized(seqlens=(1, 2000)))
+    with pytest.raises(NotImplementedError, match="are 4294967296 tiles of 192 queries, the Hopper kernel"):
+        launcher_of(*sized(2**16, (1, 2000), (2**16, 2**15)))
+    assert len(kernel.configs) == 2
+
+
+def test_layouts_are_repaired_whatever_the_sizes(kernel: FakeKernel) -> None:
+    wide = torch.zeros(2, 64, 2, 67, dtype=torch.bfloat16)[..., :64]
+    launchers = set()
+    for seqlen_k in range(5, 60):
+        q, k, v = wide[:, :1], wide[:, :seqlen_k], wide[:, :seqlen_k]
+        run_forward(q, k, v, None, True, None, 0)
+        seen = kernel.calls[-1]
+        assert [x.stride() for x in seen[1:3]] == [(seqlen_k * 128, 128, 64, 1)] * 2
+        launchers.add(id(launcher_of(*map(TensorSpec.of, (q, k, v)))))
+    assert len(launchers) == 1 and len(kernel.configs) == 1
+
+
+def test_sm_margin_has_a_launcher_of_its_own_and_bounds(kernel: FakeKernel) -> None:
+    assert launcher_of(*sized()).num_ctas == SMS
+    assert launcher_of(*sized(), sm_margin=SMS - 1).num_ctas == 1
+    for size in (9, 10):
+        with pytest.raises(ValueError, match=rf"sm_margin is {SMS}, allowed on this GPU: 0 to {SMS - 1}"):
+            launcher_of(*sized(seqlens=(1, size)), sm_margin=SMS)
+    with pytest.raises(ValueError, match="sm_margin is -1, allowed: 0 or more"):
+        launcher_of(*sized(), sm_margin=-1)
+    with pytest.raises(TypeError, match="sm_margin is a float"):
+        launcher_of(*sized(seqlens=(1, 11)), sm_margin=1.0)
+
+
+def test_a_device_has_launchers_of_its_own(kernel: FakeKernel) -> None:
+    def on(device: str) -> Any:
+        return launcher_of(*(spec._replace(device=torch.device(device)) for spec in sized()))
+
+    first, second = on("cuda:0"), on("cuda:1")
+    assert (first.device_index, second.device_index) == (0, 1) and on("cuda:1") is second
 
 
 def test_errors_are_not_remembered(kernel: FakeKernel) -> None:
     q, k, v = qkv()
     for _ in range(2):
         with pytest.raises(ValueError, match="k has shape"):
-            launch.run_forward(q, k[:1], v, None, False, None, 0)
+            run_forward(q, k[:1], v, None, False, None, 0)
     assert kernel.calls == []
 
 
@@ -127,7 +230,7 @@ def test_the_kernel_sees_only_what_tma_can_address(
 ) -> None:
     q, k, v = qkv()
     bad = [spoil(x) for x in (q, k, v)]
-    launch.run_forward(*bad, None, False, None, 0)
+    run_forward(*bad, None, False, None, 0)
     for seen, given in zip(kernel.calls[0], bad, strict=False):
         assert seen.data_ptr() != given.data_ptr() and seen.data_ptr() % 16 == 0
         assert seen.is_contiguous() and torch.equal(seen, given)
@@ -135,68 +238,28 @@ def test_the_kernel_sees_only_what_tma_can_address(
 
 def test_a_size_of_one_is_restrided_in_place(kernel: FakeKernel) -> None:
     q, k, v = (x[:1].as_strided((1, *x.shape[1:]), (3, *x.stride()[1:])) for x in qkv())
-    launch.run_forward(q, k, v, None, False, None, 0)
+    run_forward(q, k, v, None, False, None, 0)
     seen = kernel.calls[0]
     assert [x.stride(0) for x in seen[:3]] == [8, 8, 8]
     assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
 
 
 def test_nothing_is_launched_for_empty_problems(kernel: FakeKernel) -> None:
-    out, lse = launch.run_forward(*qkv(0), None, False, None, 0)
+    out, lse = run_forward(*qkv(0), None, False, None, 0)
     assert kernel.calls == [] and kernel.configs == []
     assert not out.any() and (lse == -math.inf).all()
 
 
-def test_another_gpu_becomes_current_for_the_launch(
-    monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel
-) -> None:
-    entered: list[int] = []
-
-    class Guard:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            entered.append(self.index)
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+def test_another_gpu_becomes_current_for_the_launch(kernel: FakeKernel) -> None:
     tensors = qkv()
-    launch.run_forward(*tensors, None, False, None, 0)
+    run_forward(*tensors, None, False, None, 0)
     here = find_launch(
         *(a for x in tensors for a in (x.shape, x.stride(), x.dtype, x.device)), False, None, 0
     )
-    assert isinstance(here, HopperLaunch) and entered == []
+    assert isinstance(here, HopperLauncher) and kernel.entered == []
     there = replace(here, device_index=3)
     there(*tensors, 0.5, True)
-    assert entered == [3] and len(kernel.calls) == 2
-
-
-def test_tile_counters_are_kept_by_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, made = [11], []
-
-    def zeros(*size: int, **options: Any) -> Tensor:
-        made.append(options["device"])
-        return torch.empty(size, dtype=options["dtype"]).zero_()
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams[0] == 99)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
-    monkeypatch.setattr(launch, "_tile_counters", {})
-    first = launch.tile_counter(0)
-    assert first.tolist() == [0, 0] and first.dtype == torch.int32
-    assert launch.tile_counter(0) is first and launch.tile_counter(1) is not first
-    streams[0] = 12
-    assert launch.tile_counter(0) is not first
-    streams[0] = 11
-    assert launch.tile_counter(0) is first
-    assert made == ["cuda:0", "cuda:1", "cuda:0"]
-    # Two graphs may be replayed at once, so a captured launch shares its counter with none.
-    streams[0] = 99
-    captured = launch.tile_counter(0), launch.tile_counter(0)
-    assert captured[0] is not captured[1] and len(made) == 5
+    assert kernel.entered == [3] and len(kernel.calls) == 2
 
 
 # when torch's dispatcher may be left out

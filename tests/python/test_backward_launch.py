@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig, shipped_backward_kernels
 from hopper_attention import (
     _kernels,
-    backward_launch,
     compile_cache,
     explain,
     flash_attn_fp8_func,
@@ -31,12 +29,13 @@ from hopper_attention.backward_rules import (
     KernelConfig,
     choose_backward,
     select_config,
-    why_not_kernel,
 )
+from hopper_attention.launch import backward
+from hopper_attention.launch.backward import run_backward
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
+from tests.python.fake_gpu import H200, forget_launchers, pretend
 
-H200 = Target("fake H200", (9, 0), assume_installed=True)
 A100 = Target("fake A100", (8, 0), assume_installed=True)
 ADA = Target("fake L40", (8, 9), assume_installed=True)
 BLACKWELL = Target("fake RTX PRO 6000", (12, 0), assume_installed=True)
@@ -45,28 +44,23 @@ OPS = torch.ops.hopper_attention
 
 
 class StandIns:
-    """The three kernels of a backward pass, in float32; notes the configs and the inputs of each pass."""
+    """The three kernels of a backward pass, in float32; notes what is asked for, and what each pass is given."""
 
     def __init__(self) -> None:
         self.configs: list[Any] = []
+        self.passes: list[KernelConfig] = []
         self.inputs: list[tuple[Tensor, ...]] = []
 
     def use(self, target: Target) -> None:
         """Be another GPU."""
         self.target = target
-        for remembered in (backward_launch.find_choice, backward_launch.find_config):
-            remembered.cache_clear()
+        forget_launchers()
 
     def get(self, config: KernelConfig | BackwardStep) -> Callable[..., None]:
         self.configs.append(config)
         if isinstance(config, BackwardStep):
             return self.prepare if config.step == "prepare" else self.finish
-        self.config = config
-        return self.kernel
-
-    def dq_of_a_tile(self) -> tuple[int, int]:
-        """Parts and words of its sums."""
-        return self.config.dq_parts, self.config.tile_m * self.config.head_dim // self.config.dq_parts
+        return lambda *arguments: self.kernel(config, *arguments)
 
     def prepare(self, out: Tensor, dout: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor) -> None:
         hidden = lse == -math.inf
@@ -75,25 +69,23 @@ class StandIns:
         sums = (out.float() * dout.float()).sum(-1).transpose(1, 2)
         delta.zero_()[:, :, rows] = sums.masked_fill(hidden, 0.0)
 
-    def kernel(self, *arguments: Any) -> None:
+    def kernel(self, config: KernelConfig, *arguments: Any) -> None:
         q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, scale, *ctas = arguments
-        assert ctas == ([132] if self.config.is_persistent else [])
-        counts = sums[..., 0, 0].numel() * self.config.counts_per_tile
-        assert counter.dtype == torch.int32 and counter.shape == (2 + self.config.ordered * counts,)
-        assert not counter.any()
+        self.passes.append(config)
         self.inputs.append((q, k, v, dout))
-        assert sums.shape == (
-            q.shape[0],
-            q.shape[2],
-            lse_log2.shape[2] // self.config.tile_m,
-            *self.dq_of_a_tile(),
-        )
+        assert ctas == ([132] if config.is_persistent else [])
+        counts = sums[..., 0, 0].numel() * config.counts_per_tile
+        assert counter.dtype == torch.int32 and counter.shape == (2 + config.ordered * counts,)
+        assert not counter.any()
+        tiles = lse_log2.shape[2] // config.tile_m
+        of_tile = config.dq_parts, config.tile_m * config.head_dim // config.dq_parts
+        assert sums.shape == (q.shape[0], q.shape[2], tiles, *of_tile)
         assert not sums.any()
         group, rows = q.shape[2] // k.shape[2], slice(q.shape[1])
         q, dout, k, v = (x.float().transpose(1, 2) for x in (q, dout, k, v))
         k_all, v_all = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = q @ k_all.mT * (scale * math.log2(math.e))
-        if self.config.causal:
+        if config.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
             scores.masked_fill_(hidden, -math.inf)
         p = torch.exp2(scores - lse_log2[:, :, rows, None])
@@ -111,10 +103,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     """A GPU for the backward pass alone, of Hopper unless told otherwise, whose tensors are the CPU's."""
     fake = StandIns()
     fake.use(H200)
-    monkeypatch.setattr(backward_launch, "target_of", lambda device: fake.target)
+    pretend(monkeypatch, backward, target=lambda: fake.target)
     monkeypatch.setattr(compile_cache, "get_backward", fake.get)
-    monkeypatch.setattr(backward_launch, "count_multiprocessors", lambda device_index: 132)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     warn_once.cache_clear()
     yield fake
     fake.use(H200)
@@ -217,7 +207,7 @@ def test_the_operator_passes_opcheck(kernels: StandIns) -> None:
 
 def ordered_passes(kernels: StandIns) -> list[bool]:
     """Of each backward pass so far, whether its kernel sums dQ in a fixed order."""
-    return [config.ordered for config in kernels.configs if not isinstance(config, BackwardStep)]
+    return [config.ordered for config in kernels.passes]
 
 
 @pytest.mark.parametrize("backend", TARGETS)
@@ -259,7 +249,7 @@ def gradients_on(backend: str | None, direct: bool) -> None:
     q, k, v = (x.detach() for x in leaves())
     out, lse = OPS.forward(q, k, v, 0.125, True, None, 0, False)
     if direct:
-        backward_launch.run_backward(torch.ones_like(out), q, k, v, out, lse, 0.125, True, backend=backend)
+        run_backward(torch.ones_like(out), q, k, v, out, lse, 0.125, True, backend=backend)
     else:
         OPS.backward(torch.ones_like(out), None, q, k, v, out, lse, 0.125, True, backend, False)
 
@@ -312,14 +302,14 @@ def test_what_a_launch_without_wgmma_is_given(
     seen: list[tuple[Any, ...]] = []
     kernel = kernels.kernel
 
-    def note(*arguments: Any) -> None:
+    def note(config: KernelConfig, *arguments: Any) -> None:
         seen.append(arguments)
-        kernel(*arguments)
+        kernel(config, *arguments)
 
     monkeypatch.setattr(kernels, "kernel", note)
     q, k, v = (x.detach() for x in leaves((150, 90), (104, 64)))
     out, lse = OPS.forward(q, k, v, 0.125, True, None, 0, False)
-    backward_launch.run_backward(torch.ones_like(out), q, k, v, out, lse, 0.5, True, deterministic=ordered)
+    run_backward(torch.ones_like(out), q, k, v, out, lse, 0.5, True, deterministic=ordered)
     (arguments,) = seen
     *_, lse_log2, delta, sums, dk, dv, counter, scale = arguments
     # At head_dim 128 tiles of 64 queries, three of them, and 8 warps.
@@ -381,8 +371,6 @@ def problem(
 )
 def test_why_not(asked: BackwardProblem, reason: str, backend: str) -> None:
     target, reason = TARGETS[backend], reason.format("Hopper " if backend == "hopper" else "")
-    found = why_not_kernel(asked, backend, target.capability)
-    assert (reason in found) if reason else found == ""
     choice = choose_backward(asked, target, None)
     assert choice.backend == ("reference" if reason else backend) and reason in choice.reason
 
@@ -390,13 +378,15 @@ def test_why_not(asked: BackwardProblem, reason: str, backend: str) -> None:
 def test_a_grid_of_one_dimension_counts_key_tiles() -> None:
     q, k = (65_535, 1, 65_535, 64), (65_535, 128, 32_768, 64)
     most = BackwardProblem(q, k, k, torch.float16, False)
-    assert why_not_kernel(most, "ampere", (8, 0)) == ""
+    assert choose_backward(most, A100, None).backend == "ampere"
     more = most._replace(k_shape=(65_535, 129, 32_768, 64))
-    assert why_not_kernel(more, "ampere", (8, 0)) == (
+    assert choose_backward(more, A100, None) == Choice(
+        "reference",
         "batch 65535 x kv_heads 32768 x seqlen_k 129 are 4294901760 tiles of 128 keys, the backward kernel counts at "
-        "most 2147483647: split the batch"
+        "most 2147483647: split the batch",
+        "torch's scaled_dot_product_attention has a fast one",
     )
-    assert why_not_kernel(more, "hopper", (9, 0)) == ""
+    assert choose_backward(more, H200, None).backend == "hopper"
 
 
 def test_the_rule_by_target_and_request() -> None:

@@ -14,11 +14,13 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, launch, machine
+from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, machine
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.dispatch import Plan, ReferenceConfig
+from hopper_attention.launch import forward
 from hopper_attention.layout import Repair, repair_for
+from tests.python.fake_gpu import forget_launchers
 
 HOPPER = (9, 0)
 H200 = Target("NVIDIA H200", HOPPER, assume_installed=True)
@@ -100,27 +102,27 @@ def test_asking_for_hopper_where_it_cannot_run() -> None:
 
 
 def test_a_gpu_that_runs_the_reference_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "target_of", lambda device: T4)
-    launch.find_launch.cache_clear()
+    monkeypatch.setattr(forward, "target_of", lambda device: T4)
+    forget_launchers()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seqlen in (3, 5, 5, 7):
             x = torch.zeros(1, seqlen, 1, 64, dtype=torch.float16)
             flash_attn_func(x, x, x)
-    launch.find_launch.cache_clear()
+    forget_launchers()
     (message,) = [str(w.message) for w in caught]
     assert "tiled reference, which is slow: Tesla T4 has compute capability 7.5" in message
     assert "scaled_dot_product_attention is faster" in message
 
 
 def test_asking_for_the_reference_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "target_of", lambda device: T4)
-    launch.find_launch.cache_clear()
+    monkeypatch.setattr(forward, "target_of", lambda device: T4)
+    forget_launchers()
     x = torch.zeros(1, 3, 1, 64, dtype=torch.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flash_attn_func(x, x, x, backend="reference")
-    launch.find_launch.cache_clear()
+    forget_launchers()
 
 
 # explain
@@ -264,7 +266,7 @@ NOT_ADDRESSABLE = [
 @pytest.mark.parametrize("shape,strides", ADDRESSABLE)
 def test_what_tma_can_address_is_left_alone(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     x = strided(shape, strides)
-    assert repair_for(TensorSpec.of(x)) == Repair(copy=False, strides=())
+    assert repair_for(TensorSpec.of(x)) == Repair.NONE
     assert plan_for(x, x, x).copies == ()
 
 
@@ -274,7 +276,7 @@ def test_what_tma_cannot_address_is_copied(
 ) -> None:
     good, bad = strided(*ADDRESSABLE[0]), strided(shape, strides)
     repair = repair_for(TensorSpec.of(bad))
-    assert repair == Repair(copy=True, strides=())
+    assert repair == Repair.COPY
     copied = repair.apply(bad)
     assert copied.is_contiguous() and copied.data_ptr() % 16 == 0 and torch.equal(copied, bad)
     (text,) = plan_for(good, bad, good).copies
@@ -284,7 +286,7 @@ def test_what_tma_cannot_address_is_copied(
 def test_rows_that_are_not_contiguous_are_copied() -> None:
     x = torch.randn(2, 9, 2, 128).half()[..., ::2]
     repair = repair_for(TensorSpec.of(x))
-    assert repair == Repair(copy=True, strides=())
+    assert repair == Repair.COPY
     assert repair.apply(x).is_contiguous() and torch.equal(repair.apply(x), x)
 
 
@@ -297,7 +299,7 @@ def test_a_misaligned_address_is_copied() -> None:
 def test_a_dimension_of_size_one_gets_another_stride_instead_of_a_copy() -> None:
     x = strided((1, 9, 1, 64), (3, 64, 0, 1))
     repair = repair_for(TensorSpec.of(x))
-    assert repair == Repair(copy=False, strides=(8, 64, 8, 1))
+    assert repair == Repair.RESTRIDE
     fixed = repair.apply(x)
     assert fixed.stride() == (8, 64, 8, 1) and fixed.data_ptr() == x.data_ptr() and torch.equal(fixed, x)
     assert plan_for(x, x, x).copies == ()

@@ -12,26 +12,29 @@ from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import FP8_KEY_ORDER, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention import (
+    compile_cache,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     fp8,
-    fp8_launch,
 )
 from hopper_attention.backends import Choice, Target
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.fp8_rules import ONE_BLOCK, Fp8Problem, choose_fp8_backend, select_config
+from hopper_attention.launch import fp8 as fp8_launch
+from hopper_attention.launch.fp8 import ALL_ROWS, problem_of
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
     default_block_k,
     from_descales,
     quantize_qkv,
-    transpose_for_kernel,
 )
+from hopper_attention.quantized import transpose_for_kernel
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
+from tests.python.fake_gpu import H200 as HOPPER
+from tests.python.fake_gpu import forget_launchers, pretend
 
-HOPPER = Target("fake H200", (9, 0), assume_installed=True)
 SMOOTH = Fp8Quantization(smooth_v=True)
 
 
@@ -133,35 +136,14 @@ class FakeKernel:
         arguments[4].zero_()
 
 
-class Properties:
-    multi_processor_count = 132
-
-
-class Guard:
-    """Stands for ``torch.cuda.device``."""
-
-    def __init__(self, index: int) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKernel, list[Fp8ForwardConfig]]:
     """The launcher believes that the CPU is a Hopper GPU; its kernels are all this one, built from these configs."""
     kernel, configs = FakeKernel(), []
-    monkeypatch.setattr(fp8_launch, "target_of", lambda device: HOPPER)
-    monkeypatch.setattr(
-        fp8_launch.compile_cache, "get_forward", lambda config: configs.append(config) or kernel
-    )
-    monkeypatch.setattr(fp8_launch, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    fp8_launch.find_fp8_launch.cache_clear()
+    pretend(monkeypatch, fp8_launch)
+    monkeypatch.setattr(compile_cache, "get_forward", lambda config: configs.append(config) or kernel)
     yield kernel, configs
-    fp8_launch.find_fp8_launch.cache_clear()
+    forget_launchers()
 
 
 def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
@@ -229,7 +211,7 @@ def test_two_level_accumulation_reaches_the_kernel_from_every_function(
         lambda: flash_attn_qkvpacked_func(torch.stack([e4m3[1]] * 3, 2), **both),
     )
     for call in calls:
-        fp8_launch.find_fp8_launch.cache_clear()
+        forget_launchers()
         call()
         assert configs.pop().two_level and configs == []
     block_k = kernel.arguments[12]
@@ -297,7 +279,7 @@ def test_lone_scales_of_v_are_factors_of_the_output(
     rows, v_scale, o_scale, block_k = (kernel.arguments[i] for i in (2, 8, 9, 12))
     assert rows is v and [config.v_rows for config in configs] == [True]
     assert torch.equal(v_scale, torch.ones(2, 2, 1)) and torch.equal(o_scale[..., 0], descale)
-    assert block_k == fp8_launch.ALL_ROWS
+    assert block_k == ALL_ROWS
 
 
 def test_v_in_rows_that_tma_cannot_address_is_copied(
@@ -372,7 +354,7 @@ def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
     parts = quantize_qkv(*qkv())
 
     def choose(parts: QuantizedQKV, target: Target = HOPPER, backend: str | None = None) -> Choice:
-        return choose_fp8_backend(fp8_launch.problem_of(parts, False), target, backend)
+        return choose_fp8_backend(problem_of(parts, False), target, backend)
 
     assert choose(parts).backend == "hopper"
     for block_q in (7, 64, 200):
@@ -444,17 +426,3 @@ def test_gradients_take_whatever_quantization_takes() -> None:
     assert torch.equal(out, expected)
     out.sum().backward()
     assert q.grad is not None and bool(q.grad.isfinite().all()) and bool(q.grad.any())
-
-
-def test_what_a_captured_graph_makes_is_not_remembered(
-    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel, _ = hopper
-    parts = quantize_qkv(*qkv())
-    with monkeypatch.context() as capture:
-        capture.setattr(fp8_launch, "is_capturing", lambda device: True)
-        flash_attn_quantized_func(parts)
-    assert fp8_launch.find_fp8_launch.cache_info().currsize == 0
-    of_capture = kernel.arguments[9]
-    flash_attn_quantized_func(parts)
-    assert fp8_launch.find_fp8_launch.cache_info().currsize == 1 and kernel.arguments[9] is not of_capture

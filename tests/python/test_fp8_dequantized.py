@@ -18,14 +18,15 @@ from hopper_attention import (
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_quantized_func,
-    fp8_launch,
-    launch,
 )
 from hopper_attention.backends import Target
 from hopper_attention.experiments.rmse import methods as rmse_methods
 from hopper_attention.fp8_rules import choose_fp8_backend
+from hopper_attention.launch import forward, fp8
+from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
+from tests.python.fake_gpu import forget_launchers, pretend
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 attention in 16 bits")
 
@@ -57,23 +58,13 @@ class FakeGpu:
             lse.copy_(exact_lse)
 
 
-class Properties:
-    multi_processor_count = 108
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     fake = FakeGpu()
-    for module in (launch, fp8_launch):
-        monkeypatch.setattr(module, "target_of", lambda device: fake.target)
+    pretend(monkeypatch, forward, fp8, target=lambda: fake.target, multiprocessors=108)
     monkeypatch.setattr(compile_cache, "get_forward", fake.get_forward)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    for remembered in (launch.find_launch, fp8_launch.find_fp8_launch):
-        remembered.cache_clear()
     yield fake
-    for remembered in (launch.find_launch, fp8_launch.find_fp8_launch):
-        remembered.cache_clear()
+    forget_launchers()
 
 
 def qkv(
@@ -235,7 +226,7 @@ def test_gradients_are_those_of_the_same_attention(gpu: FakeGpu) -> None:
 
 
 def test_the_fp8_kernel_comes_first_on_hopper(gpu: FakeGpu) -> None:
-    problem = fp8_launch.problem_of(quantize_qkv(*qkv()), False)
+    problem = problem_of(quantize_qkv(*qkv()), False)
     assert choose_fp8_backend(problem, H200, None).backend == "hopper"
     asked = choose_fp8_backend(problem, H200, "ampere")
     assert (asked.backend, asked.advice) == ("ampere", "")
@@ -262,7 +253,7 @@ def test_what_16_bit_kernels_cannot_do_is_emulated(gpu: FakeGpu) -> None:
             "head_dim 264 and head_dim_v 264 must be multiples of 8 up to 256",
         ),
     ):
-        choice = choose_fp8_backend(fp8_launch.problem_of(parts, False), A100, None)
+        choice = choose_fp8_backend(problem_of(parts, False), A100, None)
         assert choice.backend == "reference" and choice.reason.startswith(reason) and choice.advice
         with pytest.raises(
             ValueError, match=f"backend is 'ampere', but {reason}.*; allowed here: 'reference'"
@@ -278,7 +269,7 @@ def test_where_no_kernel_runs() -> None:
         (T4, "fake T4 has compute capability 7.5 and the kernels are for 8.0,"),
         (Target("cpu"), "cpu is not an NVIDIA GPU"),
     ):
-        problem = fp8_launch.problem_of(quantize_qkv(*qkv()), False)
+        problem = problem_of(quantize_qkv(*qkv()), False)
         assert choose_fp8_backend(problem, target, None).reason.startswith(reason)
         with pytest.raises(ValueError, match=f"backend is 'ampere', but {reason}"):
             choose_fp8_backend(problem, target, "ampere")

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.fp8_config import select_fp8_forward_config
-from hopper_attention import Fp8Quantization, explain_fp8, fp8_launch, quantize_qkv
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper_attention import Fp8Quantization, explain_fp8, quantize_qkv
 from hopper_attention.fp8 import flash_attn_fp8_func
-from hopper_attention.fp8_launch import problem_of
 from hopper_attention.fp8_plan import Fp8Plan
 from hopper_attention.fp8_rules import select_config
-from hopper_attention.quantization_launch import select_quantize_config
+from hopper_attention.launch import fp8 as fp8_launch
+from hopper_attention.launch.fp8 import problem_of
+from hopper_attention.launch.quantize import select_quantize_config
 
 HOPPER = (9, 0)
 

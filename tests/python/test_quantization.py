@@ -8,21 +8,18 @@ import torch
 
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.quantize.config import hadamard_blocks
+from hopper.quantize.config import E4M3_MAX, MIN_SCALE, hadamard_blocks
 from hopper_attention.quantization import (
-    E4M3_MAX,
-    MIN_SCALE,
     Fp8Quantization,
     QuantizedTensor,
     TransposedV,
     default_block_k,
     from_descales,
-    power_of_two,
     quantize_qkv,
-    row_scale,
     to_e4m3,
-    transpose_for_kernel,
 )
+from hopper_attention.quantization_rules import power_of_two
+from hopper_attention.quantized import row_scale, transpose_for_kernel
 from hopper_attention.rotation import rotate_back, rotate_head_dim, rotation_signs
 
 PLAIN = Fp8Quantization(rotate=False, block_q=16, block_k=32, smooth_v=False)

@@ -13,24 +13,21 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from hopper.quantize.config import QuantizeConfig
-from hopper_attention import compile_cache, quantization_launch
+from hopper_attention import compile_cache, device_memory
 from hopper_attention.backends import Target
 from hopper_attention.checks import TensorSpec
 from hopper_attention.fp8 import flash_attn_fp8_func
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    Means,
-    TransposedV,
-    default_block_k,
-    quantize_qkv,
-    robust_mean_of_keys,
-)
-from hopper_attention.quantization_launch import quantize_fused, select_quantize_config, why_not_fused
+from hopper_attention.launch import quantize
+from hopper_attention.launch.quantize import quantize_fused, select_quantize_config, why_not_fused
+from hopper_attention.quantization import Fp8Quantization, TransposedV, default_block_k, quantize_qkv
+from hopper_attention.quantization_rules import robust_mean_of_keys
+from hopper_attention.quantized import Means
 from hopper_attention.rotation import rotation_signs
+from tests.python.fake_gpu import H200 as HOPPER
+from tests.python.fake_gpu import forget_launchers, pretend
 
 fused_qkv = partial(quantize_qkv, backend="fused")
 
-HOPPER = Target("fake H200", (9, 0), assume_installed=True)
 BLOCKS = Fp8Quantization(block_k=96, smooth_v=False)
 NO_MEANS = Means(torch.empty(0), torch.empty(0))
 
@@ -112,25 +109,11 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     """A machine with a Hopper GPU, which computes on the CPU, and badly."""
-
-    class Properties:
-        multi_processor_count = 132
-
-    class Guard:
-        def __init__(self, index: int) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: Any) -> None: ...
-
     fake = FakeKernel()
-    launch = quantization_launch
-    monkeypatch.setattr(launch, "target_of", lambda device: HOPPER)
-    monkeypatch.setattr(launch.compile_cache, "get_quantize", lambda config: fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    return fake
+    pretend(monkeypatch, quantize)
+    monkeypatch.setattr(compile_cache, "get_quantize", lambda config: fake)
+    yield fake
+    forget_launchers()
 
 
 def test_what_the_kernel_is_given(kernel: FakeKernel) -> None:
@@ -221,13 +204,13 @@ def test_signs_are_not_copied_while_a_graph_is_captured(
     q, k, v = qkv()
     new, plain = Fp8Quantization(seed=987), Fp8Quantization(rotate=False)
     with monkeypatch.context() as capture:
-        capture.setattr(quantization_launch, "is_capturing", lambda device: True)
+        capture.setattr(device_memory, "is_capturing", lambda device: True)
         with pytest.raises(RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: quantize once"):
             quantize_qkv(q, k, v, quantization=new)
         assert kernel.arguments == ()
         quantize_qkv(q, k, v, quantization=plain)
     quantize_qkv(q, k, v, quantization=new)
-    monkeypatch.setattr(quantization_launch, "is_capturing", lambda device: True)
+    monkeypatch.setattr(device_memory, "is_capturing", lambda device: True)
     quantize_qkv(q, k, v, quantization=new)
 
 

@@ -6,13 +6,8 @@ import math
 import pytest
 import torch
 
-from hopper_attention.quantization import (
-    MIN_SCALE,
-    Fp8Quantization,
-    default_block_k,
-    from_descales,
-    quantize_qkv,
-)
+from hopper.quantize.config import MIN_SCALE
+from hopper_attention.quantization import Fp8Quantization, default_block_k, from_descales, quantize_qkv
 from hopper_attention.reference import (
     attention_fp8_per_tensor,
     attention_naive,

@@ -13,13 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    from_descales,
-    quantize_qkv,
-    restore_values,
-    robust_mean_of_keys,
-)
+from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
+from hopper_attention.quantization_rules import robust_mean_of_keys
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 
 SMOOTH = Fp8Quantization(smooth_v=True)

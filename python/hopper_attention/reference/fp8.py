@@ -8,14 +8,8 @@ from dataclasses import replace
 import torch
 
 from hopper.quantize.config import E4M3_MAX
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    QuantizedQKV,
-    QuantizedTensor,
-    quantize_qkv,
-    row_scale,
-    to_e4m3,
-)
+from hopper_attention.quantization_rules import check_sources, quantize_by_torch, quantize_with, to_e4m3
+from hopper_attention.quantized import Fp8Quantization, QuantizedQKV, QuantizedTensor, row_scale
 from hopper_attention.reference.tiles import (
     LOG2_E,
     Mask,
@@ -129,7 +123,7 @@ def attention_tiled_fp8(
     kernel with ``two_level_accumulation`` as for that without. Memory is linear in the sequence lengths.
 
     Args:
-        parts: from :func:`quantize_qkv` or :func:`from_descales`.
+        parts: from :func:`hopper_attention.quantize_qkv` or :func:`hopper_attention.quantization.from_descales`.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         out_dtype: dtype of out; ``parts.dtype`` by default.
@@ -166,11 +160,11 @@ def attention_fp8_per_tensor(
     1 %. Casting P after the division by the row sum, as a cast of softmax's output does, makes it about 17 %
     larger.
 
-    Args and errors are those of :func:`quantize_qkv`; see :func:`attention_tiled_fp8` for the others.
+    Args and errors are those of :func:`hopper_attention.quantize_qkv`; see :func:`attention_tiled_fp8` for the others.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q.
     """
     baseline = Fp8Quantization(rotate=False, granularity="tensor", smooth_v=False)
-    parts = quantize_qkv(q, k, v, quantization=baseline)
+    parts = quantize_with(quantize_by_torch, q, k, v, check_sources(q, k, v, baseline))
     return _forward(parts, causal, softmax_scale, parts.dtype, p_exponent=0)[0]

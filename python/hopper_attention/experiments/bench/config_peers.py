@@ -24,8 +24,9 @@ from hopper_attention.experiments.bench.peers import (
     needs_gpu,
 )
 from hopper_attention.experiments.bench.spec import Problem
-from hopper_attention.fp8_launch import ALL_ROWS, Fp8HopperLaunch, empty_vectors
-from hopper_attention.launch import HopperLaunch, ResultSpec
+from hopper_attention.launch.base import ResultSpec, index_of
+from hopper_attention.launch.forward import HopperLauncher
+from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 
 BASE = "shipped"
@@ -89,16 +90,10 @@ def keep_result(problem: Problem, dtype: torch.dtype, device: torch.device) -> K
     p = problem
     shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
     return KeptResult(
-        out_shape=shape,
-        lse_shape=(p.batch, p.heads, p.seqlen_q),
         dtype=dtype,
-        device=device,
+        head_dim_v=p.head_dim_v,
         out=torch.full(shape, float("nan"), dtype=dtype, device=device),
     )
-
-
-def device_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def count_ctas(config: ForwardConfig, device: torch.device | int) -> int:
@@ -109,37 +104,31 @@ def count_ctas(config: ForwardConfig, device: torch.device | int) -> int:
 def prepare_16_bit(config: ForwardConfig, problem: Problem, inputs: Inputs) -> Prepared:
     """The kernel of ``config`` as the public function launches it, into a buffer made before."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    index = device_index(q.device)
-    launch = HopperLaunch(
+    index = index_of(q.device)
+    launch = HopperLauncher(
         kernel=get_forward(config),
         result=keep_result(problem, q.dtype, q.device),
         device_index=index,
         num_ctas=count_ctas(config, index),
         repairs=(),
-        no_lse=q.new_empty((problem.batch, problem.heads, 0), dtype=torch.float32),
+        default_scale=problem.head_dim**-0.5,
     )
-    scale = problem.head_dim**-0.5
-    return Prepared(lambda: launch(q, k, v, scale, False)[0], config.name)
+    return Prepared(lambda: launch(q, k, v, None, False)[0], config.name)
 
 
 def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> Prepared:
     """The same in FP8, on inputs quantized before, in blocks of K and V as wide as the tile."""
     parts = quantize_qkv(inputs.q, inputs.k, inputs.v, quantization=quantization_for(config.tile_n))
     device = inputs.q.device
-    index = device_index(device)
-    of_heads = (problem.batch, problem.heads_kv, 1)
-    launch = Fp8HopperLaunch(
+    index = index_of(device)
+    launch = Fp8HopperLauncher(
         kernel=get_forward(config),
         causal=problem.causal,
         result=keep_result(problem, inputs.q.dtype, device),
         device_index=index,
         num_ctas=count_ctas(config, index),
         repairs=(),
-        block_q=parts.q.block if parts.q.block < problem.seqlen_q else ALL_ROWS,
         block_k=parts.k.block if parts.k.block < problem.seqlen_k else ALL_ROWS,
-        no_lse=inputs.q.new_empty((problem.batch, problem.heads, 0), dtype=torch.float32),
-        ones=torch.ones(of_heads, dtype=torch.float32, device=device),
-        no_mean=empty_vectors(problem.batch, problem.heads_kv, device),
         transposes=False,
     )
     scale = problem.head_dim**-0.5

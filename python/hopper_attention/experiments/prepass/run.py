@@ -44,12 +44,7 @@ from hopper_attention.experiments.bench.timing import (
 )
 from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    QuantizedQKV,
-    quantize_qkv,
-    restore_values,
-)
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.rotation import rotate_head_dim
 
 KIND = "prepass"

@@ -151,8 +151,8 @@ def run_fp8(
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attended:
         from hopper_attention.backends import target_of
         from hopper_attention.fp8 import flash_attn_quantized_func
-        from hopper_attention.fp8_launch import problem_of
         from hopper_attention.fp8_rules import choose_fp8_backend
+        from hopper_attention.launch.fp8 import problem_of
 
         parts = quantize_qkv(q, k, v, quantization=quantization)
         chosen = choose_fp8_backend(problem_of(parts, causal), target_of(q.device), backend).backend

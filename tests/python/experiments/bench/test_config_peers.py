@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hopper.config import Registers
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.forward.tilings import select_forward_config
-from hopper_attention import fp8_launch, launch
 from hopper_attention.compile_cache import Compilation
 from hopper_attention.experiments.bench import config_peers as bench_variants
 from hopper_attention.experiments.bench import run as bench
@@ -24,6 +21,7 @@ from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Effort
 from hopper_attention.quantization import QuantizedTensor, TransposedV
 from hopper_attention.reference import attention_naive
+from tests.python.fake_gpu import forget_launchers, pretend
 
 PROBLEM = Problem("float16", 1, 256, 256, 2, 1, 64, 64, causal=True)
 BASE = select_forward_config("float16", 64, 64, True, 256)
@@ -65,14 +63,11 @@ def test_only_what_the_cache_lacks_is_compiled(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.fixture
-def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Kernels run on the CPU; what asks for a GPU is answered."""
-    properties = SimpleNamespace(multi_processor_count=CTAS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    for module in (launch, fp8_launch):
-        monkeypatch.setattr(module, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
-    return monkeypatch
+    pretend(monkeypatch, multiprocessors=CTAS)
+    yield monkeypatch
+    forget_launchers()
 
 
 def right_kernel(q, k, v, out, lse, counter, softmax_scale, num_ctas) -> None:

@@ -1,0 +1,102 @@
+"""Small tensors on a GPU that outlive the call which made them: tile counters, and constants that kernels read.
+
+A captured graph points to what its launches read and write, and may be replayed at any time, on any stream. So what it
+points to is never freed, and what is kept does not lie in memory of a graph: neither of one that is being captured nor
+of the pool in which ``torch.compile(mode="reduce-overhead")`` runs a function before it captures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+MAX_KEPT = 4096
+"""Constants kept at most, besides those of graphs. Each takes 512 bytes or more of a GPU."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream records a CUDA graph in place of running."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def make_apart(make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` returns, called in a thread of its own.
+
+    A new thread is in no memory pool and in no mode of torch (inference, fake tensors, a default device), and its
+    stream is the default one, whatever the caller's are. For the result to be there for every stream, ``make`` copies
+    it from the CPU, which waits.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make).result()
+
+
+class Constants:
+    """Tensors that kernels read, by key."""
+
+    def __init__(self, limit: int = MAX_KEPT) -> None:
+        self._limit = limit
+        self._kept: dict[Hashable, Tensor] = {}
+        self._of_graphs: dict[Hashable, Tensor] = {}
+
+    def get(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor | None:
+        """The tensor of ``key`` on ``device``; ``make``, called by ``make_apart``, gives it on the CPU the first time.
+
+        None if a graph is being captured and it is not there yet: CUDA does not allow to copy it then. Once a graph has
+        asked for it, it is never freed. Others are, all at once and when the GPUs are done with them, where there are
+        more than the limit.
+        """
+        tensor = self._of_graphs.get(key)
+        if tensor is not None:
+            return tensor
+        if is_capturing(device):
+            if key in self._kept:
+                self._of_graphs[key] = self._kept[key]
+            return self._of_graphs.get(key)
+        tensor = self._kept.get(key)
+        if tensor is None:
+            if len(self._kept) >= self._limit:
+                self._let_go()
+            tensor = self._kept.setdefault(key, make_apart(lambda: make().to(device)))
+        return tensor
+
+    def _let_go(self) -> None:
+        """Free what no graph points to, once no kernel that is queued reads it any more."""
+        for device in {tensor.device for tensor in self._kept.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._kept.clear()
+
+
+constants = Constants()
+
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter(device_index: int) -> Tensor:
+    """Two int32 zeros with which the CTAs of one launch share out the tiles; the kernel leaves them zero.
+
+    Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
+    memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
+    on any stream, alongside anything, so a launch in it gets a counter of its own, zeroed by the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+    # torch.cuda.current_stream() builds an object around this number, which takes ten times as long.
+    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    counter = _tile_counters.get(key)
+    if counter is None:
+        made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
+        counter = _tile_counters.setdefault(key, made)
+    return counter
+
+
+def unit_scales(batch: int, kv_heads: int, device: torch.device) -> Tensor:
+    """float32 (batch, kv_heads, 1) ones."""
+    shape = batch, kv_heads, 1
+    ones = constants.get(
+        ("ones", *shape, device), device, lambda: torch.ones(shape, dtype=torch.float32, device="cpu")
+    )
+    # A graph fills its own, at every replay.
+    return torch.ones(shape, dtype=torch.float32, device=device) if ones is None else ones

@@ -1,0 +1,75 @@
+"""Which config serves a 16-bit problem on a backend: one rule, without touching a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels import problem as sizes
+from cute_kernels.ampere.config import (
+    ARCH_OF_CAPABILITY,
+    AmpereForwardConfig,
+    select_ampere_forward_config,
+)
+from hopper.config import ForwardConfig, check_problem_size
+from hopper.forward.tilings import select_forward_config
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.problem import AttentionProblem, longest_alike
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """How the tiled reference walks: tiles of ``tile_m`` queries by ``tile_n`` keys; FP8 is emulated."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    fp8: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
+
+
+Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
+
+
+def select_config(
+    backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
+) -> Config:
+    """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
+
+    Raises:
+        NotImplementedError: the kernel cannot count sizes as large as these.
+    """
+    config = select_for(problem_of(q, k, v, causal), backend, capability)
+    check_size(config, q.shape, k.shape)
+    return config
+
+
+def problem_of(q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool) -> AttentionProblem:
+    """What of checked tensors decides on the kernel."""
+    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    is_empty = 0 in q.shape or not k.shape[1]
+    return AttentionProblem(
+        q.dtype, q.dtype, head_dim, head_dim_v, causal, longest_alike(k.shape[1]), is_empty
+    )
+
+
+def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, ...]) -> Config:
+    """``select_config`` of all problems of a kind, whatever their sizes."""
+    if backend == "reference":
+        return ReferenceConfig()
+    p = problem
+    dtype = DTYPE_NAMES[p.dtype]
+    if backend == "ampere":
+        arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
+        return select_ampere_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, arch)
+    return select_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k)
+
+
+def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Raise NotImplementedError for sizes that the kernel of ``config`` cannot count."""
+    (batch, seqlen_q, heads, _), seqlen_k = q_shape, k_shape[1]
+    if isinstance(config, AmpereForwardConfig):
+        sizes.check_problem_size("kernel", config.tile_m, (batch, heads), (seqlen_q, seqlen_k))
+    elif isinstance(config, ForwardConfig):
+        check_problem_size(config, batch, heads, seqlen_q, seqlen_k)

@@ -1,0 +1,205 @@
+"""Runs a backward kernel: what it is given, and what is made of what it leaves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.backward.step import BackwardStep
+from hopper_attention import compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import HOPPER_CAPABILITY, Choice, target_of
+from hopper_attention.backward_rules import (
+    BackwardProblem,
+    KernelConfig,
+    choose_for,
+    select_for,
+    unless_too_large,
+)
+from hopper_attention.launch.base import (
+    REMEMBERED_CALLS,
+    REMEMBERED_LAUNCHERS,
+    Launcher,
+    count_ctas,
+    index_of,
+)
+from hopper_attention.layout import make_addressable
+from hopper_attention.problem import GradientProblem
+
+
+@dataclass(frozen=True)
+class BackwardLauncher(Launcher):
+    """The three kernels of a backward pass: one before and one after that of ``config``.
+
+    ``grid`` has the CTAs of a persistent grid, or nothing.
+    """
+
+    config: KernelConfig
+    prepare: Kernel
+    kernel: Kernel
+    finish: Kernel
+    grid: tuple[int, ...]
+
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """As ``run_backward``."""
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse)
+        lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
+        delta = torch.empty_like(lse_log2)
+        sums = zero_dq(self.config, q)
+        dq, dk, dv = empty_gradients(q, k, v)
+        dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
+        self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
+        if dlse is not None:
+            subtract_lse_gradient(delta, lse, dlse)
+        counter = backward_counter(self.config, sums)
+        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *self.grid)
+        self.finish(sums, dq, softmax_scale)
+        return dq, dk, dv
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_choice(problem: BackwardProblem, device: torch.device, requested: str | None) -> Choice:
+    """``choose_backward`` for a device, remembered."""
+    kind = problem.kind
+    choice = find_choice_for(kind, device, requested)
+    if choice.backend == "reference":
+        return choice
+    return unless_too_large(choice, problem, find_config(kind, device, choice.backend))
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_choice_for(problem: GradientProblem, device: torch.device, requested: str | None) -> Choice:
+    """``choose_for`` a device, remembered."""
+    return choose_for(problem, target_of(device), requested)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_config(problem: GradientProblem, device: torch.device, backend: str | None = None) -> KernelConfig:
+    """``select_for`` a device, remembered; by default of the backend that is the fastest there."""
+    capability = target_of(device).capability
+    chosen = backend or ("hopper" if capability == HOPPER_CAPABILITY else "ampere")
+    return select_for(problem, chosen, capability)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(problem: GradientProblem, device: torch.device, backend: str | None = None) -> BackwardLauncher:
+    """The launcher of problems of a kind; compiles or loads its kernels the first time.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
+    """
+    config = find_config(problem, device, backend)
+    index = index_of(device)
+    prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
+    return BackwardLauncher(
+        device_index=index,
+        config=config,
+        prepare=compile_cache.get_backward(prepare),
+        kernel=compile_cache.get_backward(config),
+        finish=compile_cache.get_backward(finish),
+        grid=(count_ctas(index),) if config.is_persistent else (),
+    )
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _find_flat(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    deterministic: bool,
+    device: torch.device,
+    backend: str | None,
+) -> BackwardLauncher:
+    """``find`` by the parts of a problem, which costs less than to make one at every call."""
+    problem = GradientProblem(dtype, dtype, head_dim, head_dim_v, causal, deterministic=deterministic)
+    return find(problem, device, backend)
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention on an NVIDIA GPU, on torch's current stream. No size may be 0.
+
+    dQ is summed in the order in which key tiles finish, so its last bits may differ between runs; those of dK and dV
+    do not. With ``deterministic`` the order is fixed, and key tiles wait for each other. Needs float32 memory of the
+    size of q, rounded up to whole tiles and to a head_dim that has a kernel of its own.
+
+    Args:
+        dout, out: (batch, seqlen_q, heads, head_dim_v).
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16.
+        k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
+        lse: float32 (batch, heads, seqlen_q), natural log; -inf for rows without keys.
+        dlse: gradient of lse, of its shape; None means zero. Ignored in rows without keys.
+        backend: whose kernel, "hopper" or "ampere"; None: that of the GPU's own.
+
+    Returns:
+        dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
+    """
+    options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend
+    dq, dk, dv = _find_flat(*options)(dout, q, k, v, out, lse, softmax_scale, dlse)
+    return dq, dk, dv
+
+
+def backward_counter(config: KernelConfig, sums: Tensor) -> Tensor:
+    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
+    if not config.ordered and sums.is_cuda:
+        return device_memory.tile_counter(sums.device.index)
+    counts = math.prod(sums.shape[:3]) * config.counts_per_tile if config.ordered else 0
+    return torch.zeros(2 + counts, dtype=torch.int32, device=sums.device)
+
+
+def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
+    """Let the gradient of the LSE take part, which is P for the scores of a row: dS = P (dP - delta + dlse).
+
+    delta float32 (batch, heads, padded seqlen_q) is changed; lse and dlse are (batch, heads, seqlen_q). Rows without
+    keys keep their delta of 0 whatever dlse holds.
+    """
+    delta[:, :, : lse.shape[2]] -= dlse.masked_fill(lse == -math.inf, 0.0)
+
+
+def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """New contiguous tensors of the shapes, dtype and device of the inputs."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+
+
+def lse_shape(config: KernelConfig, q: Tensor) -> tuple[int, int, int]:
+    """(batch, heads, seqlen_q rounded up to whole query tiles)."""
+    batch, seqlen, heads, _ = q.shape
+    return batch, heads, -(-seqlen // config.tile_m) * config.tile_m
+
+
+def zero_dq(config: KernelConfig, q: Tensor) -> Tensor:
+    """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
+    batch, seqlen, heads, _ = q.shape
+    tiles = -(-seqlen // config.tile_m)
+    shape = (batch, heads, tiles, config.dq_parts, config.dq_words)
+    return torch.zeros(shape, dtype=torch.float32, device=q.device)

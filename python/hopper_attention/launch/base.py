@@ -1,0 +1,88 @@
+"""What the launchers of all kinds of kernels share.
+
+A launcher holds a compiled kernel and what of its arguments is the same in every call. It serves all sizes: result
+shapes are read off the tensors of a call, and a grid is as large as the GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper_attention.device_memory import make_apart
+
+REMEMBERED_CALLS = 4096
+"""Calls of which it is remembered what serves them, least recently used first out."""
+
+REMEMBERED_LAUNCHERS = 1024
+"""Launchers kept of each kind."""
+
+
+@dataclass(frozen=True)
+class Launcher(ABC):
+    """A compiled kernel, to be run on torch's current stream of ``device_index``."""
+
+    device_index: int
+
+    @abstractmethod
+    def __call__(self, *arguments: Any) -> Any:
+        """Allocate the results, queue the kernel, return the results; ``call_there`` if another GPU is current."""
+
+    def call_there(self, *arguments: Any) -> Any:
+        """Call this launcher while ``device_index`` is current, as a kernel starts on the current GPU."""
+        with torch.cuda.device(self.device_index):
+            return self(*arguments)
+
+
+@dataclass(frozen=True)
+class ResultSpec:
+    """What out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) are, whatever their sizes.
+
+    ``is_like_q`` says that out is laid out as q is, which makes it a microsecond cheaper to allocate.
+    """
+
+    dtype: torch.dtype
+    head_dim_v: int
+    is_like_q: bool = False
+
+    def empty_out(self, q: Tensor) -> Tensor:
+        if self.is_like_q:
+            return torch.empty_like(q)
+        batch, seqlen_q, heads, _ = q.shape
+        return torch.empty(batch, seqlen_q, heads, self.head_dim_v, dtype=self.dtype, device=q.device)
+
+    def empty_lse(self, q: Tensor) -> Tensor:
+        batch, seqlen_q, heads, _ = q.shape
+        return torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def no_vectors(batch: int, heads: int, device: torch.device) -> Tensor:
+    """float32 (batch, heads, 0), which tells a kernel to write no LSE, or that there is no mean of V.
+
+    It has no memory. Its strides are what kernels ask for of vectors, multiples of 16 bytes.
+    """
+    shape, strides = (batch, heads, 0), (4 * heads, 4, 1)
+    return make_apart(lambda: torch.empty_strided(shape, strides, dtype=torch.float32, device=device))
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def count_ctas(device_index: int, sm_margin: int = 0) -> int:
+    """CTAs of a persistent grid: as many as the GPU has multiprocessors, but for ``sm_margin`` of them.
+
+    Raises:
+        ValueError: none is left.
+    """
+    multiprocessors = int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+    if sm_margin >= multiprocessors:
+        raise ValueError(f"sm_margin is {sm_margin}, allowed on this GPU: 0 to {multiprocessors - 1}")
+    return multiprocessors - sm_margin

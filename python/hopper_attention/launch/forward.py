@@ -1,0 +1,248 @@
+"""Runs one checked 16-bit problem on its backend.
+
+What serves a call is found in two steps. ``find_launch`` remembers it by sizes and strides, so that a repeated call
+costs one look-up. Sizes that are new, as every token of a decode has them, are checked; what is costly, the choice of
+backend and config and the kernel itself, is remembered without them, by ``find``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper_attention import checks, compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import choose_backend, target_of
+from hopper_attention.checks import TensorSpec
+from hopper_attention.forward_rules import Config, ReferenceConfig, check_size, problem_of, select_for
+from hopper_attention.launch.base import (
+    REMEMBERED_CALLS,
+    REMEMBERED_LAUNCHERS,
+    Launcher,
+    ResultSpec,
+    count_ctas,
+    index_of,
+    no_vectors,
+)
+from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
+from hopper_attention.notices import warn_once
+from hopper_attention.problem import AttentionProblem
+from hopper_attention.reference.tiled import tiled_forward
+
+Launch = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor]]
+"""(q, k, v, softmax_scale, wants_lse) -> (out, lse); an lse that is not wanted may come without its rows. No scale is
+head_dim**-0.5."""
+
+
+@dataclass(frozen=True)
+class NoKeysLaunch:
+    """For problems without a score: seqlen_k is 0, or the output is empty. Nothing is launched."""
+
+    result: ResultSpec
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self.result.empty_out(q).zero_(), self.result.empty_lse(q).fill_(-math.inf)
+
+
+@dataclass(frozen=True)
+class ReferenceLaunch:
+    """The tiled reference, on the device of the inputs."""
+
+    config: ReferenceConfig
+    causal: bool
+    default_scale: float
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
+        scale = self.default_scale if softmax_scale is None else softmax_scale
+        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **tiles)
+
+
+@dataclass(frozen=True)
+class ForwardLauncher(Launcher):
+    """A forward kernel of 16 bits.
+
+    ``repairs`` is empty, or what q, k and v each need before a kernel can address them.
+    """
+
+    kernel: Kernel
+    result: ResultSpec
+    repairs: tuple[Repair, ...]
+    default_scale: float
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(q, k, v, softmax_scale, wants_lse)
+        out = self.result.empty_out(q)
+        batch, _, heads, _ = q.shape
+        lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, q.device)
+        if self.repairs:
+            q, k, v = (repair.apply(x) for repair, x in zip(self.repairs, (q, k, v), strict=True))
+        # An address is not part of what is remembered. One test serves all three.
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
+            q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
+        self.start(q, k, v, out, lse, self.default_scale if softmax_scale is None else softmax_scale)
+        return out, lse
+
+    @abstractmethod
+    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        """Queue the kernel."""
+
+
+@dataclass(frozen=True)
+class HopperLauncher(ForwardLauncher):
+    """The Hopper kernel, on a persistent grid of ``num_ctas``."""
+
+    num_ctas: int
+
+    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        counter = device_memory.tile_counter(self.device_index)
+        self.kernel(q, k, v, out, lse, counter, softmax_scale, self.num_ctas)
+
+
+@dataclass(frozen=True)
+class AmpereLauncher(ForwardLauncher):
+    """The kernel without WGMMA, on a CTA for each tile."""
+
+    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        self.kernel(q, k, v, out, lse, softmax_scale)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_config(problem: AttentionProblem, device: torch.device, backend: str | None) -> Config:
+    """What serves problems of a kind.
+
+    Raises:
+        ValueError: ``backend`` cannot run there.
+    """
+    target = target_of(device)
+    choice = choose_backend(target, problem.dtype, backend)
+    if choice.advice:
+        warn_once(f"attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}")
+    return select_for(problem, choice.backend, target.capability)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(
+    problem: AttentionProblem,
+    device: torch.device,
+    backend: str | None,
+    sm_margin: int,
+    is_like_q: bool,
+    repairs: tuple[Repair, ...],
+) -> Launch:
+    """What runs problems of a kind that have keys; compiles or loads its kernel the first time.
+
+    ``is_like_q`` and ``repairs`` are those of ``ResultSpec`` and ``ForwardLauncher``.
+
+    Raises:
+        ValueError: ``sm_margin`` leaves no multiprocessor.
+    """
+    config = find_config(problem, device, backend)
+    scale = problem.head_dim**-0.5
+    if isinstance(config, ReferenceConfig):
+        return ReferenceLaunch(config, problem.causal, scale)
+    index = index_of(device)
+    num_ctas = count_ctas(index, sm_margin)
+    result = ResultSpec(problem.out_dtype, problem.head_dim_v, is_like_q)
+    kernel = compile_cache.get_forward(config)
+    if isinstance(config, AmpereForwardConfig):
+        return AmpereLauncher(index, kernel, result, repairs, scale)
+    return HopperLauncher(index, kernel, result, repairs, scale, num_ctas)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_launch(
+    q_shape: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    q_dtype: torch.dtype,
+    q_device: torch.device,
+    k_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    k_dtype: torch.dtype,
+    k_device: torch.device,
+    v_shape: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    v_dtype: torch.dtype,
+    v_device: torch.device,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+) -> Launch:
+    """What serves a call with these tensors, checked.
+
+    The arguments are flat because they are looked up at every call: a record for each tensor would cost more to
+    make than the look-up itself.
+
+    Raises:
+        ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
+        NotImplementedError: the sizes are larger than the kernel can count.
+    """
+    q = TensorSpec(q_shape, q_strides, q_dtype, q_device)
+    k = TensorSpec(k_shape, k_strides, k_dtype, k_device)
+    v = TensorSpec(v_shape, v_strides, v_dtype, v_device)
+    checks.check_qkv(q, k, v)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    problem = problem_of(q, k, v, causal)
+    config = find_config(problem, q_device, backend)
+    if problem.is_empty:
+        return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
+    check_size(config, q_shape, k_shape)
+    return find(problem, q_device, backend, sm_margin, *layout_of(q, k, v))
+
+
+def layout_of(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> tuple[bool, tuple[Repair, ...]]:
+    """Whether out is laid out as q is, and what q, k and v need before a kernel can address them."""
+    _, seqlen_q, heads, head_dim = q.shape
+    packed = seqlen_q * heads * head_dim, heads * head_dim, head_dim, 1
+    return head_dim == v.shape[3] and packed == q.strides, repairs_for(q, k, v)
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    wants_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
+
+    Without ``wants_lse`` the lse that comes back may lack its rows.
+    """
+    launch = find_launch(
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
+        causal,
+        backend,
+        sm_margin,
+    )
+    if softmax_scale is not None:
+        softmax_scale = checks.check_scale(softmax_scale)
+    return launch(q, k, v, softmax_scale, wants_lse)

@@ -1,0 +1,280 @@
+"""FP8 attention below the public functions: finds what serves a problem, remembers it, and calls it.
+
+In two steps as in :mod:`hopper_attention.launch.forward`: by sizes and strides, and without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hopper.forward.fp8.tilings import scores_fit_half
+from hopper_attention import compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import Choice, target_of
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.fp8_rules import Fp8Problem, block_of, check_size, choose_for, select_for
+from hopper_attention.launch.base import (
+    REMEMBERED_CALLS,
+    REMEMBERED_LAUNCHERS,
+    Launcher,
+    ResultSpec,
+    count_ctas,
+    index_of,
+    no_vectors,
+)
+from hopper_attention.launch.forward import run_forward
+from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
+from hopper_attention.notices import warn_once
+from hopper_attention.problem import Fp8AttentionProblem
+from hopper_attention.quantization_rules import restore_values
+from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
+from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
+from hopper_attention.shapes import fit_shapes
+
+ALL_ROWS = 2**31 - 1
+"""Rows that share a scale, where all do, as the kernel is told."""
+
+
+@dataclass(frozen=True)
+class EmulationLaunch:
+    """The tiled emulation, on the device of the inputs. P of the largest score is 2^p_exponent."""
+
+    causal: bool
+    p_exponent: float = P_EXPONENT
+
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        # As the kernel: a mean is added before the output is rounded, a rotation undone after.
+        dtype = torch.float32 if adds_mean(parts) else parts.dtype
+        out, lse = attention_tiled_fp8(
+            parts,
+            causal=self.causal,
+            softmax_scale=softmax_scale,
+            out_dtype=dtype,
+            p_exponent=self.p_exponent,
+        )
+        return restore_values(out, parts, self.causal).to(parts.dtype), lse
+
+
+@dataclass(frozen=True)
+class DequantizedLaunch:
+    """The 16-bit ``backend`` on what the parts stand for, rounded to the dtype of the output.
+
+    Q and K stay rotated, both by the same signs, which leaves their scores as they are; so does V, and it stays without
+    its mean: what was done to it is undone in the output.
+    """
+
+    causal: bool
+    backend: str
+    sm_margin: int = 0
+
+    @torch.no_grad()
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
+        out, lse = run_forward(q, k, v, softmax_scale, self.causal, self.backend, self.sm_margin, wants_lse)
+        return restore_values(out, parts, self.causal).to(parts.dtype), lse
+
+
+@dataclass(frozen=True)
+class Fp8HopperLauncher(Launcher):
+    """An FP8 kernel on a persistent grid of ``num_ctas``.
+
+    ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
+    share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows.
+    """
+
+    kernel: Kernel
+    result: ResultSpec
+    repairs: tuple[Repair, ...]
+    num_ctas: int
+    causal: bool
+    block_k: int
+    transposes: bool
+
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(parts, softmax_scale, wants_lse)
+        q, k = parts.q.data, parts.k.data
+        batch, seqlen_q, heads, _ = q.shape
+        if self.repairs:
+            q, k = (repair.apply(x) for repair, x in zip(self.repairs, (q, k), strict=True))
+        if (q.data_ptr() | k.data_ptr()) % TMA_BYTES:
+            q, k = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k))
+        kv_heads, device = k.shape[2], q.device
+        v_scale, o_scale = parts.v.scale, device_memory.unit_scales(batch, kv_heads, device)
+        if self.block_k == ALL_ROWS:
+            # A lone scale is a factor of the output, whatever its sign.
+            v_scale, o_scale = o_scale, v_scale
+        adds = adds_mean(parts)
+        out = self.result.empty_out(q)
+        lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
+        self.kernel(
+            q,
+            k,
+            self._values(parts.v),
+            out,
+            lse,
+            device_memory.tile_counter(self.device_index),
+            _dense_rows(parts.q.scale),
+            _dense_rows(parts.k.scale),
+            _dense_rows(v_scale),
+            _dense_rows(o_scale),
+            _vectors(parts.mean_v) if adds else no_vectors(batch, kv_heads, device),
+            parts.q.block if parts.q.block < seqlen_q else ALL_ROWS,
+            self.block_k,
+            softmax_scale,
+            self.num_ctas,
+        )
+        if adds or not changes_values(parts):
+            return out, lse
+        return restore_values(out, parts, self.causal).to(out.dtype), lse
+
+    def _values(self, v: QuantizedTensor | TransposedV) -> Tensor:
+        """V as the kernel takes it."""
+        if isinstance(v, TransposedV):
+            return v.data
+        return make_addressable(v.data) if self.transposes else transpose_for_kernel(v.data)
+
+
+def adds_mean(parts: QuantizedQKV) -> bool:
+    """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
+    return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+
+
+def changes_values(parts: QuantizedQKV) -> bool:
+    """Whether something was done to V that is to be undone in the output."""
+    return parts.quantization.rotate_v or parts.mean_v.numel() > 0
+
+
+def _dense_rows(scale: Tensor) -> Tensor:
+    """Scales of neighbouring blocks next to each other, as the kernel reads them."""
+    return scale if scale.stride(2) == 1 or scale.shape[2] == 1 else contiguous_copy(scale)
+
+
+def _vectors(mean: Tensor) -> Tensor:
+    """The mean with vectors of neighbouring elements that begin at multiples of 16 bytes."""
+    return mean if mean.is_contiguous() and mean.data_ptr() % TMA_BYTES == 0 else contiguous_copy(mean)
+
+
+Fp8Launch = EmulationLaunch | DequantizedLaunch | Fp8HopperLauncher
+
+HOW = {
+    "ampere": "FP8 attention in 16 bits",
+    "reference": "FP8 attention on its emulation, which is slow",
+}
+"""What a warning says of backends other than the FP8 kernel."""
+
+
+def attend(
+    parts: QuantizedQKV,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    wants_lse: bool = True,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of quantized tensors: out, with what was done to V undone, and lse.
+
+    Without ``wants_lse`` the lse may lack its rows. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
+    multiprocessors are left to others by the FP8 kernel.
+
+    Raises:
+        ValueError: the tensors do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
+            kernel no multiprocessor.
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
+    q, k = parts.q.data, parts.k.data
+    problem = problem_of(parts, causal, two_level)
+    launch = find_fp8_launch(problem, q.stride(), k.stride(), q.device, backend, sm_margin)
+    return launch(parts, softmax_scale, wants_lse)
+
+
+def problem_of(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> Fp8Problem:
+    """What the rules need to know of quantized tensors."""
+    q, k, v = parts.q, parts.k, parts.v
+    q_shape, k_shape, v_shape = q.data.shape, k.data.shape, v.shape
+    return Fp8Problem(
+        q_shape,
+        k_shape,
+        v_shape,
+        block_of(q.block, q_shape[1]),
+        block_of(k.block, k_shape[1]),
+        block_of(v.block, v_shape[1]),
+        parts.dtype,
+        causal,
+        v_rows=isinstance(v, QuantizedTensor),
+        two_level=two_level,
+        half_scores=scores_fit_half(q.largest, k.largest, q_shape[3]),
+    )
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_fp8_launch(
+    problem: Fp8Problem,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    device: torch.device,
+    backend: str | None,
+    sm_margin: int = 0,
+) -> Fp8Launch:
+    """What serves a problem, checked.
+
+    Raises:
+        ValueError: the shapes do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
+            kernel no multiprocessor.
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
+    p = problem
+    fit_shapes(p.q_shape, p.k_shape, p.v_shape)
+    kind = p.kind
+    choice = find_choice(kind, device, backend)
+    if choice.backend == "reference":
+        return EmulationLaunch(p.causal)
+    if choice.backend == "ampere":
+        return DequantizedLaunch(p.causal, choice.backend, sm_margin)
+    check_size(find_config(kind), p.q_shape, p.k_shape)
+    q = TensorSpec(p.q_shape, q_strides, FP8_DTYPE, device)
+    k = TensorSpec(p.k_shape, k_strides, FP8_DTYPE, device)
+    return find(kind, device, sm_margin, repairs_for(q, k))
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_choice(problem: Fp8AttentionProblem, device: torch.device, backend: str | None) -> Choice:
+    """``choose_for`` a device, with a warning where it is slow."""
+    choice = choose_for(problem, target_of(device), backend)
+    if choice.advice:
+        warn_once(f"{HOW[choice.backend]}: {choice.reason}; {choice.advice}")
+    return choice
+
+
+find_config = lru_cache(maxsize=REMEMBERED_LAUNCHERS)(select_for)
+"""The config of problems of a kind that the FP8 kernel serves."""
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(
+    problem: Fp8AttentionProblem, device: torch.device, sm_margin: int, repairs: tuple[Repair, ...]
+) -> Fp8HopperLauncher:
+    """The launcher of problems of a kind that the FP8 kernel serves; compiles or loads it the first time.
+
+    ``repairs`` are those of ``Fp8HopperLauncher``.
+
+    Raises:
+        ValueError: ``sm_margin`` leaves no multiprocessor.
+    """
+    config = find_config(problem)
+    index = index_of(device)
+    return Fp8HopperLauncher(
+        device_index=index,
+        num_ctas=count_ctas(index, sm_margin),
+        kernel=compile_cache.get_forward(config),
+        result=ResultSpec(problem.out_dtype, problem.head_dim_v),
+        repairs=repairs,
+        causal=problem.causal,
+        block_k=problem.block_k or ALL_ROWS,
+        transposes=config.v_rows,
+    )

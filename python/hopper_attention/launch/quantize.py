@@ -1,0 +1,293 @@
+"""Calls the fused quantizer, ``hopper.quantize``: where it runs, what it is given, what it fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.problem import MAX_SEQLEN
+from hopper.quantize.config import CHUNK, HEAD_DIM_STEP, QuantizeConfig, validate_quantize_config
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import Target, target_of, why_not_hopper
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.device_memory import constants, make_apart
+from hopper_attention.launch.base import (
+    REMEMBERED_CALLS,
+    REMEMBERED_LAUNCHERS,
+    Launcher,
+    count_ctas,
+    index_of,
+)
+from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable
+from hopper_attention.problem import longest_alike
+from hopper_attention.quantized import (
+    E4M3,
+    Fp8Quantization,
+    Means,
+    QuantizedTensor,
+    TransposedV,
+    padded_keys,
+)
+from hopper_attention.rotation import rotation_signs
+
+MAX_ITEMS = 2**30
+"""Numbers of what a CTA takes at once are 32 bits wide, with room for a grid past the end."""
+
+
+def why_not_fused(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, quantization: Fp8Quantization, target: Target
+) -> str:
+    """What keeps the fused quantizer from doing a problem on ``target``; empty if nothing does."""
+    if 0 in (*q.shape, *k.shape):
+        return "the problem is empty"
+    options = q.dtype, k.shape[3], v.shape[3], longest_alike(k.shape[1]), quantization
+    return _why_not_of_this_kind(*options, target) or _why_too_large(q.shape, k.shape, _rows(*options))
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _why_not_of_this_kind(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    longest_k: int,
+    quantization: Fp8Quantization,
+    target: Target,
+) -> str:
+    """``why_not_fused`` of problems of any sizes that are not 0."""
+    blocked = why_not_hopper(target)
+    if blocked:
+        return blocked
+    if dtype not in DTYPE_NAMES:
+        return f"the fused kernel reads float16 and bfloat16, not {dtype}"
+    granularity = quantization.granularity
+    if granularity != "block":
+        return f"granularity is {granularity!r}, and the fused kernel finds the scales of blocks"
+    if head_dim % HEAD_DIM_STEP or head_dim_v % HEAD_DIM_STEP:
+        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP}"
+    try:
+        select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization)
+    except ValueError as error:
+        return f"the fused kernel cannot be built: {error}"
+    return ""
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _rows(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, longest_k: int, quantization: Fp8Quantization
+) -> tuple[int, int]:
+    """Rows of Q and of K that a CTA takes at once."""
+    config = select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization)
+    return config.q.rows, config.k.rows
+
+
+def _why_too_large(q_shape: tuple[int, ...], k_shape: tuple[int, ...], rows: tuple[int, int]) -> str:
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = q_shape, k_shape
+    if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
+        return f"seqlen_q {seqlen_q} and seqlen_k {seqlen_k} may be at most {MAX_SEQLEN}"
+    items = batch * heads * -(-seqlen_q // rows[0]) + 2 * batch * kv_heads * -(-seqlen_k // rows[1])
+    return f"{items} groups of rows are more than {MAX_ITEMS}" if items > MAX_ITEMS else ""
+
+
+def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
+    """``why_not_fused`` on the device of q, and for tensors that nothing traces or transforms."""
+    if _is_traced():
+        return "the call is traced or transformed, which the fused kernel cannot be"
+    return _why_not_of_these(q.shape, k.shape, v.shape, q.dtype, q.device, quantization)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _why_not_of_these(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Fp8Quantization,
+) -> str:
+    q, k, v = (TensorSpec(shape, (), dtype, device) for shape in (q_shape, k_shape, v_shape))
+    return why_not_fused(q, k, v, quantization, _target(device))
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _target(device: torch.device) -> Target:
+    return target_of(device)
+
+
+def _is_traced() -> bool:
+    """Whether torch compiles the call, or runs it on tensors that stand for others."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def select_quantize_config(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, seqlen_k: int, quantization: Fp8Quantization
+) -> QuantizeConfig:
+    """The config of the fused quantizer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    config = QuantizeConfig(
+        dtype=DTYPE_NAMES[dtype],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_q=quantization.block_q,
+        block_k=quantization.keys_per_block(head_dim, head_dim_v, seqlen_k),
+        rotate=quantization.rotate,
+        rotate_v=quantization.rotate_v,
+        smooth_k=quantization.smooth_k,
+        smooth_v=quantization.smooth_v,
+    )
+    validate_quantize_config(config)
+    return config
+
+
+class Outputs(NamedTuple):
+    """What the kernel fills, contiguous: e4m3 q8 (b, sq, h, d), k8 (b, sk, hk, d) and vt8 (b, hk, dv, keys), float32
+    scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
+
+    q8: Tensor
+    k8: Tensor
+    vt8: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+    batch, seqlen_k, kv_heads, head_dim_v = v.shape
+    _, seqlen_q, heads, _ = q.shape
+    blocks_q, blocks_k = -(-seqlen_q // config.block_q), -(-seqlen_k // config.block_k)
+    scale = torch.empty(batch, kv_heads, blocks_k, dtype=torch.float32, device=q.device)
+    return Outputs(
+        torch.empty_like(q, dtype=E4M3, memory_format=torch.contiguous_format),
+        torch.empty_like(k, dtype=E4M3, memory_format=torch.contiguous_format),
+        torch.empty(batch, kv_heads, head_dim_v, padded_keys(seqlen_k), dtype=E4M3, device=q.device),
+        torch.empty(batch, heads, blocks_q, dtype=torch.float32, device=q.device),
+        scale,
+        torch.empty_like(scale),
+    )
+
+
+@dataclass(frozen=True)
+class QuantizeLauncher(Launcher):
+    """A quantizer on a grid of at most ``num_ctas``.
+
+    ``largest_codes`` are those of ``config``, which cost time to look up.
+    """
+
+    config: QuantizeConfig
+    kernel: Kernel
+    num_ctas: int
+    largest_codes: tuple[float, float]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means
+    ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+        """As ``quantize_fused``."""
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(q, k, v, seed, means)
+        c = self.config
+        outputs = empty_outputs(c, q, k, v)
+        self.fill(outputs, q, k, v, seed, means)
+        largest_q, largest_k = self.largest_codes
+        return (
+            QuantizedTensor(outputs.q8, outputs.q_scale, c.block_q, largest_q),
+            QuantizedTensor(outputs.k8, outputs.k_scale, c.block_k, largest_k),
+            TransposedV(outputs.vt8, outputs.v_scale, c.block_k, k.shape[1]),
+        )
+
+    def fill(self, outputs: Outputs, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means) -> None:
+        """Queue the kernel on ``outputs``."""
+        c, device = self.config, q.device
+        unused = no_words(device)
+        self.kernel(
+            *map(_addressable, (q, k, v)),
+            *outputs,
+            sign_masks(c.head_dim, seed, device) if c.rotate else unused,
+            sign_masks(c.head_dim_v, seed, device) if c.rotate_v else unused,
+            means.k if c.smooth_k else unused,
+            means.v if c.smooth_v else unused,
+            self.num_ctas,
+        )
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(config: QuantizeConfig, device: torch.device) -> QuantizeLauncher:
+    """The launcher of a quantizer; compiles or loads it the first time."""
+    index = index_of(device)
+    kernel = compile_cache.get_quantize(config)
+    num_ctas = count_ctas(index) * config.ctas_per_sm
+    return QuantizeLauncher(index, config, kernel, num_ctas, config.largest_codes)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _find_flat(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    longest_k: int,
+    quantization: Fp8Quantization,
+    device: torch.device,
+) -> QuantizeLauncher:
+    """``find`` by what ``select_quantize_config`` reads."""
+    return find(select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization), device)
+
+
+def quantize_fused(
+    q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization, means: Means
+) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+    """Quantize on a Hopper GPU, on torch's current stream. The problem passes ``why_not_fused``.
+
+    Of ``means``, contiguous, only those that ``quantization`` asks for are read. The first call with a head_dim and
+    seed copies the signs of the rotation to the GPU.
+
+    Raises:
+        RuntimeError: that first call is made while a CUDA graph is captured.
+    """
+    options = q.dtype, k.shape[3], v.shape[3], longest_alike(k.shape[1]), quantization
+    q8, k8, vt8 = _find_flat(*options, q.device)(q, k, v, quantization.seed, means)
+    return q8, k8, vt8
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """x with rows of neighbouring elements that begin at multiples of 16 bytes; copied if it has none."""
+    *strides, last = x.stride()
+    if last == 1 and x.data_ptr() % TMA_BYTES == 0 and not (strides[0] | strides[1] | strides[2]) % CHUNK:
+        return x
+    return make_addressable(x if last == 1 else contiguous_copy(x))
+
+
+def sign_masks(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    """int32 (head_dim / 2,): what XOR with a pair of 16-bit columns gives them the signs of the rotation.
+
+    They are on the GPU when this returns, so that every stream may read them, and stay there while anything may.
+
+    Raises:
+        RuntimeError: they would have to be copied while a CUDA graph is captured, which CUDA does not allow.
+    """
+
+    def make() -> Tensor:
+        flips = (rotation_signs(head_dim, seed) < 0).long()
+        return (flips[0::2] * 2**15 - flips[1::2] * 2**31).to(torch.int32)
+
+    masks = constants.get(("sign masks", head_dim, seed, device), device, make)
+    if masks is None:
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and the signs of the rotation for head_dim {head_dim} and seed {seed} "
+            f"are not on {device} yet: quantize once with them before the capture"
+        )
+    return masks
+
+
+@lru_cache(maxsize=64)
+def no_words(device: torch.device) -> Tensor:
+    """int32 (0,): stands for an argument that a config does not use."""
+    return make_apart(lambda: torch.empty(0, dtype=torch.int32, device=device))

@@ -1,0 +1,91 @@
+"""What decides which kernel serves a call, apart from the GPU: all but sizes, strides and addresses."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from hopper.forward import tilings
+from hopper.forward.fp8 import tilings as fp8_tilings
+from hopper.forward.tilings import ANY_LENGTH
+
+ONE_BLOCK = 0
+"""``block`` of a tensor in which everything of a head shares a scale."""
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What a kernel is chosen by. Calls that differ only in batch, heads or lengths share one.
+
+    Attributes:
+        dtype, out_dtype: of q, k and v, and of the output.
+        head_dim, head_dim_v: sizes of a row of q and k, and of v.
+        causal: whether there is a causal mask.
+        longest_k: the largest seqlen_k that gets the tiles which this one gets (``longest_alike``).
+        is_empty: there is no query or no key.
+    """
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    longest_k: int = ANY_LENGTH
+    is_empty: bool = False
+
+
+@dataclass(frozen=True)
+class Fp8AttentionProblem(AttentionProblem):
+    """That of e4m3 tensors.
+
+    Attributes:
+        block_k, block_v: rows of K and of V that share a scale, or ONE_BLOCK.
+        v_rows: V has a row of head_dim_v elements for each key, as FP8 tensors with descales have; else it comes
+            transposed.
+        transposes: V has rows, and so few queries attend to it that a kernel which transposes it on its way is faster
+            than PyTorch and a kernel that finds it transposed.
+        two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
+        half_scores: scores fit float16, before they are scaled.
+    """
+
+    block_k: int = ONE_BLOCK
+    block_v: int = ONE_BLOCK
+    v_rows: bool = False
+    transposes: bool = False
+    two_level: bool = False
+    half_scores: bool = False
+
+
+@dataclass(frozen=True)
+class GradientProblem(AttentionProblem):
+    """That of a backward pass, which has the same tiles for all lengths.
+
+    Attributes:
+        deterministic: gradients are to have the same bits in every run.
+    """
+
+    deterministic: bool = False
+
+
+@lru_cache(maxsize=1)
+def length_bounds() -> tuple[int, ...]:
+    """Every seqlen_k up to which some tiling of ``hopper`` serves, in ascending order."""
+    tables = (
+        tilings.TILINGS,
+        fp8_tilings.FP8_TILINGS,
+        fp8_tilings.FP8_HALF_SCORES_TILINGS,
+        fp8_tilings.FP8_ROW_TILINGS,
+        fp8_tilings.FP8_TWO_LEVEL_TILINGS,
+        fp8_tilings.FP8_TWO_LEVEL_ROW_TILINGS,
+    )
+    rows = [row for table in tables for rows in table.values() for row in rows]
+    return tuple(sorted({row.max_seqlen_k for row in rows} | {ANY_LENGTH}))
+
+
+def longest_alike(seqlen_k: int) -> int:
+    """The largest seqlen_k that every choice of a tiling treats as it does this one."""
+    bounds = length_bounds()
+    return bounds[bisect_left(bounds, seqlen_k)]

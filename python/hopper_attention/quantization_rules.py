@@ -1,0 +1,224 @@
+"""The rules by which FP8 (e4m3) inputs of attention are made, and PyTorch that follows them on any device.
+
+Block quantization and incoherent processing of the FlashAttention-3 paper, section 3.3. The rules here are the
+definition that the fused kernel follows to the bit, and its twin in PyTorch:
+
+- A block is some rows of a head that share a scale: of Q one row, of K and V the keys of the attention kernel's tile,
+  unless told otherwise.
+- scale = amax * (1 / largest) of the finite values of a block, and 2^-80 or more. ``largest`` is the code that amax
+  becomes: 448 in V; in K 28 up to head_dim 128 and 14 above; in blocks of Q 28 up to head_dim 64 and 14 above, in a
+  row of Q by itself 16 and 8 (``hopper.quantize.config.largest_codes``). No code is larger, so the product of a row of
+  Q and one of K, a sum of products of codes, fits float16, in which the attention kernel may then have it. Heads wider
+  than 256, which the emulation alone attends to, have 448, and a row of Q by itself 256.
+- Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
+  costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
+- data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
+- NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
+  other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
+  Hadamard block. Where each row of Q has a scale, they change nothing of the other rows; a row without finite values
+  gets the scale of zeros. They do not enter the mean of V either (:func:`robust_mean_of_keys`). The mean of K is one
+  of every key: one such element makes NaN of its column in all rows of its head, and of no other head or batch entry.
+- Each of these operations, and each sum and difference of a rotation, is rounded to float32 by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import pad
+
+from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper_attention.quantized import (
+    E4M3,
+    Fp8Quantization,
+    Means,
+    QuantizedQKV,
+    QuantizedTensor,
+    TransposedV,
+    row_scale,
+    transpose_for_kernel,
+)
+from hopper_attention.rotation import rotate_back, rotate_head_dim
+from hopper_attention.shapes import attention_shape
+
+FEWEST_MEAN_GROUPS, MEAN_GROUPS, MEAN_GROUP_KEYS = 3, 31, 32
+"""Fewest and most groups of keys in the robust mean of V, and fewest keys of a group where there are more."""
+
+OUTLYING = 16.0
+"""Median distances from the median beyond which the mean of a group does not count."""
+
+SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Quantizer = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Fp8Quantization, Means],
+    tuple[QuantizedTensor, QuantizedTensor, TransposedV],
+]
+"""(q, k, v, quantization, means) -> the three in e4m3."""
+
+
+def check_sources(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
+) -> Fp8Quantization:
+    """``quantization`` with ``block_k`` as a number, for tensors that can be quantized.
+
+    Raises:
+        ValueError: shapes or devices of q, k and v do not fit together.
+        TypeError: q, k and v differ in dtype, or it is not float16, bfloat16 or float32.
+    """
+    shape = attention_shape(q, k, v)
+    if q.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
+    block_k = quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
+    return quantization if quantization.block_k == block_k else _with_block_k(quantization, block_k)
+
+
+@lru_cache(maxsize=1024)
+def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantization:
+    return replace(quantization, block_k=block_k)
+
+
+@torch.no_grad()
+def quantize_with(
+    run: Quantizer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
+) -> QuantizedQKV:
+    """What ``run`` makes of tensors that passed ``check_sources``, with what it was made by."""
+    means = means_of(k, v, quantization)
+    shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
+    parts = run(q, k, v, quantization, means)
+    return QuantizedQKV(*parts, quantization=quantization, dtype=q.dtype, shift=shift, mean_v=means.v)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x in e4m3: nearest, ties to even; finite values saturate at +-448, the others become NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(~torch.isfinite(x), math.nan).to(E4M3)
+
+
+def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
+    """The mean of x (b, s, hk, d) over the keys, float32 (b, hk, d)."""
+    return x.mean(1, dtype=torch.float32)
+
+
+def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
+    """The mean of x (b, s, hk, d), s > 0, over the keys, without outliers: float32 (b, hk, d), finite.
+
+    The keys are cut into equal segments; fewer keys than segments are left out at the end. Segments whose mean is not
+    finite or lies far from the others do not count; without any, the result is 0. Of many normal values none is left
+    out: what lies further from their mean than this would bring back some of the sums that it is to keep small.
+    """
+    groups = min(max(x.shape[1] // MEAN_GROUP_KEYS, FEWEST_MEAN_GROUPS), MEAN_GROUPS, x.shape[1])
+    length = x.shape[1] // groups
+    means = x[:, : groups * length].unflatten(1, (groups, length)).mean(2, dtype=torch.float32)
+    means = torch.where(means.isfinite(), means, math.nan)
+    distances = (means - _median_of_numbers(means)).abs()
+    counts = distances <= OUTLYING * _median_of_numbers(distances)
+    return torch.where(counts, means, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+
+
+def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
+    """The upper median of x over dimension 1, which stays, without its NaN; NaN if there is nothing else."""
+    # torch.nanmedian would do it, but not under torch.use_deterministic_algorithms. NaN is sorted to the end.
+    middle = (~x.isnan()).sum(1, keepdim=True) // 2
+    return x.sort(1).values.gather(1, middle.clamp(max=x.shape[1] - 1))
+
+
+def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:
+    """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
+
+    nothing = torch.empty(0, device=k.device)
+    if not k.shape[1]:
+        return Means(nothing, nothing)
+    return Means(
+        mean_of_keys(k) if quantization.smooth_k else nothing,
+        robust_mean_of_keys(v) if quantization.smooth_v else nothing,
+    )
+
+
+def add_mean(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Add the mean (b, hk, d) of each key/value head to x (b, s, h, d) in place: in float32, rounded once."""
+    x.unflatten(2, (mean.shape[1], -1)).add_(mean[:, None, :, None])
+    return x
+
+
+def restore_values(out: torch.Tensor, parts: QuantizedQKV, causal: bool) -> torch.Tensor:
+    """The output (b, sq, h, dv) of attention on ``parts``, with what was done to V undone. ``out`` may be written to.
+
+    Float32 if there was a rotation, else ``out``. A row without keys stays 0: it has no part in the mean.
+    """
+    values = rotate_back(out, parts.quantization.seed) if parts.quantization.rotate_v else out
+    if parts.mean_v.numel():
+        without_keys = max(out.shape[1] - parts.v.shape[1], 0) if causal else 0
+        add_mean(values[:, without_keys:], parts.mean_v)
+    return values
+
+
+def lost_scores(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What every score of a query loses with the mean of K (b, hk, d): float32 (b, h, sq)."""
+    of_query_head = mean.repeat_interleave(q.shape[2] // mean.shape[1], 1).unsqueeze(1)
+    return (q.float() * of_query_head).sum(-1).transpose(1, 2).contiguous()
+
+
+def _finite_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest finite magnitude of each row: (b, s, h, d) -> (b, h, s)."""
+    return x.abs().masked_fill(~torch.isfinite(x), 0.0).amax(-1).transpose(1, 2)
+
+
+def _shared_amax(rows: torch.Tensor, granularity: str, block: int, kv_heads: int) -> torch.Tensor:
+    """Row maxima (b, h, s), s > 0 -> maxima over what shares a scale, (b, h, ceil(s / block))."""
+    batch, heads, seqlen = rows.shape
+    if granularity == "tensor":
+        return rows.amax().expand(batch, heads, 1)
+    if granularity == "head":
+        group = rows.unflatten(1, (kv_heads, -1)).amax((2, 3))
+        return group.repeat_interleave(heads // kv_heads, 1).unsqueeze(-1)
+    return pad(rows, (0, -seqlen % block)).unflatten(2, (-1, block)).amax(-1)
+
+
+def power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Positive normal float32 scales rounded up to powers of two."""
+    mantissa = 2**23 - 1
+    return ((scale.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+
+
+def _quantize(
+    x: torch.Tensor,
+    granularity: str,
+    block: int,
+    kv_heads: int,
+    final: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+    largest: float = E4M3_MAX,
+) -> QuantizedTensor:
+    """Quantize float32 x (b, s, h, d) with ``final(amax (1 / largest))`` as the scale."""
+    batch, seqlen, heads, _ = x.shape
+    if granularity != "block":
+        block = max(seqlen, 1)
+    if x.numel() == 0:
+        blocks = math.ceil(seqlen / block)
+        return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block, largest)
+    amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
+    scale = final((amax * (1.0 / largest)).clamp_min(MIN_SCALE).contiguous())
+    return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block, largest)
+
+
+def quantize_by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, means: Means
+) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+    """The twin of the fused kernel, for every device and option."""
+    c, kv_heads = quantization, k.shape[2]
+    block_k = c.keys_per_block(k.shape[3], v.shape[3], k.shape[1])
+    k, v = (
+        x.float() - mean.unsqueeze(1) if mean.numel() else x for x, mean in zip((k, v), means, strict=True)
+    )
+    q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
+    v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
+    final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
+    rows = _quantize(v32, c.granularity, block_k, kv_heads, final)
+    largest_q, largest_k = largest_codes(q.shape[3], c.granularity == "block" and c.block_q == 1)
+    return (
+        _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q),
+        _quantize(k32, c.granularity, block_k, kv_heads, largest=largest_k),
+        TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
+    )

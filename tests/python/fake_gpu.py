@@ -1,0 +1,62 @@
+"""A GPU by name, whose tensors are the CPU's: what tests of launchers put in place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hopper_attention import device_memory
+from hopper_attention.backends import Target
+from hopper_attention.launch import backward, forward, fp8, quantize
+
+H200 = Target("fake H200", (9, 0), assume_installed=True)
+SMS = 132
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    *kinds: ModuleType,
+    target: Callable[[], Target] = lambda: H200,
+    multiprocessors: int = SMS,
+) -> list[int]:
+    """Let the launchers of these modules believe that every device is ``target()``.
+
+    What was remembered before is forgotten; a fixture calls ``forget_launchers`` when it ends. The list that comes back
+    gets the number of each GPU that becomes current for a launch.
+    """
+    entered: list[int] = []
+
+    class Guard:
+        """Stands for ``torch.cuda.device``."""
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+
+        def __exit__(self, *error: Any) -> None:
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    for module in kinds:
+        monkeypatch.setattr(module, "target_of", lambda device: target())
+    monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    forget_launchers()
+    return entered
+
+
+def forget_launchers() -> None:
+    """Make every launcher be found anew."""
+    for module in (backward, forward, fp8, quantize):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()

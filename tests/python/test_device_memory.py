@@ -1,0 +1,148 @@
+"""What is kept on a GPU: made where no pool and no mode of torch reaches, and never taken from a captured graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hopper_attention import device_memory
+from hopper_attention.device_memory import Constants, make_apart, tile_counter, unit_scales
+
+CPU = torch.device("cpu")
+State = dict[str, Any]
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> State:
+    """What the GPU says of itself: whether a graph is being captured, and the current stream."""
+    answers: State = {"capturing": False, "stream": 11}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers["capturing"])
+    monkeypatch.setattr(device_memory, "is_capturing", lambda device: answers["capturing"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: answers["stream"], raising=False)
+    monkeypatch.setattr(device_memory, "_tile_counters", {})
+    monkeypatch.setattr(device_memory, "constants", Constants())
+    return answers
+
+
+# made apart
+
+
+def test_what_is_made_apart_is_made_by_another_thread() -> None:
+    # Memory pools that torch allocates from are those of a thread, or of a stream that only this thread is on.
+    threads: list[int] = []
+
+    def make() -> Tensor:
+        threads.append(threading.get_ident())
+        return torch.ones(3)
+
+    assert make_apart(make).tolist() == [1, 1, 1] and threads[0] != threading.get_ident()
+
+
+def test_no_mode_of_torch_reaches_what_is_made_apart() -> None:
+    with FakeTensorMode():
+        made = make_apart(lambda: torch.ones(3))
+    assert type(made) is Tensor and made.tolist() == [1, 1, 1]
+    with torch.inference_mode():
+        assert not make_apart(lambda: torch.ones(3)).is_inference()
+    with torch.device("meta"):
+        assert make_apart(lambda: torch.ones(3)).device == CPU
+
+
+def test_what_goes_wrong_apart_is_raised() -> None:
+    def fail() -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_apart(fail)
+
+
+# counters
+
+
+def test_tile_counters_are_kept_by_device_and_stream(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def make_here(make: Callable[[], Tensor]) -> Tensor:
+        made.append(torch.zeros(2, dtype=torch.int32))
+        return made[-1]
+
+    monkeypatch.setattr(device_memory, "make_apart", make_here)
+    first = tile_counter(0)
+    assert tile_counter(0) is first and tile_counter(1) is not first
+    state["stream"] = 12
+    assert tile_counter(0) is not first
+    state["stream"] = 11
+    assert tile_counter(0) is first and len(made) == 3
+
+
+def test_a_captured_launch_shares_its_counter_with_none(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two graphs may be replayed at once, and a tensor of a graph's memory must not be kept.
+    zeros: list[dict[str, Any]] = []
+
+    def note(*size: int, **options: Any) -> Tensor:
+        zeros.append(options)
+        return torch.empty(size, dtype=options["dtype"]).zero_()
+
+    state["capturing"] = True
+    monkeypatch.setattr(torch, "zeros", note)
+    counters = [tile_counter(0), tile_counter(0)]
+    assert counters[0] is not counters[1] and device_memory._tile_counters == {}
+    assert zeros == 2 * [{"dtype": torch.int32, "device": "cuda:0"}]
+
+
+# constants
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+def test_a_constant_is_made_once(state: State) -> None:
+    constants = Constants()
+    first = constants.get("a", CPU, ones)
+    assert first is not None and constants.get("a", CPU, ones) is first
+    assert constants.get("b", CPU, ones) is not first
+
+
+def test_nothing_is_made_while_a_graph_is_captured(state: State) -> None:
+    constants = Constants()
+    state["capturing"] = True
+    assert constants.get("a", CPU, ones) is None
+    state["capturing"] = False
+    kept = constants.get("a", CPU, ones)
+    state["capturing"] = True
+    assert constants.get("a", CPU, ones) is kept
+
+
+def test_what_a_graph_points_to_stays_when_others_go(state: State) -> None:
+    constants = Constants(limit=4)
+    of_graph, other = constants.get("graph", CPU, ones), constants.get("other", CPU, ones)
+    state["capturing"] = True
+    constants.get("graph", CPU, ones)
+    state["capturing"] = False
+    for number in range(100):
+        constants.get(number, CPU, ones)
+    assert constants.get("graph", CPU, ones) is of_graph
+    assert constants.get("other", CPU, ones) is not other
+    assert len(constants._kept) <= 4
+
+
+def test_unit_scales(state: State) -> None:
+    scales = unit_scales(2, 3, CPU)
+    assert scales.shape == (2, 3, 1) and scales.dtype == torch.float32 and bool((scales == 1).all())
+    assert unit_scales(2, 3, CPU) is scales and unit_scales(3, 2, CPU) is not scales
+    state["capturing"] = True
+    assert unit_scales(2, 3, CPU) is scales
+    # A graph fills those that are not there yet, in memory of its own.
+    of_graph = unit_scales(4, 3, CPU)
+    assert of_graph.shape == (4, 3, 1) and bool((of_graph == 1).all())
+    state["capturing"] = False
+    assert unit_scales(4, 3, CPU) is not of_graph

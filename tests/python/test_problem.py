@@ -1,0 +1,119 @@
+"""Problems without sizes: lengths that get the same tiles are one, and all others are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels.problem import DTYPES
+from hopper import config
+from hopper.forward.fp8 import tilings as fp8_config
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, Tiling, select_forward_config
+from hopper_attention.backward_rules import BackwardProblem
+from hopper_attention.fp8_rules import Fp8Problem, check_size, select_config, select_for
+from hopper_attention.problem import AttentionProblem, length_bounds, longest_alike
+from hopper_attention.quantized import default_block_k
+
+LENGTHS = sorted({n + d for n in (*length_bounds()[:-1], 1, 4, 100_000) for d in (-1, 0, 1)})
+
+
+def tilings_in(value: object) -> Iterator[Tiling]:
+    """Every tiling in a table, however deep."""
+    if isinstance(value, Tiling):
+        yield value
+    elif isinstance(value, (dict, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tilings_in(part)
+
+
+def test_every_bound_of_every_table_is_known() -> None:
+    tables = [value for module in (config, fp8_config) for value in vars(module).values()]
+    bounds = {tiling.max_seqlen_k for table in tables for tiling in tilings_in(table)}
+    assert len(bounds) > 4 and bounds <= set(length_bounds()) and length_bounds()[-1] == ANY_LENGTH
+
+
+def test_the_longest_alike_is_the_next_bound() -> None:
+    bounds = length_bounds()
+    assert list(bounds) == sorted(set(bounds))
+    assert longest_alike(0) == longest_alike(1) == longest_alike(bounds[0]) == bounds[0]
+    assert longest_alike(bounds[0] + 1) == bounds[1] and longest_alike(10**9) == ANY_LENGTH
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", NATIVE_HEAD_DIMS, ids=str)
+def test_lengths_that_are_alike_get_the_same_configs(dims: tuple[int, int], causal: bool) -> None:
+    for n in LENGTHS:
+        longest = longest_alike(n)
+        for dtype in DTYPES:
+            of_n, of_longest = (select_forward_config(dtype, *dims, causal, m) for m in (n, longest))
+            assert of_n == of_longest
+        for options in ((0, False, False, True), (0, True), (0, False, True), (384, False, False, True)):
+            of_n, of_longest = (
+                select_fp8_forward_config(*dims, causal, "bfloat16", m, *options) for m in (n, longest)
+            )
+            assert of_n == of_longest
+
+
+def test_blocks_of_the_quantizer_follow_the_tiles() -> None:
+    for n in LENGTHS:
+        width = select_fp8_forward_config(64, 64, True, "bfloat16", n, half_scores=True).tile_n
+        assert default_block_k(64, 64, n, causal=True) == width
+
+
+def test_an_fp8_problem_says_what_decides_and_no_more() -> None:
+    shapes = (2, 5, 4, 64), (2, 700, 2, 64), (2, 700, 2, 32)
+    problem = Fp8Problem(*shapes, 1, 128, 128, torch.bfloat16, True, half_scores=True)
+    same = problem._replace(
+        q_shape=(9, 77, 8, 64), k_shape=(9, 600, 4, 64), v_shape=(9, 600, 4, 32), block_q=64
+    )
+    assert same.kind == problem.kind and hash(same.kind) == hash(problem.kind)
+    for other in (
+        problem._replace(v_shape=(2, 700, 2, 64)),
+        problem._replace(causal=False),
+        problem._replace(block_k=256),
+        problem._replace(block_v=0),
+        problem._replace(v_rows=True),
+        problem._replace(two_level=True),
+        problem._replace(half_scores=False),
+        problem._replace(out_dtype=torch.float16),
+        problem._replace(k_shape=(2, 5000, 2, 64), v_shape=(2, 5000, 2, 32)),
+        problem._replace(k_shape=(2, 0, 2, 64), v_shape=(2, 0, 2, 32)),
+    ):
+        assert other.kind != problem.kind
+
+
+def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
+    shapes = (1, 12_288, 1, 128), (1, 900, 1, 128), (1, 900, 1, 128)
+    rows = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, False, v_rows=True)
+    assert rows.kind.transposes and select_config(rows).v_rows
+    more = rows._replace(q_shape=(1, 12_289, 1, 128))
+    assert not more.kind.transposes and not select_config(more).v_rows
+    assert not rows._replace(block_k=128, block_v=128).kind.transposes
+
+
+def test_fp8_sizes_are_checked_apart_from_the_kind() -> None:
+    shapes = (2**16, 300, 2**16, 64), (2**16, 9, 1, 64), (2**16, 9, 1, 64)
+    many = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, False)
+    config_of_kind = select_for(many.kind)
+    with pytest.raises(NotImplementedError, match=r"are 8589934592 tiles of 192 queries"):
+        check_size(config_of_kind, many.q_shape, many.k_shape)
+    with pytest.raises(NotImplementedError, match=r"are 8589934592 tiles of 192 queries"):
+        select_config(many)
+
+
+def test_gradients_depend_on_no_length() -> None:
+    shapes = (2, 5, 4, 64), (2, 700, 2, 64), (2, 700, 2, 32)
+    problem = BackwardProblem(*shapes, torch.float16, True)
+    longer = problem._replace(k_shape=(2, 70_000, 2, 64), v_shape=(2, 70_000, 2, 32))
+    assert longer.kind == problem.kind
+    assert problem._replace(deterministic=True).kind != problem.kind
+
+
+def test_kinds_of_problems_are_told_apart() -> None:
+    plain = AttentionProblem(torch.float16, torch.float16, 64, 64, False)
+    gradient = BackwardProblem(*3 * ((1, 1, 1, 64),), torch.float16, False).kind
+    assert plain != gradient and replace(plain, causal=True) != plain
