@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 import struct
+import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,10 +49,12 @@ def resource_usage(config: Any) -> ResourceUsage:
     """
     # The report reaches Python's stderr among the DSL's remarks, and nowhere else.
     report = io.StringIO()
-    with contextlib.redirect_stderr(report):
-        compiled = compile_kernel(config, options="remarks{ptx} --keep-cubin")
+    # The cubin passes through a file named after the kernel's class: side by side, two processes would mix up theirs.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(report):
+        compiled = compile_kernel(config, options=f"remarks{{ptx}} --keep-cubin --dump-dir={folder}")
+        cubin = compiled.__cubin__
     usage = parse_ptxas(report.getvalue(), config.smem_bytes)
-    return replace(usage, code=digest_of_code(compiled.__cubin__))
+    return replace(usage, code=digest_of_code(cubin))
 
 
 def parse_ptxas(report: str, shared_bytes: int) -> ResourceUsage:

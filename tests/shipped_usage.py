@@ -26,6 +26,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
 from functools import lru_cache
 from importlib import metadata
@@ -120,22 +121,19 @@ def recorded() -> dict[str, ResourceUsage]:
 
 
 def compile_each(configs: Sequence[Any], jobs: int = 0) -> dict[Any, ResourceUsage]:
-    """What ptxas reports on each. A process for every one: a kernel in some hundreds comes out in another order of
-    instructions in a process that has compiled others."""
+    """What ptxas reports on each; in processes, because ``cute.compile`` is not thread-safe."""
     if not configs:
         return {}
+    context = multiprocessing.get_context("spawn")
     jobs = min(len(configs), jobs or os.cpu_count() or 1)
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = {pool.submit(resource_usage, config): config for config in configs}
         done = {}
-        for config, usage in pool.imap_unordered(_with_usage, configs):
-            done[config] = usage
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
             if sys.stderr.isatty():
                 print(f"\r{len(done)} of {len(configs)} kernels", end="", file=sys.stderr)
     return done
-
-
-def _with_usage(config: Any) -> tuple[Any, ResourceUsage]:
-    return config, resource_usage(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,13 +34,11 @@ def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
 FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): (
         lagging(192, 128, 4, polynomial_pairs=4),
-        exact(192, 160, 3, polynomial_pairs=3),
         exact(192, 64, 4, polynomial_pairs=3),
     ),
     (64, True): (
         lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
         lagging(192, 128, 4, polynomial_pairs=4),
-        exact(192, 160, 3, polynomial_pairs=3),
         exact(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
@@ -54,7 +52,6 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         exact(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
-        eager(128, 128, 2, max_seqlen_k=768),
         lagging(128, 128, 2, polynomial_pairs=0),
         exact(128, 64, 4, ping_pong=False),
     ),
@@ -120,7 +117,6 @@ FP8_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (
         two_level(128, 128, 4, polynomial_pairs=3),
-        two_level(128, 160, 4, polynomial_pairs=3),
         two_level(192, 64, 4, polynomial_pairs=3),
     ),
     128: (
