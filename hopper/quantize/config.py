@@ -320,10 +320,10 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
 def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
     """The configs of the default options at the native head_dims, each once."""
     return tuple(
-        QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k, smooth_v=DEFAULT_SMOOTH_V)
+        QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k, smooth_v=DEFAULT_SMOOTH_V)
         for dtype in DTYPES
-        for dims in NATIVE_HEAD_DIMS
-        for block_k in default_block_sizes(*dims)
+        for head_dim, head_dim_v in NATIVE_HEAD_DIMS
+        for block_k in default_block_sizes(head_dim, head_dim_v)
     )
 
 

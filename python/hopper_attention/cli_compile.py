@@ -51,7 +51,7 @@ def compile_kernels(
     ] = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Compile kernels ahead of time, in parallel; no GPU is needed. Whatever is not compiled ahead is when it is first
+    """Compile kernels ahead of time, in parallel; no GPU is needed. Any other is compiled when it is first
     called. Ctrl-C stops at once, and what was finished stays."""
     with one_line_errors():
         from hopper_attention.cli_views import compile_summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -158,7 +159,9 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def config_data(config: Any) -> dict[str, Any]:
-    return {"name": config.name, **asdict(config)}
+    """A config for JSON: its name and its fields, a member of an enum by its value."""
+    fields = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(config).items()}
+    return {"name": config.name, **fields}
 
 
 def parse_capability(text: str) -> tuple[int, int]:

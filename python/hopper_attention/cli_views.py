@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -98,9 +99,11 @@ def fp8_plan_view(plan: Fp8Plan) -> RenderableType:
 
 
 def field_text(value: Any) -> str:
-    """A field of a config in words; a nested dataclass as its fields."""
+    """A field of a config in words; a nested dataclass as its fields, a member of an enum as its value."""
     if is_dataclass(value):
         return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in fields(value))
+    if isinstance(value, Enum):
+        return str(value.value)
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hopper.config import THREE_CONSUMERS, TWO_CONSUMERS, WARPGROUP_ROWS, ForwardConfig, Registers
-from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig, Softmax
 from hopper_attention.experiments.bench.config_peers import why_invalid
 
 FULL = "full"
@@ -130,7 +130,8 @@ def tuned(
 
 def with_maxima(shipped: ForwardConfig) -> dict[str, Any]:
     """The change to a softmax that takes a maximum in every block: one that lags needs pipelining and a producer."""
-    return {"lagging": False, "half_scores": False} if isinstance(shipped, Fp8ForwardConfig) else {}
+    is_stale = isinstance(shipped, Fp8ForwardConfig) and shipped.softmax in STALE_MAXIMUM
+    return {"softmax": Softmax.EXACT} if is_stale else {}
 
 
 def shipped_alone(shipped: ForwardConfig) -> tuple[ForwardConfig, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 
 import torch
@@ -42,6 +43,8 @@ def label(config: ForwardConfig, base: ForwardConfig) -> str:
         if value != getattr(base, field):
             if isinstance(value, Registers):
                 value = f"{value.consumer}/{value.producer}"
+            elif isinstance(value, Enum):
+                value = value.value
             parts.append(f"{LABELS[field]}{value}" if field in LABELS else f"{field}={value}")
     return " ".join(parts) or BASE
 

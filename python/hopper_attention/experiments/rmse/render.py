@@ -91,7 +91,8 @@ def render_page(rmse: Mapping[str, Any]) -> str:
     emulated = [row for row in report.rows if row.group == EMULATION]
     parts = [
         "# Accuracy of FP8: results",
-        f"{RENDERED} `python benchmarks/rmse.py` measures it; `hopper-attention rmse` prints it on any machine.",
+        f"{RENDERED} `python benchmarks/rmse.py` measures it; `hopper-attention rmse` is the same table on any "
+        "machine.",
         f"Measured {rmse['date'][:10]}{measured_at(rmse).removeprefix(', measured')} on {machine}.",
         describe(report),
         rows_table([row for row in report.rows if row.group != EMULATION]),
