@@ -9,14 +9,11 @@ from hopper_attention.rooms import check_rooms
 check_rooms()
 
 # E402, here and below: a foreign `hopper` must be found out before ours is imported.
-from hopper_attention.api import (  # noqa: E402
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-)
+from hopper_attention.api import flash_attn_func  # noqa: E402
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
 from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
+from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
 
 __all__ = [

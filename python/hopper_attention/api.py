@@ -1,17 +1,96 @@
-"""The public functions: FlashAttention-3's names, argument order and conventions."""
+"""The public function: FlashAttention-3's name, argument order and conventions. Packed forms are in ``packed``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from hopper_attention import autograd as _autograd  # noqa: F401  (registers the gradients of the operators)
-from hopper_attention import checks, ops
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
+from hopper_attention import checks, features, ops
+from hopper_attention.autocast import cast_inputs
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, HALF_DTYPES, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
+
+Window = tuple[int | None, int | None] | list[int] | Tensor
+"""(left, right); see :func:`flash_attn_func`."""
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    *,
+    return_attn_probs: Literal[True],
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    return_attn_probs: bool = ...,
+    *,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Result: ...
 
 
 def flash_attn_func(
@@ -19,15 +98,15 @@ def flash_attn_func(
     k: Tensor,
     v: Tensor,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool | int = False,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = FULL_WINDOW,
+    window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -35,7 +114,7 @@ def flash_attn_func(
     *,
     two_level_accumulation: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Result:
     """softmax(softmax_scale * Q K^T) V, exact, with memory linear in the sequence lengths.
 
     Query head i reads key/value head i // (heads / kv_heads). A query that sees no key gives 0, with LSE
@@ -47,28 +126,39 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn. head_dim is a multiple
-            of 8, at most 256. Strides are free except the last, which is 1. A tensor that TMA cannot
-            address (strides that are not multiples of 8 elements, address not a multiple of 16 bytes,
-            expanded dimensions) is copied first for a kernel; ``explain`` says so.
+            of 8, at most 256. Strides are free. A tensor that a kernel cannot address (last stride other than 1,
+            other strides that are not multiples of 8 elements, address not a multiple of 16 bytes, expanded
+            dimensions) is copied first for it; ``explain`` says so. Under torch.autocast float32 inputs are cast to its
+            dtype, and inputs that differ in dtype too; their gradients have the dtypes that they came with.
         k: (batch, seqlen_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
-        v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim.
-        softmax_scale: factor of the scores, positive; head_dim**-0.5 by default.
+        v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim, and be at most 512.
+            Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each.
+        softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default. P is exact to its dtype where
+            scaled scores are below 2^12 in magnitude; above, that of the largest score is rounded as well, which can
+            cost half a step of the dtype more, and gradients lose as many bits as the scores have above 2^12.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the mask is aligned bottom-right).
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
             the data is multiplied by; ones by default. Where that of q or k is negative,
-            the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient. The "ampere" backend
+            the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient: tensors that require one are
+            taken, and a backward pass through the result raises. The "ampere" backend
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
+        window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; -1 or None is no limit. Only windows that hide nothing, and (-1, 0),
+            which is causal, are implemented; with ``causal`` the right side is 0 whatever it says.
+        attention_chunk: only 0, or a chunk that holds all keys.
+        num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
-        sm_margin: streaming multiprocessors that the Hopper kernel leaves to others.
+        sm_margin: streaming multiprocessors that the Hopper kernel of the forward pass leaves to others, fewer than the
+            GPU has. The other backends and the backward pass use all.
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
         two_level_accumulation: for float8_e4m3fn on the Hopper kernel: add the products of its key tiles in float32,
             as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
         backend: "hopper", "ampere" (runs on Hopper GPUs too), "reference", or None to have one chosen; see
             ``explain``.
-        qv, window_size, attention_chunk, softcap, num_splits, pack_gqa: FlashAttention-3's features that
-            are not implemented yet; anything but the default raises NotImplementedError.
+        qv, softcap: FlashAttention-3's features that are not implemented yet; anything but the default raises
+            NotImplementedError.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse),
@@ -79,15 +169,20 @@ def flash_attn_func(
             allowed.
         NotImplementedError: a feature is not implemented; the message says what to use instead.
     """
+    if causal is not False and causal is not True:
+        causal = checks.check_flag("causal", causal)
     if (
         qv is not None
-        or window_size != FULL_WINDOW
-        or attention_chunk
-        or softcap
+        or window_size is not FULL_WINDOW
+        or attention_chunk != 0
+        or softcap != 0.0
         or num_splits != 1
         or pack_gqa is not None
     ):
-        checks.check_features(
+        causal = features.resolve_causal(
+            q,
+            k,
+            causal,
             qv=qv,
             window_size=window_size,
             attention_chunk=attention_chunk,
@@ -101,13 +196,17 @@ def flash_attn_func(
         checks.check_sm_margin(sm_margin)
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)
+    if deterministic is not False:
+        deterministic = checks.check_flag("deterministic", deterministic)
+    if return_attn_probs is not False:
+        return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     no_descales = q_descale is None and k_descale is None and v_descale is None
     if no_descales and _wants_only_a_launch(q, k, v) and q.is_cuda:
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
-        results = run_forward(q, k, v, softmax_scale, bool(causal), backend, sm_margin, return_attn_probs)
+        results = run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, return_attn_probs)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (bool(causal), backend, sm_margin, bool(deterministic))
+        options = (causal, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
@@ -119,7 +218,9 @@ def _wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
         and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
-        and q.dtype != FP8_DTYPE
+        and (dtype := q.dtype) in HALF_DTYPES
+        and k.dtype is dtype
+        and v.dtype is dtype
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -141,136 +242,12 @@ def _call_operator(
 
     ``options`` are causal, backend, sm_margin and deterministic.
     """
-    causal, backend, *others = options
+    causal, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
+    q, k, v = cast_inputs(q, k, v)
     checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        checks.check_fp8_has_no_grad(q, k, v, *descales)
-        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level)
-    return ops.forward(q, k, v, scale, causal, backend, *others)
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = FULL_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    two_level_accumulation: bool = False,
-    backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
-
-    Args:
-        qkv: (batch, seqlen, 3, heads, head_dim); or, with ``num_heads_q``, (batch, seqlen, heads,
-            head_dim) whose heads are those of Q, then K's, then as many of V.
-        num_heads_q: query heads in a qkv of four dimensions.
-        others: as for :func:`flash_attn_func`.
-
-    Returns:
-        As :func:`flash_attn_func`. The gradient of qkv comes in one tensor.
-    """
-    q, k, v = _unpack_qkv(qkv, num_heads_q)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-        two_level_accumulation=two_level_accumulation,
-        backend=backend,
-    )
-
-
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = FULL_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    two_level_accumulation: bool = False,
-    backend: str | None = None,
-) -> Any:
-    """:func:`flash_attn_func` with K and V in one tensor; nothing is copied to take them apart.
-
-    Args:
-        q: (batch, seqlen_q, heads, head_dim).
-        kv: (batch, seqlen_k, 2, kv_heads, head_dim).
-        others: as for :func:`flash_attn_func`.
-
-    Returns:
-        As :func:`flash_attn_func`. The gradient of kv comes in one tensor.
-    """
-    checks.check_are_tensors(q=q, kv=kv)
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv has shape {tuple(kv.shape)}, allowed: (batch, seqlen_k, 2, kv_heads, head_dim)")
-    k, v = kv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-        two_level_accumulation=two_level_accumulation,
-        backend=backend,
-    )
-
-
-def _unpack_qkv(qkv: Any, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    checks.check_are_tensors(qkv=qkv)
-    if num_heads_q is None:
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            raise ValueError(
-                f"qkv has shape {tuple(qkv.shape)}, allowed: (batch, seqlen, 3, heads, head_dim), or four "
-                "dimensions and num_heads_q"
-            )
-        return qkv.unbind(2)
-    if qkv.dim() != 4:
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}, allowed with num_heads_q: (batch, seqlen, heads, head_dim)"
-        )
-    both_kv = qkv.shape[2] - num_heads_q
-    if not 0 < num_heads_q < qkv.shape[2] or both_kv % 2:
-        raise ValueError(
-            f"num_heads_q is {num_heads_q}, allowed with the {qkv.shape[2]} heads of qkv: above 0, and "
-            "leaving as many heads for K as for V"
-        )
-    return qkv.split([num_heads_q, both_kv // 2, both_kv // 2], dim=2)
+        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level, sm_margin)
+    return ops.forward(q, k, v, scale, causal, backend, sm_margin, deterministic)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import ops
+from hopper_attention.checks import FP8_DTYPE
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -33,5 +34,13 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     )
 
 
+def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(
+        f"a backward pass reached attention of {FP8_DTYPE} tensors, which have no gradient: train with 16-bit tensors, "
+        "which flash_attn_fp8_func quantizes and differentiates, or call under torch.no_grad()"
+    )
+
+
 ops.forward.register_autograd(_forward_gradients, setup_context=_save_for_backward)
+ops.forward_fp8.register_autograd(_refuse_fp8_gradient)
 ops.backward.register_autograd(_refuse_second_derivative)

@@ -12,6 +12,17 @@ from hopper_attention import _kernels
 HOPPER_CAPABILITY = (9, 0)
 """wgmma exists on sm_90a alone: neither older nor newer GPUs run these kernels."""
 
+MOST_MULTIPROCESSORS: dict[tuple[int, ...], int] = {
+    (8, 0): 108,
+    (8, 6): 84,
+    (8, 7): 16,
+    (8, 9): 142,
+    (9, 0): 132,
+    (12, 0): 188,
+    (12, 1): 48,
+}
+"""Of the largest GPU of each compute capability that has kernels."""
+
 USE_SDPA = "torch.nn.functional.scaled_dot_product_attention is faster there"
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from cute_kernels.problem import MAX_HEAD_DIM
 
 HEAD_DIM_STEP = 8
+MAX_HEAD_DIM_V = 2 * MAX_HEAD_DIM
+"""Columns of V that are attended to; more than MAX_HEAD_DIM of them in parts (``value_parts``)."""
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 FP8_DTYPE = torch.float8_e4m3fn
@@ -25,6 +28,9 @@ FP8_OUT_DTYPE = torch.bfloat16
 BACKENDS = ("hopper", "ampere", "reference")
 FULL_WINDOW = (-1, -1)
 """FlashAttention-3's ``window_size`` for no window."""
+
+Result = Tensor | tuple[Tensor, Tensor]
+"""Of a public function: out, or (out, lse)."""
 
 DIMENSIONS = {
     "q": "(batch, seqlen_q, heads, head_dim)",
@@ -56,22 +62,19 @@ def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     """Raise ValueError or TypeError unless q, k and v make one dense attention problem."""
     named = (("q", q), ("k", k), ("v", v))
     for name, spec in named:
-        if len(spec.shape) != 4:
-            raise ValueError(
-                f"{name} has {len(spec.shape)} dimensions, shape {tuple(spec.shape)}, "
-                f"allowed: 4, {DIMENSIONS[name]}"
-            )
+        check_dimensions(name, spec.shape)
     _check_dtypes(q.dtype, k.dtype, v.dtype)
     for name, spec in named[1:]:
         if spec.device != q.device:
             raise ValueError(f"{name} is on {spec.device}, allowed: the device of q, {q.device}")
     _check_shapes(q.shape, k.shape, v.shape)
-    for name, spec in named:
-        if spec.strides[3] != 1:
-            raise ValueError(
-                f"{name} has stride {spec.strides[3]} in its last dimension, allowed: 1; "
-                f"call {name}.contiguous() first (the other strides are free)"
-            )
+
+
+def check_dimensions(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 4:
+        raise ValueError(
+            f"{name} has {len(shape)} dimensions, shape {tuple(shape)}, allowed: 4, {DIMENSIONS[name]}"
+        )
 
 
 def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
@@ -90,11 +93,14 @@ def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     batch, _, heads, head_dim = q
     _, seqlen_k, kv_heads, _ = k
-    for name, size in (("head_dim of q", head_dim), ("head_dim_v, the last size of v,", v[3])):
-        if size % HEAD_DIM_STEP or not HEAD_DIM_STEP <= size <= MAX_HEAD_DIM:
+    limits = (
+        ("head_dim of q", head_dim, MAX_HEAD_DIM),
+        ("head_dim_v, the last size of v,", v[3], MAX_HEAD_DIM_V),
+    )
+    for name, size, most in limits:
+        if size % HEAD_DIM_STEP or not HEAD_DIM_STEP <= size <= most:
             raise ValueError(
-                f"{name} is {size}, "
-                f"allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+                f"{name} is {size}, allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {most}"
             )
     if k[0] != batch or k[3] != head_dim:
         raise ValueError(
@@ -110,8 +116,14 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
 
 
-SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
-"""The kernels take softmax_scale in float32, where less is 0 and more is infinity."""
+SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e5
+"""What softmax_scale may be. The kernels take it in float32, where less than the smallest is 0.
+
+At the largest, scores of N(0, 1) inputs, up to a hundred before they are scaled, stay below 2^24 in base 2. From there
+on float32 no longer tells one octave from the next. The kernels round a scaled maximum once and measure exponents from
+it, so that the largest P would lose its accuracy and then its range. Large inputs make large scores too; they are not
+read.
+"""
 
 
 def check_scale(softmax_scale: Any) -> float:
@@ -145,9 +157,27 @@ def check_sm_margin(sm_margin: Any) -> None:
         )
 
 
+def check_sm_margin_fits(sm_margin: int, multiprocessors: int) -> None:
+    if sm_margin >= multiprocessors:
+        raise ValueError(f"sm_margin is {sm_margin}, allowed on this GPU: 0 to {multiprocessors - 1}")
+
+
 def check_two_level_accumulation(two_level_accumulation: Any) -> None:
     if not isinstance(two_level_accumulation, bool):
         raise TypeError(f"two_level_accumulation is {two_level_accumulation!r}, allowed: True or False")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool: True, False, NumPy's of these, or 0 or 1."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return bool(value)
+    if type(value).__module__ == "numpy" and not getattr(value, "shape", ()):
+        value = value.item()
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}, allowed: True or False")
+    if value not in (0, 1):
+        raise ValueError(f"{name} is {value}, allowed: True or False")
+    return bool(value)
 
 
 def check_descales(
@@ -169,53 +199,3 @@ def check_descales(
             raise ValueError(f"{name} has shape {tuple(scale.shape)}, allowed: (batch, kv_heads), {shape}")
         if scale.device != q.device:
             raise ValueError(f"{name} is on {scale.device}, allowed: the device of q, {q.device}")
-
-
-def check_fp8_has_no_grad(*tensors: Tensor | None) -> None:
-    """``tensors`` are q, k, v and their descales."""
-    names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires grad, allowed with {FP8_DTYPE}: tensors that do not, as e4m3 inputs "
-                "have no gradient; train with 16-bit tensors, which flash_attn_fp8_func quantizes and "
-                "differentiates, or call under torch.no_grad()"
-            )
-
-
-def check_features(
-    *,
-    qv: Any = None,
-    window_size: Any = FULL_WINDOW,
-    attention_chunk: Any = 0,
-    softcap: Any = 0.0,
-    num_splits: Any = 1,
-    pack_gqa: Any = None,
-) -> None:
-    """Raise NotImplementedError for each argument of FlashAttention-3 whose feature no backend has yet."""
-    if qv is not None:
-        raise _missing(
-            "qv", "given", "a second query that multiplies V", "qv=None, or concatenate it to q and k"
-        )
-    if not isinstance(window_size, (tuple, list)):
-        raise TypeError(
-            f"window_size is {window_size!r}, allowed: a pair (left, right); (-1, -1) is no window"
-        )
-    if tuple(window_size) != FULL_WINDOW:
-        use = "window_size=(-1, -1) with causal=True or False"
-        raise _missing("window_size", window_size, "sliding-window attention", use)
-    if attention_chunk != 0:
-        raise _missing("attention_chunk", attention_chunk, "chunked attention", "attention_chunk=0")
-    if softcap != 0.0:
-        raise _missing("softcap", softcap, "tanh soft-capping of the scores", "softcap=0.0")
-    if num_splits not in (0, 1):
-        raise _missing("num_splits", num_splits, "splitting keys over thread blocks", "num_splits=1")
-    if pack_gqa:
-        raise _missing("pack_gqa", pack_gqa, "packing of query heads into one tile", "pack_gqa=None")
-
-
-def _missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name} is {value}: {feature} is not implemented yet, neither by the kernels nor by "
-        f"'reference'; use {instead}"
-    )

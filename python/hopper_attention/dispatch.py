@@ -11,13 +11,15 @@ from torch import Tensor
 from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper_attention import backward_rules, checks, fp8_rules
-from hopper_attention.backends import Choice, Target, choose_backend, target_of
+from hopper_attention import backward_rules, checks, features, fp8_rules
+from hopper_attention.autocast import find_autocast_dtype
+from hopper_attention.backends import MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
+from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
     "BackendStatus",
@@ -33,6 +35,8 @@ __all__ = [
 
 
 GRADIENT_KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
+
+NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,10 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = FULL_WINDOW,
+    window_size: Any = FULL_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -137,7 +141,10 @@ def explain(
         ValueError, TypeError, NotImplementedError: as the call itself would.
     """
     checks.check_are_tensors(q=q, k=k, v=v)
-    checks.check_features(
+    causal = features.resolve_causal(
+        q,
+        k,
+        checks.check_flag("causal", causal),
         qv=qv,
         window_size=window_size,
         attention_chunk=attention_chunk,
@@ -145,30 +152,93 @@ def explain(
         num_splits=num_splits,
         pack_gqa=pack_gqa,
     )
+    deterministic = checks.check_flag("deterministic", deterministic)
+    checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
-    specs = {"q": TensorSpec.of(q), "k": TensorSpec.of(k), "v": TensorSpec.of(v)}
-    checks.check_qkv(**specs)
+    given = {"q": q, "k": k, "v": v}
+    tensors, casts = cast_by_autocast(given)
+    whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
+    checks.check_qkv(**whole)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
+    specs, notes = _first_part(whole)
+    is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    if q.dtype == checks.FP8_DTYPE:
-        checks.check_fp8_has_no_grad(q, k, v, q_descale, k_descale, v_descale)
-        choice, config = _plan_fp8(specs, bool(causal), two_level_accumulation, target, backend)
+    if is_fp8:
+        choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
-        choice = choose_backend(target, q.dtype, backend)
-        config = select_config(choice.backend, target.capability, **specs, causal=bool(causal))
-    copies = _copies(config, specs, {"q": q, "k": k, "v": v})
-    notes = _notes(choice.advice, {"q": q, "k": k, "v": v})
-    wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    if choice.backend != "reference" and wants_grad and q.numel() and k.numel() and v.numel():
+        choice = choose_backend(target, specs["q"].dtype, backend)
+        config = select_config(choice.backend, target.capability, **specs, causal=causal)
+    notes = _notes(choice.advice, given) + notes
+    is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
+    if is_launched:
+        notes += _check_margin(sm_margin, target, q.device)
+    differentiated = [
+        x for x in (q, k, v, q_descale, k_descale, v_descale) if x is not None and x.requires_grad
+    ]
+    if torch.is_grad_enabled() and differentiated:
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
-        in_order = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, q.dtype, bool(causal), in_order)
-        notes += (_note_on_gradients(problem, target, backend),)
-    return Plan(choice.backend, config, choice.reason, copies, notes)
+        in_order = deterministic or torch.are_deterministic_algorithms_enabled()
+        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order)
+        if is_fp8:
+            notes += (NO_FP8_GRADIENT,)
+        elif is_launched:
+            notes += (_note_on_gradients(problem, target, backend),)
+    return Plan(choice.backend, config, choice.reason, casts + _copies(config, specs, tensors), notes)
+
+
+def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors that autocast makes of q, k and v, without their data, and a sentence about them."""
+    dtype = find_autocast_dtype(*given.values())
+    if dtype is None:
+        return given, ()
+    tensors = {
+        name: torch.empty_like(x, dtype=dtype, device="meta", requires_grad=False)
+        for name, x in given.items()
+    }
+    names = [name for name, x in given.items() if x.dtype != dtype]
+    return tensors, tuple(f"{name} is cast to {dtype}, which torch.autocast asks for" for name in names)
+
+
+def _first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
+    """The problem of one launch, and a note where V is attended to in parts."""
+    v = specs["v"]
+    head_dim_v = v.shape[3]
+    if not needs_parts(head_dim_v):
+        return specs, ()
+    widths = part_widths(head_dim_v)
+    note = (
+        f"the {head_dim_v} columns of v are attended to in parts of {' and '.join(map(str, widths))}, "
+        "and Q K^T is computed for each"
+    )
+    return specs | {"v": v._replace(shape=(*v.shape[:3], widths[0]))}, (note,)
+
+
+def _check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple[str, ...]:
+    """Raise for a margin that a launch would refuse; a note where it depends on the GPU, which is not known.
+
+    Raises:
+        ValueError: no multiprocessor is left.
+    """
+    if not target.assume_installed:
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        checks.check_sm_margin_fits(sm_margin, multiprocessors)
+        return ()
+    most = MOST_MULTIPROCESSORS[target.capability]
+    major, minor = target.capability
+    if sm_margin >= most:
+        raise ValueError(
+            f"sm_margin is {sm_margin}, allowed on GPUs of compute capability {major}.{minor}, which have at most "
+            f"{most} multiprocessors: 0 to {most - 1}"
+        )
+    if not sm_margin:
+        return ()
+    return (
+        f"sm_margin {sm_margin} must be less than the GPU's multiprocessors, of which it has at most {most}",
+    )
 
 
 def _copies(config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]) -> tuple[str, ...]:
@@ -233,6 +303,8 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
+    if problem.k_shape[1] == 1:
+        return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     choice = backward_rules.choose_backward(problem, target, requested)
     if choice.backend == "reference":
         return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"

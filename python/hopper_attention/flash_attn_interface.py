@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from hopper_attention.api import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from hopper_attention.api import flash_attn_func
+from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 __all__ = [
     "flash_attn_combine",

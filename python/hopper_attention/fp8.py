@@ -9,16 +9,78 @@ tile by tile.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from hopper_attention import checks
+from hopper_attention.autocast import cast_inputs
+from hopper_attention.checks import Result
 from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8, quantizer_of
 from hopper_attention.quantization import TILE, Fp8Quantization, QuantizedQKV, default_block_k, quantize_qkv
-from hopper_attention.quantized import DEFAULT_QUANTIZATION
+from hopper_attention.quantized import DEFAULT_QUANTIZATION, check_quantization
 from hopper_attention.shapes import attention_shape
+
+
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    quantization: Fp8Quantization = ...,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    *,
+    return_attn_probs: Literal[True],
+    quantization: Fp8Quantization = ...,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool | int,
+    return_attn_probs: Literal[True],
+    *,
+    quantization: Fp8Quantization = ...,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    return_attn_probs: bool = ...,
+    *,
+    quantization: Fp8Quantization = ...,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Result: ...
 
 
 def flash_attn_fp8_func(
@@ -26,20 +88,21 @@ def flash_attn_fp8_func(
     k: Tensor,
     v: Tensor,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool | int = False,
     return_attn_probs: bool = False,
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Result:
     """Quantize 16-bit q, k and v to e4m3 and attend (FlashAttention-3, section 3.3).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16.
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16. Under torch.autocast float32 inputs are cast to its
+            dtype, which the output then has.
         k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v).
-        softmax_scale: factor of the scores, positive; head_dim**-0.5 by default.
+        softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         return_attn_probs: also return the LSE, natural log, float32 (batch, heads, seqlen_q).
         quantization: rotation, what shares a scale, and the block sizes.
@@ -60,17 +123,19 @@ def flash_attn_fp8_func(
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
     checks.check_are_tensors(q=q, k=k, v=v)
+    check_quantization(quantization)
+    causal = checks.check_flag("causal", causal)
+    return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
+    q, k, v = cast_inputs(q, k, v)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wants_grad or torch.compiler.is_compiling():
         attention_shape(q, k, v)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-        out, lse = differentiable_fp8(
-            q, k, v, scale, bool(causal), quantization, backend, two_level_accumulation
-        )
+        out, lse = differentiable_fp8(q, k, v, scale, causal, quantization, backend, two_level_accumulation)
         return (out, lse) if return_attn_probs else out
-    quantization = with_blocks_for(quantization, (q, k, v), bool(causal), two_level_accumulation)
+    quantization = with_blocks_for(quantization, (q, k, v), causal, two_level_accumulation)
     parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
     return flash_attn_quantized_func(
         parts,
@@ -97,15 +162,63 @@ def with_blocks_for(
     return replace(quantization, block_k=block_k)
 
 
+@overload
+def flash_attn_quantized_func(
+    parts: QuantizedQKV,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_quantized_func(
+    parts: QuantizedQKV,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    *,
+    return_attn_probs: Literal[True],
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_quantized_func(
+    parts: QuantizedQKV,
+    softmax_scale: float | None,
+    causal: bool | int,
+    return_attn_probs: Literal[True],
+    *,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_quantized_func(
+    parts: QuantizedQKV,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    return_attn_probs: bool = ...,
+    *,
+    two_level_accumulation: bool = ...,
+    backend: str | None = ...,
+) -> Result: ...
+
+
 def flash_attn_quantized_func(
     parts: QuantizedQKV,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool | int = False,
     return_attn_probs: bool = False,
     *,
     two_level_accumulation: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Result:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
 
     The output has the dtype that q had before it was quantized. What was done to V is undone: the FP8 kernel adds a
@@ -113,10 +226,16 @@ def flash_attn_quantized_func(
     LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 64
     on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
     """
+    if not isinstance(parts, QuantizedQKV):
+        raise TypeError(
+            f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
+        )
+    causal = checks.check_flag("causal", causal)
+    return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     out, lse = attend_and_undo(
-        parts, scale, bool(causal), backend, two_level_accumulation, wants_lse=return_attn_probs
+        parts, scale, causal, backend, two_level_accumulation, wants_lse=return_attn_probs
     )
     return (out, lse) if return_attn_probs else out

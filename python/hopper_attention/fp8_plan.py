@@ -11,13 +11,21 @@ from hopper.quantize.config import QuantizeConfig
 from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import TensorSpec
-from hopper_attention.dispatch import Config, Plan, ReferenceConfig, imagined_target, select_config
+from hopper_attention.dispatch import (
+    Config,
+    Plan,
+    ReferenceConfig,
+    cast_by_autocast,
+    imagined_target,
+    select_config,
+)
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION, with_blocks_for
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config, why_not_fused
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
+from hopper_attention.quantized import check_quantization
 from hopper_attention.shapes import attention_shape
 
 
@@ -68,7 +76,7 @@ def explain_fp8(
     k: Tensor,
     v: Tensor,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool | int = False,
     return_attn_probs: bool = False,
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
@@ -88,12 +96,18 @@ def explain_fp8(
         ValueError, TypeError: as the call itself would.
     """
     checks.check_are_tensors(q=q, k=k, v=v)
+    check_quantization(quantization)
+    causal = checks.check_flag("causal", causal)
+    checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
+    device = q.device
+    tensors, casts = cast_by_autocast({"q": q, "k": k, "v": v})
+    q, k, v = tensors.values()
     attention_shape(q, k, v)
-    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    target = target_of(device) if device_capability is None else imagined_target(device_capability)
     chosen = with_blocks_for(quantization, (q, k, v), causal, two_level_accumulation)
     parts = quantize_nothing(q, k, v, chosen)
     chosen = replace(chosen, block_k=parts.quantization.block_k)
@@ -101,6 +115,7 @@ def explain_fp8(
     is_torch_asked = quantizer_of(backend) == "torch"
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
+    attention = plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend)
     if not reason:
         sizes = q.shape[3], v.shape[3], k.shape[1]
         config = select_quantize_config(q.dtype, *sizes, chosen)
@@ -110,7 +125,7 @@ def explain_fp8(
         quantizer_config=config,
         quantization=chosen,
         scales=describe_scales(parts),
-        attention=plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend),
+        attention=replace(attention, copies=casts + attention.copies),
     )
 
 

@@ -1,8 +1,8 @@
 """Which tensors the kernels can address as they are, and what is done with the others.
 
 TMA and cp.async want a base address in multiples of 16 bytes and strides in multiples of 16 bytes, which
-is 8 elements of 16 bits or 16 of e4m3. The stride of a dimension of size 1 is never used, so it is
-replaced. Anything else is copied.
+is 8 elements of 16 bits or 16 of e4m3; the elements of a row stand next to each other. The stride of a dimension of
+size 1 is never used, so it is replaced. Anything else is copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def repair_for(spec: TensorSpec) -> Repair:
     # The usual case first, at the price of one test.
     if last == 1 and first > 0 and second > 0 and third > 0 and not (first | second | third) % _step(spec):
         return Repair.NONE
-    if _bad_strides(spec) or (last != 1 and spec.shape[3] > 1):
+    if _bad_strides(spec) or _has_gaps(spec):
         return Repair.COPY
     return Repair.RESTRIDE
 
@@ -77,6 +77,8 @@ def make_addressable(tensor: Tensor) -> Tensor:
 
 def copy_reason(spec: TensorSpec, address: int) -> str:
     """Why a tensor is copied before a launch; empty if it is not."""
+    if _has_gaps(spec):
+        return f"its stride in the last dimension is {spec.strides[3]}, and the kernel needs 1"
     bad = _bad_strides(spec)
     if bad:
         dim, stride = bad[0]
@@ -92,6 +94,11 @@ def _bad_strides(spec: TensorSpec) -> list[tuple[int, int]]:
     step = _step(spec)
     dims = enumerate(zip(spec.shape[:3], spec.strides[:3], strict=True))
     return [(dim, stride) for dim, (size, stride) in dims if size > 1 and not _addressable(stride, step)]
+
+
+def _has_gaps(spec: TensorSpec) -> bool:
+    """Whether the elements of a row do not stand next to each other."""
+    return spec.shape[3] > 1 and spec.strides[3] != 1
 
 
 def _step(spec: TensorSpec) -> int:

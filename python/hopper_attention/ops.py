@@ -14,8 +14,10 @@ from hopper_attention.launch.backward import find_choice, run_backward
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.notices import warn_once
+from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.quantization import from_descales
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
 
 
 @torch.library.custom_op("hopper_attention::forward", mutates_args=())
@@ -62,13 +64,18 @@ def forward_fp8(
     causal: bool,
     backend: str | None,
     two_level: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
     ``two_level`` asks the FP8 kernel for two-level accumulation.
     """
-    parts = from_descales(q, k, v, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
-    return attend(parts, softmax_scale, causal, backend, two_level)
+
+    def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
+        parts = from_descales(q, k, values, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
+        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin)
+
+    return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
 
 
 @forward_fp8.register_fake
@@ -83,6 +90,7 @@ def _(
     causal: bool,
     backend: str | None,
     two_level: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 
@@ -108,6 +116,14 @@ def backward(
     """
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    if k.shape[1] == 1:
+        return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale)
+    if needs_parts(v.shape[3]):
+
+        def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
+            return backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, backend, deterministic)
+
+        return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic)
     choice = find_choice(problem, q.device, backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hopper_attention.checks import check_are_tensors
 from hopper_attention.launch.quantize import quantize_fused, why_not_fused_here
 from hopper_attention.quantization_rules import (
     Quantizer,
@@ -25,6 +26,7 @@ from hopper_attention.quantized import (
     QuantizedQKV,
     QuantizedTensor,
     TransposedV,
+    check_quantization,
     default_block_k,
 )
 from hopper_attention.shapes import attention_shape
@@ -102,6 +104,8 @@ def quantize_qkv(
         TypeError: q, k and v differ in dtype, or it is not one of the three above.
         RuntimeError: a CUDA graph is being captured and the signs of the rotation are not on the GPU yet.
     """
+    check_are_tensors(q=q, k=k, v=v)
+    check_quantization(quantization)
     c = check_sources(q, k, v, quantization)
     return quantize_with(_choose_quantizer(q, k, v, c, backend), q, k, v, c)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -97,11 +97,12 @@ class Fp8Quantization:
                 raise TypeError(f"{name} is {getattr(self, name)!r}, allowed: True or False")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}, allowed: {', '.join(GRANULARITIES)}")
-        if isinstance(self.block_k, str) and self.block_k != TILE:
+        _check_int("seed", self.seed, "an int of 64 bits", -(2**63))
+        _check_int("block_q", self.block_q, "1 or more")
+        if not isinstance(self.block_k, str):
+            _check_int("block_k", self.block_k, f"1 or more, or {TILE!r}")
+        elif self.block_k != TILE:
             raise ValueError(f"block_k is {self.block_k!r}, allowed: 1 or more, or {TILE!r}")
-        for name, block in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if isinstance(block, int) and block < 1:
-                raise ValueError(f"{name} is {block}, allowed: 1 or more")
 
     def keys_per_block(self, head_dim: int, head_dim_v: int, seqlen_k: int) -> int:
         """``block_k`` as a number."""
@@ -110,7 +111,19 @@ class Fp8Quantization:
         return default_block_k(head_dim, head_dim_v, seqlen_k)
 
 
+def _check_int(name: str, value: Any, allowed: str, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} is {value!r}, allowed: {allowed}")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name} is {value}, allowed: {allowed}")
+
+
 DEFAULT_QUANTIZATION = Fp8Quantization()
+
+
+def check_quantization(quantization: Any) -> None:
+    if not isinstance(quantization, Fp8Quantization):
+        raise TypeError(f"quantization is {quantization!r}, allowed: an Fp8Quantization")
 
 
 @dataclass(frozen=True)

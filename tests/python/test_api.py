@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def test_zero_sizes(seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> Non
         assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
 
 
-def test_any_strides_with_a_contiguous_last_dimension() -> None:
+def test_any_strides() -> None:
     q, k, v = random_qkv((2, 33, 47, 4, 2, 64, 64))
     expected = flash_attn_func(q, k, v, causal=True)
     layouts: list[Callable[[Tensor], Tensor]] = [
@@ -110,11 +111,34 @@ def test_any_strides_with_a_contiguous_last_dimension() -> None:
         lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
         lambda x: torch.nn.functional.pad(x, (0, 1))[..., : x.shape[3]],
         lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        lambda x: x.repeat_interleave(2, 3)[..., ::2],
     ]
     for layout in layouts:
         strided = [layout(x) for x in (q, k, v)]
         assert all(not x.is_contiguous() for x in strided)
         assert torch.equal(flash_attn_func(*strided, causal=True), expected)
+
+
+def test_gradients_of_inputs_whose_rows_have_gaps() -> None:
+    q, k, v = (x.requires_grad_() for x in random_qkv((2, 33, 47, 4, 2, 64, 64)))
+    flash_attn_func(q, k, v, causal=True).float().square().sum().backward()
+    gaps = [
+        x.detach().permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).requires_grad_() for x in (q, k, v)
+    ]
+    out = flash_attn_func(*gaps, causal=True)
+    assert out.is_contiguous()
+    out.float().square().sum().backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(gaps, (q, k, v), strict=True))
+
+
+def test_flags_may_be_numbers_and_numpys() -> None:
+    q, k, v = random_qkv(SHAPES[1])
+    expected = flash_attn_func(q, k, v, causal=True)
+    for yes, no in ((1, 0), (np.True_, np.False_), (np.int64(1), np.int64(0))):
+        assert torch.equal(flash_attn_func(q, k, v, causal=yes, deterministic=no), expected)
+        assert isinstance(flash_attn_func(q, k, v, causal=no, return_attn_probs=yes), tuple)
+        assert not torch.equal(flash_attn_func(q, k, v, causal=no, return_attn_probs=no), expected)
 
 
 def test_expanded_heads_and_batch() -> None:

@@ -14,7 +14,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper_attention import _kernels, describe_machine, explain, flash_attn_func, machine
+from hopper_attention import _kernels, describe_machine, dispatch, explain, flash_attn_func, machine
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.dispatch import Plan, ReferenceConfig
@@ -220,9 +220,49 @@ def test_notes_on_empty_problems_and_gradients() -> None:
     assert plan_for(q, k, k).notes == ("seqlen_k is 0: no kernel runs",)
     with torch.no_grad():
         assert plan_for(q, q, q).notes == ()
+    one_key = meta(1, 1, 2, 64)
+    assert (
+        plan_for(q, one_key, one_key)
+        .notes[0]
+        .startswith("the backward pass is PyTorch's: with one key P is 1")
+    )
     fp8 = meta(1, 9, 2, 64, dtype=torch.float8_e4m3fn).requires_grad_()
-    with pytest.raises(ValueError, match="q requires grad, allowed with"):
-        plan_for(fp8, fp8, fp8)
+    refusal = "e4m3 inputs have no gradient: a backward pass through the result raises"
+    assert plan_for(fp8, fp8, fp8).notes == (refusal,)
+    with torch.no_grad():
+        assert plan_for(fp8, fp8, fp8).notes == ()
+
+
+def test_a_margin_that_no_gpu_of_a_kind_has_is_refused() -> None:
+    q, fp8 = meta(1, 9, 2, 64), meta(1, 9, 2, 64, dtype=torch.float8_e4m3fn)
+    for x in (q, fp8):
+        for margin in (132, 100_000):
+            allowed = (
+                "allowed on GPUs of compute capability 9.0, which have at most 132 multiprocessors: 0 to 131"
+            )
+            with pytest.raises(ValueError, match=f"sm_margin is {margin}, {allowed}"):
+                plan_for(x, x, x, sm_margin=margin)
+        note = "sm_margin 12 must be less than the GPU's multiprocessors, of which it has at most 132"
+        assert note in plan_for(x, x, x, sm_margin=12).notes
+        assert plan_for(x, x, x).notes == ()
+        assert plan_for(x, x, x, sm_margin=200, backend="reference").backend == "reference"
+    with pytest.raises(ValueError, match=r"compute capability 8\.9, which have at most 142 multiprocessors"):
+        explain(q, q, q, sm_margin=142, device_capability=(8, 9))
+    assert explain(torch.zeros(1, 9, 2, 64).half(), *[torch.zeros(1, 9, 2, 64).half()] * 2, sm_margin=10**5)
+
+
+def test_a_margin_is_held_to_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, FakeProperties("NVIDIA H200", 9, 0))
+    monkeypatch.setattr(dispatch, "target_of", lambda device: Target("NVIDIA H200", HOPPER))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: FakeProperties("NVIDIA H200", 9, 0)
+    )
+    monkeypatch.setattr(_kernels, "missing_packages", lambda: ())
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        x = meta(1, 9, 2, 64, dtype=dtype)
+        with pytest.raises(ValueError, match="sm_margin is 132, allowed on this GPU: 0 to 131"):
+            explain(x, x, x, sm_margin=132)
+        assert explain(x, x, x, sm_margin=131).backend == "hopper"
 
 
 def test_device_capability_must_be_a_pair() -> None:
@@ -288,6 +328,17 @@ def test_rows_that_are_not_contiguous_are_copied() -> None:
     repair = repair_for(TensorSpec.of(x))
     assert repair == Repair.COPY
     assert repair.apply(x).is_contiguous() and torch.equal(repair.apply(x), x)
+
+
+def test_a_last_stride_other_than_one_is_copied() -> None:
+    good = strided(*ADDRESSABLE[0])
+    gaps = torch.zeros(2, 9, 4, 128, dtype=torch.bfloat16)[..., ::2]
+    columns = torch.zeros(2, 4, 64, 9, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    reasons = [f"its stride in the last dimension is {n}, and the kernel needs 1" for n in (2, 9)]
+    expected = tuple(
+        f"{name} is copied to contiguous memory: {why}" for name, why in zip("kv", reasons, strict=True)
+    )
+    assert plan_for(good, gaps, columns).copies == expected
 
 
 def test_a_misaligned_address_is_copied() -> None:

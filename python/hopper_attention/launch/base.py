@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import check_sm_margin_fits
 from hopper_attention.device_memory import make_apart
 
 REMEMBERED_CALLS = 4096
@@ -83,6 +84,5 @@ def count_ctas(device_index: int, sm_margin: int = 0) -> int:
         ValueError: none is left.
     """
     multiprocessors = int(torch.cuda.get_device_properties(device_index).multi_processor_count)
-    if sm_margin >= multiprocessors:
-        raise ValueError(f"sm_margin is {sm_margin}, allowed on this GPU: 0 to {multiprocessors - 1}")
+    check_sm_margin_fits(sm_margin, multiprocessors)
     return multiprocessors - sm_margin

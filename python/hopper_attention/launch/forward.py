@@ -35,6 +35,7 @@ from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
+from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 Launch = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor]]
 """(q, k, v, softmax_scale, wants_lse) -> (out, lse); an lse that is not wanted may come without its rows. No scale is
@@ -67,6 +68,20 @@ class ReferenceLaunch:
         tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
         scale = self.default_scale if softmax_scale is None else softmax_scale
         return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **tiles)
+
+
+@dataclass(frozen=True)
+class PartsLaunch:
+    """A launcher for each part of the columns of a V that is wider than a kernel's, by their number."""
+
+    launches: dict[int, Launch]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        return attend_in_parts(
+            v, lambda part: self.launches[part.shape[3]](q, k, part, softmax_scale, wants_lse)
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +212,12 @@ def find_launch(
     checks.check_qkv(q, k, v)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
+    if needs_parts(v_shape[3]):
+        shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
+        options = causal, backend, sm_margin
+        return PartsLaunch(
+            {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
+        )
     problem = problem_of(q, k, v, causal)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:

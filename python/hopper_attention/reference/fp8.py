@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hopper.quantize.config import E4M3_MAX
+from hopper_attention.autocast import without_autocast
 from hopper_attention.quantization_rules import check_sources, quantize_by_torch, quantize_with, to_e4m3
 from hopper_attention.quantized import Fp8Quantization, QuantizedQKV, QuantizedTensor, row_scale
 from hopper_attention.reference.tiles import (
@@ -138,7 +139,8 @@ def attention_tiled_fp8(
     """
     if not 2.0**p_exponent <= E4M3_MAX:
         raise ValueError(f"p_exponent is {p_exponent}, allowed: at most log2({E4M3_MAX:.0f})")
-    return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, p_exponent)
+    with without_autocast(parts.q.data.device):
+        return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, p_exponent)
 
 
 def attention_fp8_per_tensor(
@@ -167,4 +169,4 @@ def attention_fp8_per_tensor(
     """
     baseline = Fp8Quantization(rotate=False, granularity="tensor", smooth_v=False)
     parts = quantize_with(quantize_by_torch, q, k, v, check_sources(q, k, v, baseline))
-    return _forward(parts, causal, softmax_scale, parts.dtype, p_exponent=0)[0]
+    return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale, p_exponent=0)[0]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from hopper_attention.autocast import ignores_autocast
 from hopper_attention.reference.tiles import (
     Mask,
     Span,
@@ -34,6 +35,7 @@ Attend = Callable[
 """(q rows, keys, values, visible) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
+@ignores_autocast
 def _by_query_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dtype: torch.dtype, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from hopper_attention.autocast import ignores_autocast
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -31,6 +32,7 @@ from hopper_attention.shapes import attention_shape
 
 
 @torch.no_grad()
+@ignores_autocast
 def tiled_forward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hopper_attention.autocast import ignores_autocast
 from hopper_attention.reference.tiles import (
     LOG2_E,
     Mask,
@@ -24,6 +25,7 @@ from hopper_attention.shapes import attention_shape
 
 
 @torch.no_grad()
+@ignores_autocast
 def tiled_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -1,0 +1,149 @@
+"""FlashAttention-3's arguments for windows, caps and splits: what they ask of dense attention.
+
+Many spellings ask for nothing more than attention with or without a causal mask, or are hints that change no result.
+Those are accepted. What no backend has raises NotImplementedError by name.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from typing import Any
+
+from torch import Tensor
+
+from hopper_attention import checks
+from hopper_attention.checks import FULL_WINDOW
+
+UNLIMITED = -1
+"""A side of a window that hides nothing, as None does."""
+
+ALLOWED_WINDOWS = (
+    "a pair (left, right) of ints from -1, or None for a side without a limit; (-1, -1) is no window"
+)
+
+
+def resolve_causal(
+    q: Any,
+    k: Any,
+    causal: bool,
+    *,
+    qv: Any = None,
+    window_size: Any = FULL_WINDOW,
+    attention_chunk: Any = 0,
+    softcap: Any = 0.0,
+    num_splits: Any = 1,
+    pack_gqa: Any = None,
+) -> bool:
+    """Whether dense attention with these arguments has a causal mask.
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim); of both the sequence length is read, and nothing else.
+        causal: what the caller asked for by name. A window without a limit on its left and with none of the keys
+            after a query's own, (-1, 0), is causal as well.
+        others: as for :func:`hopper_attention.flash_attn_func`.
+
+    Raises:
+        NotImplementedError: an argument asks for a feature that no backend has.
+        ValueError, TypeError: an argument has no meaning.
+    """
+    if qv is not None:
+        instead = "qv=None, or concatenate it to q and k"
+        raise missing("qv", "given", "a second query that multiplies V", instead)
+    _check_softcap(softcap)
+    _check_hints(num_splits, pack_gqa)
+    has_no_window = window_size is FULL_WINDOW or (type(window_size) is tuple and window_size == FULL_WINDOW)
+    if has_no_window and _is_zero(attention_chunk):
+        return causal
+    checks.check_are_tensors(q=q, k=k)
+    checks.check_dimensions("q", q.shape)
+    checks.check_dimensions("k", k.shape)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    causal = _causal_of_window(window_size, causal, seqlen_q, seqlen_k)
+    _check_chunk(attention_chunk, causal, seqlen_q, seqlen_k)
+    return causal
+
+
+def _causal_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
+    """Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right.
+
+    The last query is the one whose left side hides the most, the first the one whose right side does. With ``causal``
+    the right side is 0, whatever was given for it.
+    """
+    left, right = _read_window(window_size)
+    hides_left = left != UNLIMITED and left < seqlen_k - 1
+    hides_right = right != UNLIMITED and right < seqlen_q - 1 and not causal
+    if hides_left or (hides_right and right > 0):
+        use = "window_size=(-1, -1) with causal=True or False"
+        raise missing("window_size", (left, right), "sliding-window attention", use)
+    return causal or hides_right
+
+
+def _read_window(window_size: Any) -> tuple[int, int]:
+    sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise TypeError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")
+    left, right = (_read_side(side, window_size) for side in sides)
+    return left, right
+
+
+def _read_side(side: Any, window_size: Any) -> int:
+    if side is None:
+        return UNLIMITED
+    try:
+        side = side if isinstance(side, int) else operator.index(side)
+    except TypeError:
+        raise TypeError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}") from None
+    if side < UNLIMITED:
+        raise ValueError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")
+    return side
+
+
+def _check_chunk(attention_chunk: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
+    """Pass 0, and a chunk that holds all keys.
+
+    A query sees the keys of its own chunk. Queries that stand before the first key are in a chunk before all of them:
+    they see none, which only a causal mask asks for as well.
+    """
+    chunk = _read_count("attention_chunk", attention_chunk)
+    holds_all = chunk >= seqlen_k and (causal or seqlen_q <= seqlen_k)
+    if chunk and not holds_all:
+        raise missing("attention_chunk", chunk, "chunked attention", "attention_chunk=0")
+
+
+def _check_softcap(softcap: Any) -> None:
+    if isinstance(softcap, bool) or not isinstance(softcap, (float, int, numbers.Real)):
+        raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
+    if not float(softcap) >= 0.0:
+        raise ValueError(f"softcap is {softcap}, allowed: 0 or more")
+    if softcap:
+        raise missing("softcap", softcap, "tanh soft-capping of the scores", "softcap=0.0")
+
+
+def _check_hints(num_splits: Any, pack_gqa: Any) -> None:
+    """How FlashAttention-3 shares out its work: no hint changes what is computed, and no kernel here needs one."""
+    if num_splits is not None:
+        _read_count("num_splits", num_splits)
+    if pack_gqa is not None:
+        checks.check_flag("pack_gqa", pack_gqa)
+
+
+def _read_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
+        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}, allowed: an int")
+    count = int(value)
+    if count < 0:
+        raise ValueError(f"{name} is {count}, allowed: 0 or more")
+    return count
+
+
+def _is_zero(attention_chunk: Any) -> bool:
+    return type(attention_chunk) is int and attention_chunk == 0
+
+
+def missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:
+    """The error for an argument whose feature no backend has yet."""
+    return NotImplementedError(
+        f"{name} is {value}: {feature} is not implemented yet, neither by the kernels nor by "
+        f"'reference'; use {instead}"
+    )
