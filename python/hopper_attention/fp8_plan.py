@@ -11,21 +11,15 @@ from hopper.quantize.config import QuantizeConfig
 from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import TensorSpec
-from hopper_attention.dispatch import (
-    Config,
-    Plan,
-    ReferenceConfig,
-    cast_by_autocast,
-    imagined_target,
-    select_config,
-)
-from hopper_attention.fp8 import DEFAULT_QUANTIZATION, with_blocks_for
+from hopper_attention.dispatch import Plan, cast_by_autocast, imagined_target
+from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
+from hopper_attention.fp8 import with_blocks_for
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config, why_not_fused
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
-from hopper_attention.quantized import check_quantization
+from hopper_attention.quantized import DEFAULT_QUANTIZATION, check_quantization
 from hopper_attention.shapes import attention_shape
 
 

@@ -26,7 +26,7 @@ TILE = "tile"
 BLOCK_K_WITHOUT_KERNEL = 128
 
 EXCHANGED_DIGITS = (-3, -2)
-"""Digits of a key's number that ``hopper.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
+"""Digits of a key's number that ``hopper.forward.fp8.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
 
 GRANULARITIES = ("tensor", "head", "block")
 FLAGS = ("rotate", "smooth_k", "rotate_v", "smooth_v")
@@ -174,7 +174,7 @@ class TransposedV:
 
     Attributes:
         data: float8_e4m3fn (batch, kv_heads, head_dim_v, keys), where keys is seqlen rounded up to a multiple of 32.
-            Each 32 keys come in the order ``hopper.config.FP8_KEY_ORDER``; those past seqlen are zeros.
+            Each 32 keys come in the order ``hopper.forward.fp8.config.FP8_KEY_ORDER``; those past seqlen are zeros.
         scale: float32 (batch, kv_heads, ceil(seqlen / block)), positive; multiplies the data.
         block: keys that share a scale.
         seqlen: keys that are meant.

@@ -18,7 +18,7 @@ from hopper.config import ForwardConfig
 from hopper_attention import api, compile_cache
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch import forward
-from hopper_attention.launch.forward import HopperLauncher, find_launch, run_forward
+from hopper_attention.launch.forward import ForwardLauncher, find_launch, run_forward
 from hopper_attention.problem import length_bounds
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
@@ -256,7 +256,7 @@ def test_another_gpu_becomes_current_for_the_launch(kernel: FakeKernel) -> None:
     here = find_launch(
         *(a for x in tensors for a in (x.shape, x.stride(), x.dtype, x.device)), False, None, 0
     )
-    assert isinstance(here, HopperLauncher) and kernel.entered == []
+    assert isinstance(here, ForwardLauncher) and kernel.entered == []
     there = replace(here, device_index=3)
     there(*tensors, 0.5, True)
     assert kernel.entered == [3] and len(kernel.calls) == 2

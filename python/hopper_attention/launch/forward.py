@@ -8,7 +8,6 @@ backend and config and the kernel itself, is remembered without them, by ``find`
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,13 +87,15 @@ class PartsLaunch:
 class ForwardLauncher(Launcher):
     """A forward kernel of 16 bits.
 
-    ``repairs`` is empty, or what q, k and v each need before a kernel can address them.
+    ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
+    persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile.
     """
 
     kernel: Kernel
     result: ResultSpec
     repairs: tuple[Repair, ...]
     default_scale: float
+    num_ctas: int
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
@@ -109,31 +110,13 @@ class ForwardLauncher(Launcher):
         # An address is not part of what is remembered. One test serves all three.
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
-        self.start(q, k, v, out, lse, self.default_scale if softmax_scale is None else softmax_scale)
+        scale = self.default_scale if softmax_scale is None else softmax_scale
+        if self.num_ctas:
+            counter = device_memory.tile_counter(self.device_index)
+            self.kernel(q, k, v, out, lse, counter, scale, self.num_ctas)
+        else:
+            self.kernel(q, k, v, out, lse, scale)
         return out, lse
-
-    @abstractmethod
-    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        """Queue the kernel."""
-
-
-@dataclass(frozen=True)
-class HopperLauncher(ForwardLauncher):
-    """The Hopper kernel, on a persistent grid of ``num_ctas``."""
-
-    num_ctas: int
-
-    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        counter = device_memory.tile_counter(self.device_index)
-        self.kernel(q, k, v, out, lse, counter, softmax_scale, self.num_ctas)
-
-
-@dataclass(frozen=True)
-class AmpereLauncher(ForwardLauncher):
-    """The kernel without WGMMA, on a CTA for each tile."""
-
-    def start(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        self.kernel(q, k, v, out, lse, softmax_scale)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -175,8 +158,8 @@ def find(
     result = ResultSpec(problem.out_dtype, problem.head_dim_v, is_like_q)
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):
-        return AmpereLauncher(index, kernel, result, repairs, scale)
-    return HopperLauncher(index, kernel, result, repairs, scale, num_ctas)
+        num_ctas = 0
+    return ForwardLauncher(index, kernel, result, repairs, scale, num_ctas)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

@@ -43,10 +43,11 @@ def why_not_fused(
     q: TensorSpec, k: TensorSpec, v: TensorSpec, quantization: Fp8Quantization, target: Target
 ) -> str:
     """What keeps the fused quantizer from doing a problem on ``target``; empty if nothing does."""
-    if 0 in (*q.shape, *k.shape):
-        return "the problem is empty"
     options = q.dtype, k.shape[3], v.shape[3], longest_alike(k.shape[1]), quantization
-    return _why_not_of_this_kind(*options, target) or _why_too_large(q.shape, k.shape, _rows(*options))
+    reason = _why_not_of_this_kind(*options, target)
+    if not reason and 0 in (*q.shape, *k.shape):
+        return "the problem is empty"
+    return reason or _why_too_large(q.shape, k.shape, _rows(*options))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -58,7 +59,7 @@ def _why_not_of_this_kind(
     quantization: Fp8Quantization,
     target: Target,
 ) -> str:
-    """``why_not_fused`` of problems of any sizes that are not 0."""
+    """``why_not_fused`` of problems of any sizes."""
     blocked = why_not_hopper(target)
     if blocked:
         return blocked

@@ -26,7 +26,7 @@ from hopper_attention.experiments.bench.peers import (
 )
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.launch.base import ResultSpec, index_of
-from hopper_attention.launch.forward import HopperLauncher
+from hopper_attention.launch.forward import ForwardLauncher
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 
@@ -108,7 +108,7 @@ def prepare_16_bit(config: ForwardConfig, problem: Problem, inputs: Inputs) -> P
     """The kernel of ``config`` as the public function launches it, into a buffer made before."""
     q, k, v = inputs.q, inputs.k, inputs.v
     index = index_of(q.device)
-    launch = HopperLauncher(
+    launch = ForwardLauncher(
         kernel=get_forward(config),
         result=keep_result(problem, q.dtype, q.device),
         device_index=index,
