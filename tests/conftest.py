@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,11 @@ def fresh_notices() -> Iterator[None]:
 
     warn_once.cache_clear()
     yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_compilations() -> Iterator[None]:
+    """No test is compiled as the ninth variant of a function, at which torch.compile gives up."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
