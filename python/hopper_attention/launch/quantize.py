@@ -95,9 +95,7 @@ def _why_too_large(q_shape: tuple[int, ...], k_shape: tuple[int, ...], rows: tup
 
 
 def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
-    """``why_not_fused`` on the device of q, and for tensors that nothing traces or transforms."""
-    if _is_traced():
-        return "the call is traced or transformed, which the fused kernel cannot be"
+    """``why_not_fused`` on the device of q."""
     return _why_not_of_these(q.shape, k.shape, v.shape, q.dtype, q.device, quantization)
 
 
@@ -117,13 +115,6 @@ def _why_not_of_these(
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def _target(device: torch.device) -> Target:
     return target_of(device)
-
-
-def _is_traced() -> bool:
-    """Whether torch compiles the call, or runs it on tensors that stand for others."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
