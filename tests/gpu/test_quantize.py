@@ -310,7 +310,7 @@ def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
     x = draw(torch.bfloat16, 1, (300, 517), (2, 2), 128)
     c = Fp8Quantization(seed=987)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="quantize once"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="make the same call once"), torch.cuda.graph(graph):
         quantize_qkv(x.q, x.k, x.v, quantization=c)
     torch.cuda.synchronize()
     assert find_differences(x.q, x.k, x.v, c) == []

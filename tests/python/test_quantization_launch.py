@@ -206,7 +206,7 @@ def test_signs_are_not_copied_while_a_graph_is_captured(
     with monkeypatch.context() as capture:
         capture.setattr(device_memory, "is_capturing", lambda device: True)
         with pytest.raises(
-            RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: quantize once"
+            RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: make the same call"
         ):
             quantize_qkv(q, k, v, quantization=new)
         assert kernel.arguments == ()

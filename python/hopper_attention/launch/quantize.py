@@ -15,7 +15,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
-from hopper_attention.device_memory import constants, make_apart
+from hopper_attention.device_memory import make_apart
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -33,7 +33,7 @@ from hopper_attention.quantized import (
     TransposedV,
     padded_keys,
 )
-from hopper_attention.rotation import rotation_signs
+from hopper_attention.rotation import sign_masks
 
 MAX_ITEMS = 2**30
 """Numbers of what a CTA takes at once are 32 bits wide, with room for a grid past the end."""
@@ -255,28 +255,6 @@ def _addressable(x: Tensor) -> Tensor:
     if last == 1 and x.data_ptr() % TMA_BYTES == 0 and not (strides[0] | strides[1] | strides[2]) % CHUNK:
         return x
     return make_addressable(x if last == 1 else contiguous_copy(x))
-
-
-def sign_masks(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """int32 (head_dim / 2,): what XOR with a pair of 16-bit columns gives them the signs of the rotation.
-
-    They are on the GPU when this returns, so that every stream may read them, and stay there while anything may.
-
-    Raises:
-        RuntimeError: they would have to be copied while a CUDA graph is captured, which CUDA does not allow.
-    """
-
-    def make() -> Tensor:
-        flips = (rotation_signs(head_dim, seed) < 0).long()
-        return (flips[0::2] * 2**15 - flips[1::2] * 2**31).to(torch.int32)
-
-    masks = constants.get(("sign masks", head_dim, seed, device), device, make)
-    if masks is None:
-        raise RuntimeError(
-            f"a CUDA graph is being captured, and the signs of the rotation for head_dim {head_dim} and seed {seed} "
-            f"are not on {device} yet: quantize once with them before the capture"
-        )
-    return masks
 
 
 @lru_cache(maxsize=64)
