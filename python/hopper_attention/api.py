@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from hopper_attention import autograd as _autograd  # noqa: F401  (registers the gradients of the operators)
-from hopper_attention import checks, features, ops
+from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, HALF_DTYPES, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
+from hopper_attention.plain_calls import is_plain_call, needs_gradient
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
 """(left, right); see :func:`flash_attn_func`."""
@@ -214,18 +212,11 @@ def flash_attn_func(
 def _wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
     return (
-        not torch.compiler.is_compiling()
-        and type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
+        is_plain_call(q, k, v)
         and (dtype := q.dtype) in HALF_DTYPES
         and k.dtype is dtype
         and v.dtype is dtype
-        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and not needs_gradient(q, k, v)
     )
 
 
@@ -249,5 +240,5 @@ def _call_operator(
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        return ops.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level, sm_margin)
-    return ops.forward(q, k, v, scale, causal, backend, sm_margin, deterministic)
+        return autograd.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level, sm_margin)
+    return autograd.forward(q, k, v, scale, causal, backend, sm_margin, deterministic)

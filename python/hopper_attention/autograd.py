@@ -1,4 +1,4 @@
-"""Gradients of the custom operators. Importing this module registers them."""
+"""Gradients of the custom operators, and what calls them. Importing this module registers the gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hopper_attention import ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -23,10 +24,10 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     if dout is None:
         dout = torch.zeros_like(out)
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic)
-    return *ops.backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 5
+    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 5
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     raise NotImplementedError(
         "the gradient of attention was differentiated again (double backward), which no backend does; "
         "use hopper_attention.reference.attention_naive, which torch "
@@ -41,6 +42,7 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     )
 
 
-ops.forward.register_autograd(_forward_gradients, setup_context=_save_for_backward)
-ops.forward_fp8.register_autograd(_refuse_fp8_gradient)
-ops.backward.register_autograd(_refuse_second_derivative)
+# What calls the operators, also under torch.func.
+backward = differentiable(ops.backward, refuse_second_derivative)
+forward = differentiable(ops.forward, _forward_gradients, _save_for_backward)
+forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)

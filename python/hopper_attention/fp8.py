@@ -8,19 +8,24 @@ tile by tile.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import Result
-from hopper_attention.fp8_training import attend_and_undo, differentiable_fp8, quantizer_of
-from hopper_attention.quantization import TILE, Fp8Quantization, QuantizedQKV, default_block_k, quantize_qkv
-from hopper_attention.quantized import DEFAULT_QUANTIZATION, check_quantization
-from hopper_attention.shapes import attention_shape
+from hopper_attention.fp8_ops import attend_and_undo, attend_traced, take_apart
+from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
+from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.quantization_rules import check_sources
+from hopper_attention.quantized import (
+    DEFAULT_QUANTIZATION,
+    Fp8Quantization,
+    QuantizedQKV,
+    check_quantization,
+)
+from hopper_attention.quantizers import quantize_here
 
 
 @overload
@@ -129,37 +134,17 @@ def flash_attn_fp8_func(
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     q, k, v = cast_inputs(q, k, v)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if wants_grad or torch.compiler.is_compiling():
-        attention_shape(q, k, v)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-        out, lse = differentiable_fp8(q, k, v, scale, causal, quantization, backend, two_level_accumulation)
-        return (out, lse) if return_attn_probs else out
-    quantization = with_blocks_for(quantization, (q, k, v), causal, two_level_accumulation)
-    parts = quantize_qkv(q, k, v, quantization=quantization, backend=quantizer_of(backend))
-    return flash_attn_quantized_func(
-        parts,
-        softmax_scale,
-        causal,
-        return_attn_probs,
-        two_level_accumulation=two_level_accumulation,
-        backend=backend,
-    )
-
-
-def with_blocks_for(
-    quantization: Fp8Quantization, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, two_level: bool
-) -> Fp8Quantization:
-    """Blocks of K and V as wide as the tile of the kernel that will attend, where nothing else was asked for.
-
-    Those of ``quantize_qkv``, which knows neither the mask nor the levels, would do; but that kernel might
-    then go through them in halves, or have a tile of another width.
-    """
-    if quantization.block_k != TILE:
-        return quantization
-    shape = attention_shape(*qkv)
-    block_k = default_block_k(shape.head_dim, shape.head_dim_v, shape.seqlen_k, two_level, causal)
-    return replace(quantization, block_k=block_k)
+    shape = check_sources(q, k, v)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    two_level = two_level_accumulation
+    if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+        head_dims = shape.head_dim, shape.head_dim_v
+        c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, causal)
+        parts = quantize_here(q, k, v, c, quantizer_of(backend))
+        out, lse = attend_and_undo(parts, scale, causal, backend, two_level, wants_lse=return_attn_probs)
+    else:
+        out, lse = differentiable_fp8(q, k, v, scale, causal, quantization, backend, two_level)
+    return (out, lse) if return_attn_probs else out
 
 
 @overload
@@ -235,7 +220,9 @@ def flash_attn_quantized_func(
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    out, lse = attend_and_undo(
-        parts, scale, causal, backend, two_level_accumulation, wants_lse=return_attn_probs
-    )
+    options = (scale, causal, backend, two_level_accumulation)
+    if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*take_apart(parts)[0]):
+        out, lse = attend_and_undo(parts, *options, wants_lse=return_attn_probs)
+    else:
+        out, lse = attend_traced(parts, *options)
     return (out, lse) if return_attn_probs else out

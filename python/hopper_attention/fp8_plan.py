@@ -13,9 +13,8 @@ from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import TensorSpec
 from hopper_attention.dispatch import Plan, cast_by_autocast, imagined_target
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
-from hopper_attention.fp8 import with_blocks_for
 from hopper_attention.fp8_rules import Fp8Problem
-from hopper_attention.fp8_training import quantizer_of
+from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config, why_not_fused
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
@@ -102,7 +101,8 @@ def explain_fp8(
     q, k, v = tensors.values()
     attention_shape(q, k, v)
     target = target_of(device) if device_capability is None else imagined_target(device_capability)
-    chosen = with_blocks_for(quantization, (q, k, v), causal, two_level_accumulation)
+    head_dims = q.shape[3], v.shape[3]
+    chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level_accumulation, causal)
     parts = quantize_nothing(q, k, v, chosen)
     chosen = replace(chosen, block_k=parts.quantization.block_k)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
@@ -111,8 +111,7 @@ def explain_fp8(
     config = None
     attention = plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend)
     if not reason:
-        sizes = q.shape[3], v.shape[3], k.shape[1]
-        config = select_quantize_config(q.dtype, *sizes, chosen)
+        config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen)
     return Fp8Plan(
         quantizer="torch" if reason else "fused",
         quantizer_reason=reason or f"{target.name} has compute capability 9.0",

@@ -4,107 +4,133 @@ The gradient is that of the attention which was computed, of the dequantized inp
 quantization were the identity (a straight-through estimator). Saved are the e4m3 tensors with their scales, half the
 memory of the 16-bit ones, the output and the LSE; the backward dequantizes them to 16 bits. Taking the 16-bit
 inputs instead would not fit the LSE of the FP8 scores: where logits are large, probabilities would not add up to 1.
-"""
-# No `from __future__ import annotations`: custom_op reads the annotations of its function.
 
-from typing import Any
+``hopper_attention::forward_fp8_of_16_bits`` and ``::backward_fp8_of_16_bits`` are functional, and blocks that the
+kernel's tile decides on are found where they run, so that torch.compile need not know how many keys there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hopper_attention import ops
-from hopper_attention.launch.fp8 import attend
-from hopper_attention.quantization import (
-    Fp8Quantization,
-    QuantizedQKV,
-    QuantizedTensor,
-    TransposedV,
-    default_block_k,
-    quantize_qkv,
+from hopper_attention.autograd import refuse_second_derivative
+from hopper_attention.fp8_ops import (
+    OF_THE_TILE,
+    OPTIONS,
+    Options,
+    Parts,
+    attend_and_undo,
+    count_blocks,
+    empty_parts,
+    layout_of,
+    mixes_samples,
+    put_together,
+    take_apart,
 )
 from hopper_attention.quantization_rules import add_mean
+from hopper_attention.quantized import (
+    TILE,
+    Fp8Quantization,
+    default_block_k,
+    default_block_widths,
+)
+from hopper_attention.quantizers import quantize_here
 from hopper_attention.rotation import rotate_back, rotate_head_dim
+from hopper_attention.transforms import differentiable
 
-OF_THE_TILE = 0
-"""``block_k`` as the operator is told to take the kernel's tile."""
+CALL = "float softmax_scale, bool causal, str? backend, bool two_level"
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk, dv."""
 
 
-@torch.library.custom_op("hopper_attention::forward_fp8_of_16_bits", mutates_args=())
-def forward_fp8_of_16_bits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    backend: str | None,
+class Saved(NamedTuple):
+    """What the gradient needs of quantized tensors: ``Parts``, but for the scales of K and V, which are side by side.
+
+    ``kv_scale`` (batch, kv_heads, 2 n) has those of K, then those of V. n is the number of the narrowest blocks that
+    the length may have, so that torch.compile need not compare the length; and never is a size 1, for which it would
+    compile anew. Scales past the last block mean nothing.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    v: Tensor
+    kv_scale: Tensor
+    shift: Tensor
+    mean_v: Tensor
+
+    @classmethod
+    def of(cls, parts: Parts, blocks: int) -> Saved:
+        p, missing = parts, blocks - parts.k_scale.shape[2]
+        scales = (pad(x, (0, missing)) if missing else x for x in (p.k_scale, p.v_scale))
+        return cls(p.q, p.q_scale, p.k, p.v, torch.cat(list(scales), 2), p.shift, p.mean_v)
+
+    def parts(self, blocks: int) -> Parts:
+        k_scale, v_scale = (x[..., :blocks] for x in self.kv_scale.chunk(2, 2))
+        return Parts(self.q, self.q_scale, self.k, k_scale, self.v, v_scale, self.shift, self.mean_v)
+
+
+SAVED = ", ".join(f"Tensor {name}" for name in Saved._fields)
+
+
+@torch.library.custom_op(
+    "hopper_attention::forward_fp8_of_16_bits",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, {CALL}) -> (Tensor out, Tensor lse, {SAVED})",
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """out (b, sq, h, dv), lse float32 (b, h, sq), and what is ``Saved``."""
+    options, (softmax_scale, causal, backend, two_level) = Options(*arguments[:8]), arguments[8:]
+    head_dims = k.shape[3], v.shape[3]
+    c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], two_level, causal)
+    quantized = quantize_here(q, k, v, c, quantizer_of(backend))
+    out, lse = attend_and_undo(quantized, softmax_scale, causal, backend, two_level, wants_lse=True)
+    narrowest = _narrowest_blocks(options, head_dims, two_level, causal)
+    blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
+    return out, lse, *Saved.of(take_apart(quantized)[0], blocks)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    options, (_, causal, _, two_level) = Options(*arguments[:8]), arguments[8:]
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    p = empty_parts(q, k, v, _narrowest_blocks(options, (k.shape[3], v.shape[3]), two_level, causal))
+    batch, kv_heads, blocks = p.k_scale.shape
+    kv_scale = p.k_scale.new_empty((batch, kv_heads, 2 * blocks))
+    return out, lse, *Saved(p.q, p.q_scale, p.k, p.v, kv_scale, p.shift, p.mean_v)
+
+
+def _narrowest_blocks(options: Options, head_dims: tuple[int, int], two_level: bool, causal: bool) -> Options:
+    """``options`` with the fewest rows that a block of K and V may have at any length."""
+    if options.block_k != OF_THE_TILE:
+        return options
+    return options._replace(block_k=default_block_widths(*head_dims, two_level, causal).narrowest())
+
+
+def with_blocks_of_the_tile(
+    quantization: Fp8Quantization,
+    head_dims: tuple[int, int],
+    seqlen_k: int,
     two_level: bool,
-    rotate: bool,
-    granularity: str,
-    block_q: int,
-    block_k: int,
-    seed: int,
-    smooth_k: bool,
-    rotate_v: bool,
-    smooth_v: bool,
-) -> Saved:
-    """out (b, sq, h, dv), lse float32 (b, h, sq), and what the gradient needs: data and scales of q, of k, and of v
-    transposed, what smooth K took from the scores, and the mean of v that smooth V took from its rows."""
-    c = _quantization(
-        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level, causal
-    )
-    parts = quantize_qkv(q, k, v, quantization=c, backend=quantizer_of(backend))
-    out, lse = attend_and_undo(parts, softmax_scale, causal, backend, two_level, wants_lse=True)
-    data = (parts.q.data, parts.q.scale, parts.k.data, parts.k.scale, parts.v.data, parts.v.scale)
-    return out, lse, *data, parts.shift, parts.mean_v
-
-
-@forward_fp8_of_16_bits.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
     causal: bool,
-    backend: str | None,
-    two_level: bool,
-    rotate: bool,
-    granularity: str,
-    block_q: int,
-    block_k: int,
-    seed: int,
-    smooth_k: bool,
-    rotate_v: bool,
-    smooth_v: bool,
-) -> Saved:
-    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
+) -> Fp8Quantization:
+    """Blocks of K and V as wide as the tile of the kernel that will attend, where nothing else was asked for.
 
-    def blocks(seqlen: int, block: int) -> int:
-        return -(-seqlen // (block if granularity == "block" else max(seqlen, 1)))
-
-    def e4m3(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float8_e4m3fn)
-
-    def float32(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32)
-
-    c = _quantization(
-        k, v, (rotate, granularity, block_q, block_k, seed, smooth_k, rotate_v, smooth_v), two_level, causal
-    )
-    blocks_k = blocks(seqlen_k, int(c.block_k))
-    return (
-        q.new_empty((batch, seqlen_q, heads, head_dim_v)),
-        float32(batch, heads, seqlen_q),
-        e4m3(*q.shape),
-        float32(batch, heads, blocks(seqlen_q, block_q)),
-        e4m3(*k.shape),
-        float32(batch, kv_heads, blocks_k),
-        e4m3(batch, kv_heads, head_dim_v, -(-seqlen_k // 32) * 32),
-        float32(batch, kv_heads, blocks_k),
-        float32(batch, heads, seqlen_q) if smooth_k and seqlen_k else float32(0),
-        float32(batch, kv_heads, head_dim_v) if smooth_v and seqlen_k else float32(0),
-    )
+    Those of ``quantize_qkv``, which knows neither the mask nor the levels, would do; but that kernel might
+    then go through them in halves, or have a tile of another width.
+    """
+    if quantization.block_k != TILE:
+        return quantization
+    return replace(quantization, block_k=default_block_k(*head_dims, seqlen_k, two_level, causal))
 
 
 def quantizer_of(backend: str | None) -> str | None:
@@ -112,25 +138,56 @@ def quantizer_of(backend: str | None) -> str | None:
     return "torch" if backend == "reference" else None
 
 
-def attend_and_undo(
-    parts: QuantizedQKV,
-    softmax_scale: float,
-    causal: bool,
-    backend: str | None,
-    two_level: bool,
-    wants_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention of quantized tensors, with the mean of K back in the LSE."""
-    out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse)
-    # The LSE of a row without keys stays at -inf.
-    if wants_lse and parts.shift.numel():
-        lse = lse + softmax_scale * parts.shift
-    return out, lse
+@torch.library.custom_op(
+    "hopper_attention::backward_fp8_of_16_bits",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SAVED}, {OPTIONS}, {CALL}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
+    """dq, dk, dv of ``forward_fp8_of_16_bits``, whose results are given."""
+    saved, options = Saved(*arguments[:7]), Options(*arguments[7:15])
+    softmax_scale, causal, backend, two_level = arguments[15:]
+    head_dims, seqlen_k = (saved.k.shape[3], out.shape[3]), saved.k.shape[1]
+    c = with_blocks_of_the_tile(options.quantization(), head_dims, seqlen_k, two_level, causal)
+    q, k, v = _dequantize(saved, c, out.dtype)
+    if saved.shift.numel():
+        lse = lse - softmax_scale * saved.shift
+    if c.rotate_v:
+        dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
+    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, backend)
+    if c.rotate:
+        dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
+    if c.rotate_v:
+        dv = rotate_back(dv, c.seed).to(out.dtype)
+    return dq, dk, dv
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None:
-    _, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, two_level, *options = inputs
-    ctx.quantization, ctx.seqlen_k = _quantization(k, v, tuple(options), two_level, ctx.causal), v.shape[1]
+@_backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
+    saved = Saved(*arguments[:7])
+    batch, seqlen_k, kv_heads, _ = saved.k.shape
+    dv = out.new_empty((batch, seqlen_k, kv_heads, out.shape[3]))
+    return out.new_empty(saved.q.shape), out.new_empty(saved.k.shape), dv
+
+
+def _dequantize(saved: Saved, c: Fp8Quantization, dtype: torch.dtype) -> Gradients:
+    """q, k and v as they were attended to, still rotated. ``block_k`` is a number."""
+    layout = layout_of(saved.q, saved.k, c)._replace(dtype=dtype)
+    parts = saved.parts(blocks=-(-layout.seqlen_k // layout.rows_k))
+    quantized = put_together(parts, layout, c)
+    q, k, v = (x.dequantize(dtype) for x in (quantized.q, quantized.k, quantized.v))
+    if parts.mean_v.numel():
+        # The output has the mean, and the gradient of a score compares V with it.
+        add_mean(v, rotate_head_dim(parts.mean_v, c.seed) if c.rotate_v else parts.mean_v)
+    return q, k, v
+
+
+_call_backward = differentiable(_backward, refuse_second_derivative)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.arguments = inputs[3:]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[2:])
     # An unused LSE has no gradient; None saves adding zeros.
@@ -140,49 +197,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Saved) -> None
 def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: None
 ) -> tuple[Tensor | None, ...]:
-    out, lse, q8, q_scale, k8, k_scale, v8, v_scale, shift, mean_v = ctx.saved_tensors
-    c: Fp8Quantization = ctx.quantization
-    if shift.numel():
-        if dlse is not None:
-            raise NotImplementedError(
-                "the LSE of FP8 attention was differentiated with smooth_k=True, whose mean of K is not kept: use "
-                "Fp8Quantization(smooth_k=False)"
-            )
-        lse = lse - ctx.softmax_scale * shift
-    block_q, block_k = _rows(c.block_q, out.shape[1], c), _rows(int(c.block_k), ctx.seqlen_k, c)
-    q = QuantizedTensor(q8, q_scale, block_q).dequantize(out.dtype)
-    k = QuantizedTensor(k8, k_scale, block_k).dequantize(out.dtype)
-    v = TransposedV(v8, v_scale, block_k, ctx.seqlen_k).dequantize(out.dtype)
-    if mean_v.numel():
-        # The output has the mean, and the gradient of a score compares V with it.
-        add_mean(v, rotate_head_dim(mean_v, c.seed) if c.rotate_v else mean_v)
+    if dlse is not None and Options(*ctx.arguments[:8]).smooth_k:
+        raise NotImplementedError(
+            "the LSE of FP8 attention was differentiated with smooth_k=True, whose mean of K is not kept: use "
+            "Fp8Quantization(smooth_k=False)"
+        )
+    out, lse, *saved = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    if c.rotate_v:
-        dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
-    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.backend)
-    if c.rotate:
-        dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
-    if c.rotate_v:
-        dv = rotate_back(dv, c.seed).to(out.dtype)
-    return dq, dk, dv, *[None] * 12
+    return *_call_backward(dout, dlse, out, lse, *saved, *ctx.arguments), *[None] * len(ctx.arguments)
 
 
-def _quantization(
-    k: Tensor, v: Tensor, options: tuple[Any, ...], two_level: bool, causal: bool
-) -> Fp8Quantization:
-    """What the operator's arguments say, with ``block_k`` as a number."""
-    rotate, granularity, block_q, block_k, *others = options
-    # Numbers, also where sizes are symbols, which cannot be looked up.
-    sizes = (int(n) for n in (k.shape[3], v.shape[3], k.shape[1]))
-    block_k = block_k or default_block_k(*sizes, two_level, causal)
-    return Fp8Quantization(rotate, granularity, block_q, block_k, *others)
-
-
-def _rows(block: int, seqlen: int, c: Fp8Quantization) -> int:
-    return block if c.granularity == "block" else max(seqlen, 1)
-
-
-forward_fp8_of_16_bits.register_autograd(_gradients, setup_context=_save_for_backward)
+_call_forward = differentiable(_forward, _gradients, _save_for_backward, mixes_samples)
 
 
 def differentiable_fp8(
@@ -195,8 +220,7 @@ def differentiable_fp8(
     backend: str | None,
     two_level: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse through torch's dispatcher, which differentiates and traces."""
-    c = quantization
-    block_k = c.block_k if isinstance(c.block_k, int) else OF_THE_TILE
-    options = (c.rotate, c.granularity, c.block_q, block_k, c.seed, c.smooth_k, c.rotate_v, c.smooth_v)
-    return forward_fp8_of_16_bits(q, k, v, softmax_scale, causal, backend, two_level, *options)[:2]
+    """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
+    options = Options.of(quantization)
+    out, lse, *_ = _call_forward(q, k, v, *options, softmax_scale, causal, backend, two_level)
+    return out, lse

@@ -15,7 +15,7 @@ from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
-from hopper_attention.quantization import from_descales
+from hopper_attention.quantizers import from_descales
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
 

@@ -43,7 +43,7 @@ from hopper_attention.quantized import (
     transpose_for_kernel,
 )
 from hopper_attention.rotation import rotate_back, rotate_head_dim
-from hopper_attention.shapes import attention_shape
+from hopper_attention.shapes import AttentionShape, attention_shape
 
 FEWEST_MEAN_GROUPS, MEAN_GROUPS, MEAN_GROUP_KEYS = 3, 31, 32
 """Fewest and most groups of keys in the robust mean of V, and fewest keys of a group where there are more."""
@@ -60,10 +60,8 @@ Quantizer = Callable[
 """(q, k, v, quantization, means) -> the three in e4m3."""
 
 
-def check_sources(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
-) -> Fp8Quantization:
-    """``quantization`` with ``block_k`` as a number, for tensors that can be quantized.
+def check_sources(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
+    """The sizes of tensors that can be quantized.
 
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together.
@@ -72,6 +70,11 @@ def check_sources(
     shape = attention_shape(q, k, v)
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
+    return shape
+
+
+def with_numbers(quantization: Fp8Quantization, shape: AttentionShape) -> Fp8Quantization:
+    """``quantization`` with ``block_k`` as a number."""
     block_k = quantization.keys_per_block(shape.head_dim, shape.head_dim_v, shape.seqlen_k)
     return quantization if quantization.block_k == block_k else _with_block_k(quantization, block_k)
 
@@ -85,7 +88,7 @@ def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantizatio
 def quantize_with(
     run: Quantizer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
 ) -> QuantizedQKV:
-    """What ``run`` makes of tensors that passed ``check_sources``, with what it was made by."""
+    """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number."""
     means = means_of(k, v, quantization)
     shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
     parts = run(q, k, v, quantization, means)
@@ -158,7 +161,8 @@ def restore_values(out: torch.Tensor, parts: QuantizedQKV, causal: bool) -> torc
 def lost_scores(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """What every score of a query loses with the mean of K (b, hk, d): float32 (b, h, sq)."""
     of_query_head = mean.repeat_interleave(q.shape[2] // mean.shape[1], 1).unsqueeze(1)
-    return (q.float() * of_query_head).sum(-1).transpose(1, 2).contiguous()
+    # Not contiguous(), which leaves the strides of a tensor without elements as they are.
+    return (q.float() * of_query_head).sum(-1).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _finite_amax(x: torch.Tensor) -> torch.Tensor:

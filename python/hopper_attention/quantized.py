@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
-from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.fp8.tilings import FP8_TILINGS, select_fp8_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, DEFAULT_SMOOTH_V, E4M3_MAX
-from hopper_attention.problem import longest_alike
+from hopper_attention.problem import length_bounds
 
 E4M3 = torch.float8_e4m3fn
 
@@ -24,6 +23,9 @@ TILE = "tile"
 """``block_k`` of as many rows as the attention kernel has keys in a tile."""
 
 BLOCK_K_WITHOUT_KERNEL = 128
+
+FP8_HEAD_DIMS = tuple(sorted({head_dim for head_dim, _ in FP8_TILINGS}))
+"""The larger of head_dim and head_dim_v is rounded up to one of these."""
 
 EXCHANGED_DIGITS = (-3, -2)
 """Digits of a key's number that ``hopper.forward.fp8.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
@@ -33,26 +35,60 @@ FLAGS = ("rotate", "smooth_k", "rotate_v", "smooth_v")
 """Options that are on or off."""
 
 
-@lru_cache(maxsize=4096)
+class BlockWidths(NamedTuple):
+    """Rows of K and V in a block by seqlen_k: those of the first pair (longest seqlen_k, rows) that is long enough."""
+
+    up_to: tuple[tuple[int, int], ...]
+    beyond: int
+
+    def of(self, seqlen_k: int) -> int:
+        for longest, rows in self.up_to:
+            if seqlen_k <= longest:
+                return rows
+        return self.beyond
+
+    def narrowest(self) -> int:
+        return min((self.beyond, *(rows for _, rows in self.up_to)))
+
+
 def default_block_k(
     head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False, causal: bool = False
 ) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
     accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
-    return _block_of_tile(head_dim, head_dim_v, longest_alike(seqlen_k), two_level, causal)
+    return default_block_widths(head_dim, head_dim_v, two_level, causal).of(seqlen_k)
 
 
-@lru_cache(maxsize=1024)
-def _block_of_tile(head_dim: int, head_dim_v: int, longest_k: int, two_level: bool, causal: bool) -> int:
-    """``default_block_k`` of all lengths that get the same tiles."""
-    sizes = head_dim, head_dim_v, causal, "bfloat16", longest_k
-    select = partial(select_fp8_forward_config, *sizes, half_scores=True)
-    try:
-        width = select().tile_n
-        is_divided = two_level and select(width, two_level=True).tile_n < width
-        return select(two_level=True).tile_n if is_divided else width
-    except ValueError:
-        return BLOCK_K_WITHOUT_KERNEL
+def default_block_widths(head_dim: int, head_dim_v: int, two_level: bool, causal: bool) -> BlockWidths:
+    """:func:`default_block_k` for every length."""
+    # Sizes are compared and not looked up: torch.compile may have symbols for them, which have no hash.
+    for native in FP8_HEAD_DIMS:
+        if head_dim <= native and head_dim_v <= native:
+            return _tile_widths(native, two_level, causal)
+    return BlockWidths((), BLOCK_K_WITHOUT_KERNEL)
+
+
+@torch.compiler.assume_constant_result
+def _tile_widths(native: int, two_level: bool, causal: bool) -> BlockWidths:
+    """Of the kernels for one of ``FP8_HEAD_DIMS``. torch.compile calls it, and does not look into it."""
+    return _find_tile_widths(native, two_level, causal)
+
+
+@cache
+def _find_tile_widths(native: int, two_level: bool, causal: bool) -> BlockWidths:
+    lengths = length_bounds()
+    rows = [_tile_keys(native, n, two_level, causal) for n in lengths]
+    steps = zip(lengths[:-1], rows[:-1], rows[1:], strict=True)
+    return BlockWidths(tuple((longest, n) for longest, n, next_n in steps if n != next_n), rows[-1])
+
+
+def _tile_keys(native: int, seqlen_k: int, two_level: bool, causal: bool) -> int:
+    select = partial(
+        select_fp8_forward_config, native, native, causal, "bfloat16", seqlen_k, half_scores=True
+    )
+    width = select().tile_n
+    is_divided = two_level and select(width, two_level=True).tile_n < width
+    return select(two_level=True).tile_n if is_divided else width
 
 
 @dataclass(frozen=True)
@@ -147,7 +183,7 @@ class QuantizedTensor:
         if not 0 < self.largest <= E4M3_MAX:
             raise ValueError(f"largest is {self.largest}, allowed: above 0, at most {E4M3_MAX:.0f}")
         batch, seqlen, heads, _ = self.data.shape
-        _check_scale_shape(self.scale, (batch, heads, math.ceil(seqlen / self.block)))
+        _check_scale_shape(self.scale, (batch, heads, -(-seqlen // self.block)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,7 +228,7 @@ class TransposedV:
             raise ValueError(
                 f"data has {keys} keys, allowed for a seqlen of {self.seqlen}: {padded_keys(self.seqlen)}"
             )
-        _check_scale_shape(self.scale, (batch, heads, math.ceil(self.seqlen / self.block)))
+        _check_scale_shape(self.scale, (batch, heads, -(-self.seqlen // self.block)))
 
     @property
     def shape(self) -> tuple[int, ...]:

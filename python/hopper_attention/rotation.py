@@ -6,16 +6,55 @@ Each sum, difference and product is rounded to float32 by itself, which the fuse
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from hopper.quantize.config import hadamard_blocks
+from hopper_attention import device_memory
 
 
 def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Random signs +-1, float32 (head_dim,); a seed gives the same ones on every device."""
+    """Random signs +-1, float32 (head_dim,), not to be written to; a seed gives the same ones on every device.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and they are not on ``device`` yet.
+    """
+    return _constant(_draw_signs, head_dim, seed, torch.device(device))
+
+
+def sign_masks(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The same signs as int32 (head_dim / 2,): XOR with a pair of 16-bit columns gives them their signs.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and they are not on ``device`` yet.
+    """
+    return _constant(_draw_masks, head_dim, seed, device)
+
+
+def _constant(
+    draw: Callable[[int, int], torch.Tensor], head_dim: int, seed: int, device: torch.device
+) -> torch.Tensor:
+    """What ``draw`` gives on the CPU, on ``device``."""
+    key = draw, head_dim, seed, device
+    found = device_memory.constants.get(key, device, partial(draw, head_dim, seed))
+    if found is None:
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and the signs of the rotation for head_dim {head_dim} and seed {seed} "
+            f"are not on {device} yet: make the same call once before the capture"
+        )
+    return found
+
+
+def _draw_signs(head_dim: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0).to(device)
+    return 2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0
+
+
+def _draw_masks(head_dim: int, seed: int) -> torch.Tensor:
+    flips = (_draw_signs(head_dim, seed) < 0).long()
+    return (flips[0::2] * 2**15 - flips[1::2] * 2**31).to(torch.int32)
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:

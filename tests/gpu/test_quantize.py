@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import QuantizeConfig, default_block_sizes
-from hopper_attention import compile_cache, flash_attn_fp8_func, quantization
+from hopper_attention import compile_cache, flash_attn_fp8_func, quantizers
 from hopper_attention.launch import quantize
 from hopper_attention.launch.quantize import (
     Outputs,
@@ -310,7 +310,7 @@ def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
     x = draw(torch.bfloat16, 1, (300, 517), (2, 2), 128)
     c = Fp8Quantization(seed=987)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="quantize once"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="make the same call once"), torch.cuda.graph(graph):
         quantize_qkv(x.q, x.k, x.v, quantization=c)
     torch.cuda.synchronize()
     assert find_differences(x.q, x.k, x.v, c) == []
@@ -319,7 +319,7 @@ def test_a_graph_that_would_have_to_copy_the_signs_is_refused(draw) -> None:
 def test_the_kernel_is_the_default(draw, monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(torch.bfloat16, 2, (300, 517), (4, 2), 128)
     by_torch = quantize_qkv(x.q, x.k, x.v, backend="torch")
-    monkeypatch.setattr(quantization, "quantize_by_torch", None)
+    monkeypatch.setattr(quantizers, "quantize_by_torch", None)
     parts = quantize_qkv(x.q, x.k, x.v)
     assert difference((parts.q, parts.k, parts.v), (by_torch.q, by_torch.k, by_torch.v)) == []
 

@@ -229,14 +229,14 @@ def test_blocks_follow_the_tile_of_two_levels(monkeypatch: pytest.MonkeyPatch) -
     q, k, v = (torch.randn(1, 8, 1, 64).half() for _ in range(3))
     k, v = (x.repeat(1, 600, 1, 1) for x in (k, v))
     seen = []
-    quantize = fp8.quantize_qkv
+    quantize = fp8.quantize_here
 
-    def note(*tensors: Any, quantization: Fp8Quantization, **options: Any) -> QuantizedQKV:
-        parts = quantize(*tensors, quantization=quantization, **options)
+    def note(*arguments: Any) -> QuantizedQKV:
+        parts = quantize(*arguments)
         seen.append(parts.k.block)
         return parts
 
-    monkeypatch.setattr(fp8, "quantize_qkv", note)
+    monkeypatch.setattr(fp8, "quantize_here", note)
     for options in ({}, {"two_level_accumulation": True}):
         flash_attn_fp8_func(q, k, v, **options)
         flash_attn_fp8_func(q, k, v, quantization=Fp8Quantization(block_k=64), **options)

@@ -91,16 +91,25 @@ def test_compiles_as_one_graph(requires_grad: bool) -> None:
         assert all(torch.equal(x.grad, y.grad) for x, y in zip(ours, theirs, strict=True))
 
 
-def test_compiles_with_dynamic_shapes_once() -> None:
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_one_graph_serves_every_length(needs_grad: bool, is_marked: bool) -> None:
+    torch._dynamo.reset()
     graphs = []
 
     def count(graph, inputs):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=True, backend=count)
-    for seqlen in (5, 9, 14):
-        q, k, v = (torch.randn(2, seqlen, 2, 32).half() for _ in range(3))
+    compiled = torch.compile(
+        flash_attn_func, fullgraph=True, dynamic=None if is_marked else True, backend=count
+    )
+    for seqlen in (5, 9, 14, 33, 64, 70, 96, 128, 130, 200, 257, 300):
+        q, k, v = (torch.randn(2, n, 2, 32).half() for n in (seqlen, seqlen + 3, seqlen + 3))
+        for x in (q, k, v):
+            x.requires_grad_(needs_grad)
+            if is_marked:
+                torch._dynamo.mark_dynamic(x, 1)
         assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v))
     assert len(graphs) == 1
 
@@ -133,13 +142,6 @@ def test_export() -> None:
 
 
 # autograd
-
-
-def test_func_grad_is_refused() -> None:
-    # torch does not carry a custom operator's gradient into torch.func; no wrong gradient comes out.
-    q, k, v = qkv()
-    with pytest.raises(RuntimeError, match=r"functorch transforms"):
-        torch.func.grad(lambda x: flash_attn_func(x, k, v).float().sum())(q)
 
 
 def test_checkpointing_recomputes() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, hadamard_blocks
+from hopper_attention import device_memory
+from hopper_attention.problem import length_bounds
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedTensor,
@@ -19,8 +22,8 @@ from hopper_attention.quantization import (
     to_e4m3,
 )
 from hopper_attention.quantization_rules import power_of_two
-from hopper_attention.quantized import row_scale, transpose_for_kernel
-from hopper_attention.rotation import rotate_back, rotate_head_dim, rotation_signs
+from hopper_attention.quantized import default_block_widths, row_scale, transpose_for_kernel
+from hopper_attention.rotation import rotate_back, rotate_head_dim, rotation_signs, sign_masks
 
 PLAIN = Fp8Quantization(rotate=False, block_q=16, block_k=32, smooth_v=False)
 
@@ -382,3 +385,45 @@ def test_signs_do_not_depend_on_the_default_device() -> None:
     expected = rotation_signs(64, 3)
     with torch.device("meta"):
         assert torch.equal(rotation_signs(64, 3), expected)
+
+
+@pytest.mark.parametrize("find", [rotation_signs, sign_masks])
+def test_signs_on_a_gpu_live_as_long_as_a_graph_that_points_to_them(
+    find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, capturing = torch.device("meta"), [False]
+    monkeypatch.setattr(device_memory, "constants", device_memory.Constants(limit=4))
+    monkeypatch.setattr(device_memory, "is_capturing", lambda device: capturing[0])
+    signs = find(64, 5, gpu)
+    capturing[0] = True
+    assert find(64, 5, gpu) is signs
+    with pytest.raises(
+        RuntimeError, match="head_dim 64 and seed 6 are not on meta yet: make the same call once"
+    ):
+        find(64, 6, gpu)
+    capturing[0] = False
+    for seed in range(100, 200):
+        assert find(64, seed, gpu) is find(64, seed, gpu)
+    assert find(64, 5, gpu) is signs
+
+
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (64, 32), (80, 16), (128, 128), (192, 128), (256, 64), (320, 64)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("two_level", [False, True])
+def test_blocks_of_every_length(head_dims: tuple[int, int], causal: bool, two_level: bool) -> None:
+    """The steps by length that ``default_block_widths`` gives are those of the tilings, asked for each length."""
+    widths = default_block_widths(*head_dims, two_level, causal)
+    found = set()
+    for seqlen_k in (2**40, *range(1, 10_000, 61), *(n + i for n in length_bounds()[:-1] for i in (0, 1))):
+        select = partial(select_fp8_forward_config, *head_dims, causal, "float16", seqlen_k, half_scores=True)
+        try:
+            expected = select().tile_n
+            if two_level and select(expected, two_level=True).tile_n < expected:
+                expected = select(two_level=True).tile_n
+        except ValueError:
+            expected = 128
+        assert default_block_k(*head_dims, seqlen_k, two_level, causal) == widths.of(seqlen_k) == expected
+        found.add(expected)
+    assert widths.narrowest() == min(found)

@@ -186,16 +186,16 @@ def test_attention_on_the_reference_does_not_quantize_with_the_kernel(kernel: Fa
     assert flash_attn_fp8_func(q, k, v).shape == out.shape and len(kernel.arguments) == 14
 
 
-def test_what_is_traced_is_quantized_by_torch(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_traced_gets_to_the_kernel_with_real_tensors(kernel: FakeKernel) -> None:
     q, k, v = qkv()
-    torch.func.vmap(lambda *x: quantize_qkv(*x).q.scale, randomness="same")(*(x[None] for x in (q, k, v)))
     with FakeTensorMode() as mode:
-        quantize_qkv(*map(mode.from_tensor, (q, k, v)))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    quantize_qkv(q, k, v)
-    with pytest.raises(ValueError, match="the call is traced or transformed"):
-        fused_qkv(q, k, v)
+        fused_qkv(*map(mode.from_tensor, (q, k, v)))
     assert kernel.arguments == ()
+    torch.func.vmap(lambda *x: fused_qkv(*x).q.scale)(*(x[None] for x in (q, k, v)))
+    assert [x.shape for x in kernel.arguments[:3]] == [x.shape for x in (q, k, v)]
+    kernel.arguments = ()
+    torch.compile(fused_qkv, fullgraph=True, backend="eager")(q, k, v)
+    assert kernel.arguments[0].data_ptr() == q.data_ptr()
 
 
 def test_signs_are_not_copied_while_a_graph_is_captured(
@@ -205,7 +205,9 @@ def test_signs_are_not_copied_while_a_graph_is_captured(
     new, plain = Fp8Quantization(seed=987), Fp8Quantization(rotate=False)
     with monkeypatch.context() as capture:
         capture.setattr(device_memory, "is_capturing", lambda device: True)
-        with pytest.raises(RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: quantize once"):
+        with pytest.raises(
+            RuntimeError, match="head_dim 64 and seed 987 are not on cpu yet: make the same call"
+        ):
             quantize_qkv(q, k, v, quantization=new)
         assert kernel.arguments == ()
         quantize_qkv(q, k, v, quantization=plain)

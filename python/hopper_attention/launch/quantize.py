@@ -15,7 +15,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
-from hopper_attention.device_memory import constants, make_apart
+from hopper_attention.device_memory import make_apart
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -33,7 +33,7 @@ from hopper_attention.quantized import (
     TransposedV,
     padded_keys,
 )
-from hopper_attention.rotation import rotation_signs
+from hopper_attention.rotation import sign_masks
 
 MAX_ITEMS = 2**30
 """Numbers of what a CTA takes at once are 32 bits wide, with room for a grid past the end."""
@@ -95,9 +95,7 @@ def _why_too_large(q_shape: tuple[int, ...], k_shape: tuple[int, ...], rows: tup
 
 
 def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
-    """``why_not_fused`` on the device of q, and for tensors that nothing traces or transforms."""
-    if _is_traced():
-        return "the call is traced or transformed, which the fused kernel cannot be"
+    """``why_not_fused`` on the device of q."""
     return _why_not_of_these(q.shape, k.shape, v.shape, q.dtype, q.device, quantization)
 
 
@@ -117,13 +115,6 @@ def _why_not_of_these(
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def _target(device: torch.device) -> Target:
     return target_of(device)
-
-
-def _is_traced() -> bool:
-    """Whether torch compiles the call, or runs it on tensors that stand for others."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -264,28 +255,6 @@ def _addressable(x: Tensor) -> Tensor:
     if last == 1 and x.data_ptr() % TMA_BYTES == 0 and not (strides[0] | strides[1] | strides[2]) % CHUNK:
         return x
     return make_addressable(x if last == 1 else contiguous_copy(x))
-
-
-def sign_masks(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """int32 (head_dim / 2,): what XOR with a pair of 16-bit columns gives them the signs of the rotation.
-
-    They are on the GPU when this returns, so that every stream may read them, and stay there while anything may.
-
-    Raises:
-        RuntimeError: they would have to be copied while a CUDA graph is captured, which CUDA does not allow.
-    """
-
-    def make() -> Tensor:
-        flips = (rotation_signs(head_dim, seed) < 0).long()
-        return (flips[0::2] * 2**15 - flips[1::2] * 2**31).to(torch.int32)
-
-    masks = constants.get(("sign masks", head_dim, seed, device), device, make)
-    if masks is None:
-        raise RuntimeError(
-            f"a CUDA graph is being captured, and the signs of the rotation for head_dim {head_dim} and seed {seed} "
-            f"are not on {device} yet: quantize once with them before the capture"
-        )
-    return masks
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,13 @@ import torch
 
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention.autocast import without_autocast
-from hopper_attention.quantization_rules import check_sources, quantize_by_torch, quantize_with, to_e4m3
+from hopper_attention.quantization_rules import (
+    check_sources,
+    quantize_by_torch,
+    quantize_with,
+    to_e4m3,
+    with_numbers,
+)
 from hopper_attention.quantized import Fp8Quantization, QuantizedQKV, QuantizedTensor, row_scale
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -168,5 +174,6 @@ def attention_fp8_per_tensor(
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q.
     """
     baseline = Fp8Quantization(rotate=False, granularity="tensor", smooth_v=False)
-    parts = quantize_with(quantize_by_torch, q, k, v, check_sources(q, k, v, baseline))
+    c = with_numbers(baseline, check_sources(q, k, v))
+    parts = quantize_with(quantize_by_torch, q, k, v, c)
     return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale, p_exponent=0)[0]

@@ -1,0 +1,119 @@
+"""Custom operators that torch.func transforms: gradients, samples (vmap), and forward mode refused.
+
+torch.func does not find the gradient that is registered with a custom operator, and forward mode passes over operators,
+so that tangents would be lost without a word. Both know ``torch.autograd.Function``: a call that is transformed goes
+through one with the same gradient, every other call straight to the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from hopper_attention.plain_calls import is_transformed
+
+Results = tuple[Tensor, ...]
+
+NO_FORWARD_MODE = (
+    "forward-mode derivatives of attention (torch.func.jvp, jacfwd and hessian, dual tensors) are not implemented; use "
+    "reverse mode, torch.func.grad, vjp and jacrev or Tensor.backward, or hopper_attention.reference.attention_naive, "
+    "which torch differentiates in every mode"
+)
+
+
+def differentiable(
+    operator: CustomOpDef,
+    gradients: Callable[..., Any],
+    save_for_backward: Callable[..., None] | None = None,
+    mixes_samples: Callable[..., bool] = lambda *arguments: False,
+) -> Callable[..., Any]:
+    """Register the gradient of ``operator`` with torch, and return what calls it, transformed or not.
+
+    All tensors that the operator takes and returns have the batch as their first dimension, or no elements. So the
+    samples of vmap become more of the batch, unless ``mixes_samples`` says of the arguments that entries of a batch
+    would then have to do with each other; then each sample is computed by itself.
+
+    Args:
+        operator: takes positional arguments, and returns a tuple of new tensors.
+        gradients: (ctx, *gradients of the results) -> one gradient for each argument, None for all but tensors.
+        save_for_backward: (ctx, inputs, output), as ``setup_context`` of an autograd.Function.
+        mixes_samples: of the arguments of the operator.
+    """
+    operator.register_autograd(gradients, setup_context=save_for_backward)
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return operator(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if save_for_backward is not None:
+                save_for_backward(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradients(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise NotImplementedError(NO_FORWARD_MODE)
+
+        @staticmethod
+        def vmap(
+            info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+        ) -> tuple[Results, tuple[int, ...]]:
+            samples = info.batch_size
+            compute = _each_by_itself if samples > 1 and mixes_samples(*arguments) else _as_one_batch
+            results = compute(transformed, samples, in_dims, arguments)
+            return results, (0,) * len(results)
+
+    # torch.compile cannot read such a Function, but can put a call of it into a graph.
+    @torch.compiler.allow_in_graph
+    @torch.compiler.disable
+    def transformed(*arguments: Any) -> Any:
+        return Transformed.apply(*arguments)
+
+    def call(*arguments: Any) -> Any:
+        if not is_transformed():
+            return operator(*arguments)
+        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+            # A level of dual tensors is open, and what torch.compile traces has no tangents.
+            raise NotImplementedError(NO_FORWARD_MODE)
+        return transformed(*arguments)
+
+    return call
+
+
+def _as_one_batch(
+    call: Callable[..., Results], samples: int, dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> Results:
+    """Results with the samples in front, from one call on a batch of all samples."""
+    tensors = [
+        _samples_first(x, dim, samples) if isinstance(x, Tensor) else x
+        for x, dim in zip(arguments, dims, strict=True)
+    ]
+    entries = next(x.shape[1] for x in tensors if isinstance(x, Tensor))
+    results = call(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in tensors))
+    # What has a single dimension has no elements.
+    return tuple(x.unflatten(0, (samples, entries if x.dim() > 1 else 0)) for x in results)
+
+
+def _each_by_itself(
+    call: Callable[..., Results], samples: int, dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> Results:
+    """The same from a call for each sample."""
+    tensors = [
+        _samples_first(x, dim, samples) if isinstance(x, Tensor) else [x] * samples
+        for x, dim in zip(arguments, dims, strict=True)
+    ]
+    results = [call(*sample) for sample in zip(*tensors, strict=True)]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+
+
+def _samples_first(x: Tensor, dim: int | None, samples: int) -> Tensor:
+    return x.expand(samples, *x.shape) if dim is None else x.movedim(dim, 0)
