@@ -15,7 +15,7 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import Result
-from hopper_attention.fp8_ops import attend_and_undo, attend_traced, take_apart
+from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.plain_calls import is_plain_call, needs_gradient
 from hopper_attention.quantization_rules import check_sources
@@ -221,7 +221,7 @@ def flash_attn_quantized_func(
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     options = (scale, causal, backend, two_level_accumulation)
-    if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*take_apart(parts)[0]):
+    if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
         out, lse = attend_and_undo(parts, *options, wants_lse=return_attn_probs)
     else:
         out, lse = attend_traced(parts, *options)

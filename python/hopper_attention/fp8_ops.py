@@ -70,6 +70,10 @@ class Parts(NamedTuple):
     shift: Tensor
     mean_v: Tensor
 
+    @classmethod
+    def of(cls, x: QuantizedQKV) -> Parts:
+        return cls(x.q.data, x.q.scale, x.k.data, x.k.scale, x.v.data, x.v.scale, x.shift, x.mean_v)
+
 
 class Layout(NamedTuple):
     """What else a ``QuantizedQKV`` says of its tensors: rows of each that share a scale, the largest codes of Q and K,
@@ -94,10 +98,9 @@ LAYOUT = (
 
 def take_apart(x: QuantizedQKV) -> tuple[Parts, Layout, Options]:
     q, k, v = x.q, x.k, x.v
-    parts = Parts(q.data, q.scale, k.data, k.scale, v.data, v.scale, x.shift, x.mean_v)
     is_transposed = isinstance(v, TransposedV)
     layout = Layout(q.block, k.block, v.block, q.largest, k.largest, v.shape[1], is_transposed, x.dtype)
-    return parts, layout, Options.of(x.quantization)
+    return Parts.of(x), layout, Options.of(x.quantization)
 
 
 def put_together(parts: Parts, layout: Layout, quantization: Fp8Quantization) -> QuantizedQKV:

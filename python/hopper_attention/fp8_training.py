@@ -31,7 +31,6 @@ from hopper_attention.fp8_ops import (
     layout_of,
     mixes_samples,
     put_together,
-    take_apart,
 )
 from hopper_attention.quantization_rules import add_mean
 from hopper_attention.quantized import (
@@ -94,7 +93,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     out, lse = attend_and_undo(quantized, softmax_scale, causal, backend, two_level, wants_lse=True)
     narrowest = _narrowest_blocks(options, head_dims, two_level, causal)
     blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
-    return out, lse, *Saved.of(take_apart(quantized)[0], blocks)
+    return out, lse, *Saved.of(Parts.of(quantized), blocks)
 
 
 @_forward.register_fake

@@ -21,7 +21,10 @@ def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu")
     Raises:
         RuntimeError: a CUDA graph is being captured, and they are not on ``device`` yet.
     """
-    return _constant(_draw_signs, head_dim, seed, torch.device(device))
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _draw_signs(head_dim, seed)
+    return _constant(_draw_signs, head_dim, seed, device)
 
 
 def sign_masks(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:

@@ -189,7 +189,7 @@ def test_results_of_the_quantizer_are_contiguous_whatever_its_inputs_are(kernels
 def test_signs_that_a_graph_was_captured_with_are_never_let_go(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "constants", device_memory.Constants(limit=8))
+    monkeypatch.setattr(device_memory, "constants", device_memory.Constants(limit=8))
 
     def signs(seed: int) -> Tensor:
         quantize_fused(*draw(), replace(BLOCKS, seed=seed), NO_MEANS)
