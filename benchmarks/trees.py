@@ -1,0 +1,186 @@
+"""Two checkouts of this project on one GPU, in interleaved rounds: whether a change made anything slower.
+
+    python benchmarks/trees.py OLD NEW --json report.json    folders with python/, hopper/ and cute_kernels/
+
+Each checkout runs in a process of its own, and both hold the same cell at a time. In each round either process times a
+burst of calls in turn, so that clocks and temperature are the same for both. A cell's figure is the ratio of the median
+times, old over new: above 1 the new checkout is faster. Kernels only: the forward, the FP8 forward on parts quantized
+before, and the backward of the public functions, on the paper's 36 shapes, inputs N(0, 1); and FP8 end to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hopper_attention.experiments.bench.machine import Gauge, NoGauge, describe_machine, find_gauge, today
+from hopper_attention.experiments.reports import write_text
+
+TOKENS, WIDTH = 16_384, 2_048
+HEAD_DIMS, SEQLENS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)
+KINDS = ("forward", "fp8", "fp8 end to end", "backward")
+BURST_S = 0.005
+
+
+def cells() -> Iterator[dict[str, Any]]:
+    for kind in KINDS:
+        for head_dim in HEAD_DIMS:
+            for seqlen in SEQLENS:
+                for causal in (False, True):
+                    yield {"kind": kind, "head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+
+
+def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
+    """What a worker times; imports the checkout that its PYTHONPATH names."""
+    import torch
+
+    from hopper_attention import (
+        flash_attn_fp8_func,
+        flash_attn_func,
+        flash_attn_quantized_func,
+        quantize_qkv,
+    )
+
+    kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
+    shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
+    )
+    if kind == "forward":
+        return lambda: flash_attn_func(q, k, v, causal=causal)
+    if kind == "fp8":
+        parts = quantize_qkv(q, k, v)
+        return lambda: flash_attn_quantized_func(parts, causal=causal)
+    if kind == "fp8 end to end":
+        return lambda: flash_attn_fp8_func(q, k, v, causal=causal)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*inputs, causal=causal)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def work() -> None:
+    """A worker: a line with a cell prepares it, an empty line times one burst of it; answers with seconds a call."""
+    import torch
+
+    def burst(call: Callable[[], Any], count: int) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / count
+
+    call, repeats = make_call(json.loads(sys.stdin.readline())), 1
+    print(burst(call, repeats), flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            call = make_call(json.loads(line))
+            burst(call, 3)
+            repeats = max(3, round(BURST_S / burst(call, 10)))
+        print(burst(call, repeats), flush=True)
+
+
+def start_worker(tree: Path) -> subprocess.Popen[str]:
+    tree = tree.resolve()
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    path = os.pathsep.join([str(tree / "python"), str(tree), *others])
+    command = [sys.executable, str(Path(__file__).resolve()), "--work"]
+    return subprocess.Popen(
+        command,
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ask(worker: subprocess.Popen[str], line: str) -> float:
+    assert worker.stdin and worker.stdout
+    worker.stdin.write(line + "\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the worker of {worker.args} ended; its message stands above")
+    return float(answer)
+
+
+def compare(trees: Sequence[Path], rounds: int, gauge: Gauge) -> list[dict[str, Any]]:
+    """Every cell with the median times of both checkouts in microseconds, old over new, and the state of the card."""
+    workers = [start_worker(tree) for tree in trees]
+    rows = []
+    for worker in workers:
+        ask(worker, json.dumps(next(cells())))
+    for cell in cells():
+        for worker in workers:
+            ask(worker, json.dumps(cell))
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(rounds):
+            for i in (0, 1) if number % 2 == 0 else (1, 0):
+                times[i].append(ask(workers[i], ""))
+        old, new = (statistics.median(seconds) * 1e6 for seconds in times)
+        reading = None if isinstance(gauge, NoGauge) else gauge.read()
+        rows.append(
+            {
+                **cell,
+                "old_us": round(old, 2),
+                "new_us": round(new, 2),
+                "ratio": round(old / new, 4),
+                "clock_mhz": reading.clock_mhz if reading else None,
+                "power_w": reading.power_w if reading else None,
+            }
+        )
+    for worker in workers:
+        worker.terminate()
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--commits", nargs=2, default=("", ""), help="of both, for the report")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if options.work:
+        work()
+        return 0
+    if len(options.trees) != 2:
+        parser.error(f"trees are {len(options.trees)} folders, allowed: two, the old and the new checkout")
+    gauge = find_gauge("cuda:0")
+    rows = compare(options.trees, options.rounds, gauge)
+    for kind in KINDS:
+        ratios = [row["ratio"] for row in rows if row["kind"] == kind]
+        mean = statistics.geometric_mean(ratios)
+        print(
+            f"{kind}: {len(ratios)} cells, old over new {mean:.4f} ({min(ratios):.4f} to {max(ratios):.4f})"
+        )
+    for row in rows:
+        if row["ratio"] < 0.98:
+            print("slower by more than 2 %:", row)
+    if options.json:
+        report = {
+            "date": today(),
+            "old": options.commits[0],
+            "new": options.commits[1],
+            "machine": describe_machine("cuda:0", gauge),
+            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, bfloat16, inputs N(0, 1)",
+            "cells": rows,
+        }
+        write_text(options.json, json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
