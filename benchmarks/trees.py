@@ -16,17 +16,17 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trees_worker import BACKWARD, BURST_S, FORWARD, FP8, FP8_END_TO_END
 from hopper_attention.experiments.bench.machine import Gauge, NoGauge, describe_machine, find_gauge, today
 from hopper_attention.experiments.reports import write_text
 
-TOKENS, WIDTH = 16_384, 2_048
 HEAD_DIMS, SEQLENS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)
-KINDS = ("forward", "fp8", "fp8 end to end", "backward")
-BURST_S = 0.005
+KINDS = (FORWARD, FP8, FP8_END_TO_END, BACKWARD)
+WORKER = Path(__file__).with_name("trees_worker.py")
 
 
 def cells() -> Iterator[dict[str, Any]]:
@@ -37,63 +37,11 @@ def cells() -> Iterator[dict[str, Any]]:
                     yield {"kind": kind, "head_dim": head_dim, "seqlen": seqlen, "causal": causal}
 
 
-def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
-    """What a worker times; imports the checkout that its PYTHONPATH names."""
-    import torch
-
-    from hopper_attention import (
-        flash_attn_fp8_func,
-        flash_attn_func,
-        flash_attn_quantized_func,
-        quantize_qkv,
-    )
-
-    kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
-    shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
-    )
-    if kind == "forward":
-        return lambda: flash_attn_func(q, k, v, causal=causal)
-    if kind == "fp8":
-        parts = quantize_qkv(q, k, v)
-        return lambda: flash_attn_quantized_func(parts, causal=causal)
-    if kind == "fp8 end to end":
-        return lambda: flash_attn_fp8_func(q, k, v, causal=causal)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*inputs, causal=causal)
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-
-def work() -> None:
-    """A worker: a line with a cell prepares it, an empty line times one burst of it; answers with seconds a call."""
-    import torch
-
-    def burst(call: Callable[[], Any], count: int) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1e3 / count
-
-    call, repeats = make_call(json.loads(sys.stdin.readline())), 1
-    print(burst(call, repeats), flush=True)
-    for line in sys.stdin:
-        if line.strip():
-            call = make_call(json.loads(line))
-            burst(call, 3)
-            repeats = max(3, round(BURST_S / burst(call, 10)))
-        print(burst(call, repeats), flush=True)
-
-
 def start_worker(tree: Path) -> subprocess.Popen[str]:
     tree = tree.resolve()
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = os.pathsep.join([str(tree / "python"), str(tree), *others])
-    command = [sys.executable, str(Path(__file__).resolve()), "--work"]
+    command = [sys.executable, str(WORKER.resolve())]
     return subprocess.Popen(
         command,
         cwd=tree,
@@ -148,14 +96,10 @@ def main(arguments: list[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--commits", nargs=2, default=("", ""), help="of both, for the report")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if options.work:
-        work()
-        return 0
     if len(options.trees) != 2:
         parser.error(f"trees are {len(options.trees)} folders, allowed: two, the old and the new checkout")
     gauge = find_gauge("cuda:0")

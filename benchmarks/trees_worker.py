@@ -1,0 +1,63 @@
+"""One of the two processes of ``benchmarks/trees.py``: times calls of the checkout that its PYTHONPATH names.
+
+It uses public functions alone, so that it serves older checkouts too.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func, quantize_qkv
+
+TOKENS, WIDTH = 16_384, 2_048
+BURST_S = 0.005
+FORWARD, FP8, FP8_END_TO_END, BACKWARD = "forward", "fp8", "fp8 end to end", "backward"
+
+
+def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
+    """The call of a cell: kind, head_dim, seqlen and causal."""
+    kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
+    shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
+    )
+    if kind == FORWARD:
+        return lambda: flash_attn_func(q, k, v, causal=causal)
+    if kind == FP8:
+        parts = quantize_qkv(q, k, v)
+        return lambda: flash_attn_quantized_func(parts, causal=causal)
+    if kind == FP8_END_TO_END:
+        return lambda: flash_attn_fp8_func(q, k, v, causal=causal)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*inputs, causal=causal)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def work() -> None:
+    """A worker: a line with a cell prepares it, an empty line times one burst of it; answers with seconds a call."""
+
+    def burst(call: Callable[[], Any], count: int) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / count
+
+    call, repeats = make_call(json.loads(sys.stdin.readline())), 1
+    print(burst(call, repeats), flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            call = make_call(json.loads(line))
+            burst(call, 3)
+            repeats = max(3, round(BURST_S / burst(call, 10)))
+        print(burst(call, repeats), flush=True)
+
+
+if __name__ == "__main__":
+    work()
