@@ -10,7 +10,7 @@ from hopper.compile import module_of
 from hopper.inspection import ResourceUsage
 from tests.shipped_usage import compile_each, fingerprint, recorded
 
-SAMPLED = 16
+SAMPLED = 32
 """Of so many recorded kernels one is compiled again, others with each change of the sources."""
 
 

@@ -131,7 +131,6 @@ def test_what_a_softmax_that_lags_needs_is_named():
             "warp_specialized is False, allowed with softmax 'lagging': True",
         ),
         ({"late_rescale": True}, "late_rescale is True, allowed with softmax 'lagging': False"),
-        ({"eager": True}, "eager is True, allowed with softmax 'lagging': False"),
         ({"two_level": True}, "two_level is True, allowed with softmax 'lagging': False"),
         ({"polynomial_pairs": 8}, "polynomial_pairs is 8, allowed with softmax 'lagging': 0 to 7"),
     ):

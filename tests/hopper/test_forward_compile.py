@@ -7,6 +7,7 @@ import cutlass.cute as cute
 import pytest
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
+from hopper.compile import compile_kernel
 from hopper.config import ForwardConfig, Registers, validate_forward_config
 from hopper.forward.barriers import NamedBarrier
 from hopper.forward.compile import compile_forward
@@ -149,7 +150,7 @@ def test_ping_pong_off_emits_no_turn(tmp_path):
     ids=lambda config: config.name,
 )
 def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config, tmp_path):
-    ptx = compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
     steps = 32 // config.element_bytes
     of_block = config.head_dim // steps + config.tile_n // steps
     count, hazards = find_hazards(ptx)

@@ -168,7 +168,7 @@ def test_a_softmax_scale_that_float16_lacks(causal: bool) -> None:
 
 
 def test_some_columns_must_come_from_mufu() -> None:
-    with pytest.raises(ValueError, match="polynomial_pairs is 8, allowed with half_scores: 0 to 7"):
+    with pytest.raises(ValueError, match="polynomial_pairs is 8, allowed with softmax 'half': 0 to 7"):
         config_of(pairs=8)
 
 
