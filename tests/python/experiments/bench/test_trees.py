@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,7 +15,7 @@ from hopper_attention.experiments.bench.machine import NoGauge
 class Worker:
     """Answers as a worker does, a microsecond times ``slowness`` a call."""
 
-    asked: list[tuple[str, str]] = []
+    asked: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, tree: Path) -> None:
         self.name, self.slowness = tree.name, {"old": 3.0, "new": 2.0}[tree.name]
