@@ -161,6 +161,10 @@ class Groups:
                 work()
 
 
+ALL, NONE = bytes([1]) * LANES, bytes(LANES)
+"""Masks of all lanes and of none, as bytes: comparing those takes a tenth of the time of a reduction."""
+
+
 class Warp:
     """Registers and program counters of 32 lanes."""
 
@@ -184,11 +188,11 @@ class Warp:
 
     def get(self, text: str, dtype: type) -> np.ndarray:
         """An operand as 32 values of ``dtype``, whose bits a register of that size holds."""
+        value = self.registers.get(text)
+        if value is not None:
+            return value if value.dtype == dtype else _as(value, dtype)
         if text in self.special:
             return self.special[text].view(dtype)
-        if text in self.registers:
-            value = self.registers[text]
-            return value if value.dtype == dtype else _as(value, dtype)
         if text.startswith("0f"):
             return np.full(LANES, int(text[2:], 16), np.uint32).view(dtype)
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
@@ -209,10 +213,13 @@ class Warp:
         if name == "_":
             return
         bits = value if value.dtype == np.bool_ else value.view(f"u{value.dtype.itemsize}")
+        if mask.tobytes() == ALL:
+            self.registers[name] = bits.copy()
+            return
         old = self.registers.get(name)
         if old is None or old.dtype != bits.dtype:
             old = np.zeros(LANES, bits.dtype)
-        self.registers[name] = bits.copy() if mask.all() else np.where(mask, bits, old)
+        self.registers[name] = np.where(mask, bits, old)
 
     def turn(self) -> bool:
         """Run until it waits, ends or has had its quantum; whether anything was done."""
@@ -222,7 +229,7 @@ class Warp:
                 return False
             self.awaited = None
         code, done_before = self.program.code, 0
-        while not self.done.all() and done_before < QUANTUM:
+        while self.done.tobytes() != ALL and done_before < QUANTUM:
             live = ~self.done
             at = int(self.counter[live].min())
             mask = live & (self.counter == at)
@@ -242,7 +249,7 @@ class Warp:
                         else:
                             self.counter[taken] = target
                         break
-                    if taken.any():
+                    if taken.tobytes() != NONE:
                         step(self, taken)
                     if self.awaited is not None or at in self.program.targets:
                         self.counter[mask] = at
