@@ -45,7 +45,9 @@ class KeyBlocks(LoopInvariant):
     """Key blocks of one query tile, visited from ``last`` = ``end`` - 1 down to ``begin``, at least one.
 
     Those from ``unmasked`` on, and those before ``left_masked``, hold keys that a row of the tile may not see. Without
-    a window both ``begin`` and ``left_masked`` are 0 when the kernel is compiled.
+    a window both ``begin`` and ``left_masked`` are 0 when the kernel is compiled; no kernel has a window yet, so none
+    reads ``left_masked``. The Hopper kernels walk by this; the one without WGMMA, whose warps have ends of their own,
+    asks ``BlockRange`` for each.
     """
 
     block_range: BlockRange

@@ -10,7 +10,8 @@ from cute_kernels.invariant import LoopInvariant
 class SeqlenInfo(LoopInvariant):
     """One sequence: its lengths, and the first of its rows in Q and O, and in K and V.
 
-    An offset that is the same for all sequences is an int when the kernel is compiled, and costs nothing.
+    An offset that is the same for all sequences is an int when the kernel is compiled, and costs nothing. Today all are
+    0, and no kernel reads them: every sequence has rows of its own.
     """
 
     seqlen_q: Any

@@ -92,7 +92,7 @@ def test_the_commands_of_the_texts_exist() -> None:
 
     from hopper_attention.cli import app
 
-    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # a group has commands
     named = {name for page in PAGES for name in re.findall(r"`hopper-attention ([\w-]+)", page.read_text())}
     assert {"info", "bench", "ablation", "rmse"} <= named | commands
     assert named - commands == set()

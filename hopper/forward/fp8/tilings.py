@@ -52,6 +52,7 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         exact(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
+        eager(128, 128, 2, max_seqlen_k=768),
         lagging(128, 128, 2, polynomial_pairs=0),
         exact(128, 64, 4, ping_pong=False),
     ),
