@@ -13,7 +13,7 @@ from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
@@ -23,8 +23,8 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic)
-    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 5
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window)
+    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 7
 
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -27,6 +27,15 @@ class MaskSpec:
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
 
+    def __post_init__(self) -> None:
+        if self.window_left < UNLIMITED or self.window_right < UNLIMITED:
+            raise ValueError(f"the window is {self.window}, allowed: a pair (left, right) of ints from -1")
+        if self.window_right == 0 or (self.causal and self.window_right != UNLIMITED):
+            raise ValueError(
+                f"the right side of the window is {self.window_right} with causal={self.causal}, allowed: -1 with "
+                "causal=True, which makes it 0, else -1 or more than 0"
+            )
+
     @classmethod
     def canonical(
         cls, causal: bool, window_left: int, window_right: int, seqlen_q: int, seqlen_k: int
@@ -46,6 +55,11 @@ class MaskSpec:
         if window_right == 0:
             causal, window_right = True, UNLIMITED
         return cls(causal, window_left, window_right)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(window_left, window_right)."""
+        return self.window_left, self.window_right
 
     @property
     def has_window(self) -> bool:

@@ -192,8 +192,6 @@ BAD_FP8 = [
 
 MISSING = [
     ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
-    ({"window_size": (3, 0)}, "window_size is (3, 0): sliding-window attention is not", "causal=True"),
-    ({"window_size": [-1, 1]}, "window_size is (-1, 1): sliding-window attention is not", "causal=True"),
     ({"attention_chunk": 6}, "attention_chunk is 6: chunked attention is not", "attention_chunk=0"),
     ({"softcap": 30.0}, "softcap is 30.0: tanh soft-capping of the scores is not", "softcap=0.0"),
 ]

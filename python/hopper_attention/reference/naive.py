@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from hopper_attention.autocast import ignores_autocast
-from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.tiles import (
     Mask,
     Span,
@@ -36,9 +36,13 @@ Attend = Callable[
 """(q rows, keys, values, visible) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
+Sides = tuple[bool] | tuple[bool, int, int]
+"""causal, window_left and window_right; without the last two there is no window."""
+
+
 @ignores_autocast
 def _by_query_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: MaskSpec, dtype: torch.dtype, attend: Attend
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sides: Sides, dtype: torch.dtype, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply ``attend`` to chunks of queries, computing in ``dtype``: out (b, sq, h, dv), lse (b, h, sq)."""
     shape = attention_shape(q, k, v)
@@ -48,7 +52,7 @@ def _by_query_chunks(
         return out, out.new_full((shape.batch, shape.heads, shape.seqlen_q), -math.inf)
     q_rows = fold_heads(q, shape.kv_heads, dtype)
     keys, values = (fold_heads(x, shape.kv_heads, dtype).squeeze(2) for x in (k, v))
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, spec.causal, spec.window_left, spec.window_right)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, *sides)
     outs, lses = [], []
     for rows in spans(0, shape.seqlen_q, max(1, CHUNK_SCORES // row_scores)):
         visible = mask.visible(rows, Span(0, shape.seqlen_k), shape.group, q.device)
@@ -101,8 +105,7 @@ def attention_naive(
         # The maximum of a row without keys is -inf, and so is its LSE.
         return masked_matmul(p, values, visible) / row_sum, row_sum.log() + row_max
 
-    spec = MaskSpec(causal, window_left, window_right)
-    return _by_query_chunks(q, k, v, spec, torch.float64, attend)
+    return _by_query_chunks(q, k, v, (causal, window_left, window_right), torch.float64, attend)
 
 
 def attention_standard(
@@ -135,4 +138,4 @@ def attention_standard(
         p = round_to(torch.softmax(scores, -1), dtype).masked_fill(no_key, 0.0)
         return masked_matmul(p, values, visible), p.sum(-1, keepdim=True)
 
-    return _by_query_chunks(q, k, v, MaskSpec(causal), accum, attend)[0].to(dtype)
+    return _by_query_chunks(q, k, v, (causal,), accum, attend)[0].to(dtype)
