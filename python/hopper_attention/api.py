@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, HALF_DTYPES, Result, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MaskSpec
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.plain_calls import wants_only_a_launch
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
 """(left, right); see :func:`flash_attn_func`."""
@@ -202,7 +202,7 @@ def flash_attn_func(
     if return_attn_probs is not False:
         return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     no_descales = q_descale is None and k_descale is None and v_descale is None
-    if no_descales and _wants_only_a_launch(q, k, v) and q.is_cuda:
+    if no_descales and wants_only_a_launch(q, k, v) and q.is_cuda:
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         results = run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, return_attn_probs, window)
     else:
@@ -210,17 +210,6 @@ def flash_attn_func(
         options = (MaskSpec(causal, *window), backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
-
-
-def _wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
-    return (
-        is_plain_call(q, k, v)
-        and (dtype := q.dtype) in HALF_DTYPES
-        and k.dtype is dtype
-        and v.dtype is dtype
-        and not needs_gradient(q, k, v)
-    )
 
 
 def _call_operator(

@@ -143,6 +143,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     p = problem
     if p.has_window:
         raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
+    if p.is_packed:
+        raise missing_in_kernel("the gradient of variable-length attention", backend)
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     if backend == "hopper":
         return select_backward_config(*options, p.deterministic)

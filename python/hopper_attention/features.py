@@ -69,6 +69,22 @@ def mask_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int)
     return mask
 
 
+def resolve_packed_mask(
+    causal: bool, window_size: Any, attention_chunk: Any, max_seqlen_q: int, max_seqlen_k: int
+) -> MaskSpec:
+    """``resolve_mask`` of sequences of different lengths, which are at most these.
+
+    Raises:
+        NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
+        ValueError, TypeError: an argument has no meaning.
+    """
+    mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
+    # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
+    longest_q = 0 if mask.causal else max_seqlen_k + 1
+    _check_chunk(attention_chunk, mask.causal, longest_q, max_seqlen_k)
+    return mask
+
+
 def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
     """Raise NotImplementedError for e4m3 tensors under a window that hides something."""
     if mask.has_window and dtype == FP8_DTYPE:

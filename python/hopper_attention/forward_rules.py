@@ -73,6 +73,8 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return ReferenceConfig()
     if problem.has_window:
         raise missing_in_kernel("sliding-window attention (window_size)", backend)
+    if problem.is_packed:
+        raise missing_in_kernel("variable-length attention (flash_attn_varlen_func)", backend)
     p = problem
     dtype = DTYPE_NAMES[p.dtype]
     if backend == "ampere":

@@ -291,7 +291,7 @@ def test_bad_kvpacked() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
+    ["flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
 )
 def test_missing_functions_of_the_drop_in_module(name: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"^{name}: .* not implemented yet, neither .*; use "):
