@@ -92,6 +92,13 @@ def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
         raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
 
 
+def check_packed_dtype(dtype: torch.dtype) -> None:
+    """Raise NotImplementedError for e4m3 sequences of different lengths."""
+    if dtype == FP8_DTYPE:
+        instead = "16-bit tensors, or flash_attn_func once a sequence"
+        raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
+
+
 def check_scores_and_hints(qv: Any, softcap: Any, num_splits: Any, pack_gqa: Any) -> None:
     """Raise for what changes scores, which no backend has, and for hints that have no meaning."""
     if qv is not None:

@@ -58,6 +58,15 @@ class Sequence(NamedTuple):
     keys: Span
 
 
+def check_kinds(lengths: Lengths) -> None:
+    """Raise TypeError or ValueError unless these are tensors, and the bounds ints from 0."""
+    for name, x in lengths._asdict().items():
+        if name.startswith("max_"):
+            check_max_seqlen(name, x)
+        elif x is not None or name.startswith("cu_"):
+            checks.check_are_tensors(**{name: x})
+
+
 def check_max_seqlen(name: str, max_seqlen: Any) -> None:
     """Raise unless a bound of lengths is an int, 0 or more."""
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
