@@ -9,6 +9,7 @@ from cutlass import Float16, Float32, Int32, const_expr
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows, words_of_pairs
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
 
 LOWER_HALF = 0xFFFF
 MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
@@ -17,13 +18,12 @@ MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
 
 @dataclass(frozen=True)
 class TileMask(LoopInvariant):
-    """Which keys the two rows of a thread may see: those of the sequence, and with ``causal`` those not after
-    the row when the last query is aligned with the last key.
+    """Which keys the two rows of a thread may see: those of the sequence that lie in ``window``.
 
     ``row`` is the query index of the thread's first row, ``col`` the offset of its first column in a key block.
     """
 
-    causal: bool
+    window: Window
     tile_n: int
     seqlens: SeqlenInfo
     row: Int32
@@ -35,7 +35,10 @@ class TileMask(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             visible = self._visible(r, n_block)
             if const_expr(acc_S.element_type is Float16):
+                assert const_expr(not self.window.has_left)
                 _hide_halves(words_of_pairs(acc_S), r, visible)
+            elif const_expr(self.window.has_left):
+                _hide_outside(as_rows(acc_S), r, self._hidden(r, n_block), visible)
             else:
                 _hide(as_rows(acc_S), r, visible)
 
@@ -44,10 +47,19 @@ class TileMask(LoopInvariant):
         """Columns of the block that row ``r`` may see, from the thread's first."""
         first_key = n_block * self.tile_n + self.col
         visible = self.seqlens.seqlen_k - first_key
-        if const_expr(self.causal):
-            keys_of_row = self.row + r * ROW_STRIDE + 1 + self.seqlens.seqlen_k - self.seqlens.seqlen_q
+        if const_expr(self.window.has_right):
+            keys_of_row = self._level(r) + 1 + self.window.right
             visible = cutlass.min(visible, keys_of_row - first_key)
         return visible
+
+    @cute.jit
+    def _hidden(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
+        """Columns of the block that lie too far before row ``r``, from the thread's first."""
+        return self._level(r) - self.window.left - (n_block * self.tile_n + self.col)
+
+    def _level(self, r: int) -> Int32:
+        """The key that row ``r`` is level with."""
+        return self.row + r * ROW_STRIDE + self.seqlens.seqlen_k - self.seqlens.seqlen_q
 
 
 @cute.jit
@@ -55,6 +67,16 @@ def _hide(scores: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
     for j in cutlass.range_constexpr(scores.shape[1][1]):
         for e in cutlass.range_constexpr(scores.shape[1][0]):
             hidden = visible <= COLUMNS_PER_GROUP * j + e
+            scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+
+
+@cute.jit
+def _hide_outside(scores: cute.Tensor, r: cutlass.Constexpr[int], first: Int32, end: Int32):
+    """Hide the columns before ``first`` and those from ``end`` on."""
+    for j in cutlass.range_constexpr(scores.shape[1][1]):
+        for e in cutlass.range_constexpr(scores.shape[1][0]):
+            column = COLUMNS_PER_GROUP * j + e
+            hidden = end <= column or first > column
             scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
 
 

@@ -25,6 +25,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
+from cute_kernels.window import dense_window
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
 from hopper.forward.epilogue import Epilogue
@@ -217,7 +218,8 @@ class ForwardKernel:
             heads_per_section,
             longest_first=c.causal,
         )
-        block_range = BlockRange(c.tile_m, c.tile_n, c.causal)
+        window = dense_window(c.causal)
+        block_range = BlockRange(c.tile_m, c.tile_n, window)
         seqlens = DenseSeqlens(seqlen_q, seqlen_k)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head)
         precision = self.parts.precision
@@ -277,7 +279,7 @@ class ForwardKernel:
             loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
             seqlens = work.seqlens.of(batch)
-            scores = ScoreTile(TileMask(c.causal, c.tile_n, seqlens, row, col_in_block))
+            scores = ScoreTile(TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block))
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)

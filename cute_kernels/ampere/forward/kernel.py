@@ -21,6 +21,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
+from cute_kernels.window import dense_window
 
 
 class AmpereForwardKernel:
@@ -120,7 +121,8 @@ class AmpereForwardKernel:
         m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
         head_kv = head // heads_per_kv_head
         seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
-        n_end = BlockRange(c.tile_m, c.tile_n, c.causal).end(m_block, seqlens)
+        window = dense_window(c.causal)
+        blocks = BlockRange(c.tile_m, c.tile_n, window).of(m_block, seqlens)
 
         sQ, sKV = self._allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,24 +133,22 @@ class AmpereForwardKernel:
             c,
             TileLoader(q_tile, c.tile_n, c.threads, sKV, mK[batch, None, head_kv, None], thread),
             TileLoader(v_tile, c.tile_n, c.threads, sKV, mV[batch, None, head_kv, None], thread),
+            blocks.begin,
         )
         q_loader.load(m_block * c.tile_m, Int32(0), True)
-        ring.fill(n_end - 1)
+        ring.fill(blocks.last)
 
         first_row = m_block * c.tile_m + warp * c.rows_per_warp
         row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
         scores = [
-            ScoreTile(TileMask(c.causal, c.tile_n, seqlens, row + band * MMA_ROWS, column))
+            ScoreTile(TileMask(window, c.tile_n, seqlens, row + band * MMA_ROWS, column))
             for band in range(c.bands)
         ]
         mainloop = Mainloop(c, self.dtype, ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
-        of_warp, of_band = (BlockRange(rows, c.tile_n, c.causal) for rows in (c.rows_per_warp, MMA_ROWS))
+        of_warp, of_band = (BlockRange(rows, c.tile_n, window) for rows in (c.rows_per_warp, MMA_ROWS))
         number = m_block * c.warps + warp
-        blocks = WarpBlocks(
-            of_warp.end(number, seqlens),
-            tuple(of_band.unmasked_end(c.bands * number + i, seqlens) for i in range(c.bands)),
-        )
-        mainloop.attend(scores, n_end, blocks)
+        bands = tuple(of_band.of(c.bands * number + i, seqlens) for i in range(c.bands))
+        mainloop.attend(scores, WarpBlocks.of(blocks, of_warp.of(number, seqlens), bands))
         epilogue = Epilogue(c, sQ, warp, lane)
         epilogue.store(
             mainloop, mO[batch, None, head, None], mLSE[batch, head, None], first_row, (head_kv, batch)
