@@ -28,7 +28,9 @@ class BlockRange:
         """One past the last block with a visible key; at least 1, so that a row without keys is still written."""
         n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
         if self.window.has_right:
-            last_row_keys = (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            last_row_keys = (
+                (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            )
             n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
         return maximum(n_end, 1)
 
@@ -36,7 +38,9 @@ class BlockRange:
         """One past the last block in which no row of the tile has a last key that it sees, or the sequence an end."""
         n_full = seqlens.seqlen_k // self.tile_n
         if self.window.has_right:
-            first_row_keys = m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            first_row_keys = (
+                m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            )
             n_full = minimum(n_full, maximum(first_row_keys, 0) // self.tile_n)
         return n_full
 

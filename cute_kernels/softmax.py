@@ -106,7 +106,9 @@ class OnlineSoftmax(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             is_empty = total == Float32(0.0)
-            inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(self._sum_of_rounded(r, total))
+            inverse_sum[r] = (
+                Float32(0.0) if is_empty else cute.arch.rcp_approx(self._sum_of_rounded(r, total))
+            )
             log_sum = (self.shift[r] + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
             lse[r] = -Float32.inf if is_empty else log_sum
 

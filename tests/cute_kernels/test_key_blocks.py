@@ -34,7 +34,7 @@ def test_blocks_visited_are_those_with_a_visible_key(seqlen_q, seqlen_k, tile_n,
         assert blocks.begin == min(seen) // tile_n
         # Rows past the end of a ragged last tile count as rows, so a block more than needed may be visited there.
         is_ragged = (m_block + 1) * TILE_M > seqlen_q
-        assert blocks.end == max(seen) // tile_n + 1 or is_ragged and blocks.end > max(seen) // tile_n
+        assert blocks.end == max(seen) // tile_n + 1 or (is_ragged and blocks.end > max(seen) // tile_n)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

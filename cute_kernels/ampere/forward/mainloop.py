@@ -38,7 +38,9 @@ class WarpBlocks(LoopInvariant):
         # Rows past the last query may see no block at all.
         begin = minimum(of_warp.begin, of_warp.last) if of_cta.window.has_left else 0
         unmasked_ends = tuple(band.unmasked for band in bands)
-        return WarpBlocks(of_cta, of_warp.end, begin, unmasked_ends, tuple(band.left_masked for band in bands))
+        return WarpBlocks(
+            of_cta, of_warp.end, begin, unmasked_ends, tuple(band.left_masked for band in bands)
+        )
 
     @property
     def window(self) -> Window:
