@@ -21,7 +21,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
-from cute_kernels.window import dense_window
+from cute_kernels.window import window_of
 
 
 class AmpereForwardKernel:
@@ -121,7 +121,7 @@ class AmpereForwardKernel:
         m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
         head_kv = head // heads_per_kv_head
         seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
-        window = dense_window(c.causal)
+        window = window_of(c.causal)
         blocks = BlockRange(c.tile_m, c.tile_n, window).of(m_block, seqlens)
 
         sQ, sKV = self._allocate()
