@@ -12,6 +12,7 @@ from cute_kernels.ampere.config import (
 )
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
+from hopper_attention.backends import missing_in_kernel
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
 
@@ -33,31 +34,47 @@ Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
 def select_config(
-    backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
+    backend: str,
+    capability: tuple[int, ...],
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    has_window: bool = False,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
-        NotImplementedError: the kernel cannot count sizes as large as these.
+        NotImplementedError: the kernel cannot count sizes as large as these, or has no windows.
     """
-    config = select_for(problem_of(q, k, v, causal), backend, capability)
+    config = select_for(problem_of(q, k, v, causal, has_window), backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
 
-def problem_of(q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool) -> AttentionProblem:
+def problem_of(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool, has_window: bool = False
+) -> AttentionProblem:
     """What of checked tensors decides on the kernel."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     return AttentionProblem(
-        q.dtype, q.dtype, head_dim, head_dim_v, causal, longest_alike(k.shape[1]), is_empty
+        q.dtype, q.dtype, head_dim, head_dim_v, causal, longest_alike(k.shape[1]), is_empty, has_window
     )
 
 
 def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, ...]) -> Config:
-    """``select_config`` of all problems of a kind, whatever their sizes."""
+    """``select_config`` of all problems of a kind, whatever their sizes.
+
+    Raises:
+        NotImplementedError: the kernel does not do problems of this kind.
+    """
     if backend == "reference":
         return ReferenceConfig()
+    if problem.has_window:
+        raise missing_in_kernel("sliding-window attention (window_size)", backend)
+    if problem.is_packed:
+        raise missing_in_kernel("variable-length attention (flash_attn_varlen_func)", backend)
     p = problem
     dtype = DTYPE_NAMES[p.dtype]
     if backend == "ampere":
