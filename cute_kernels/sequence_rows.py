@@ -1,36 +1,36 @@
-"""The rows of one sequence in the tensors of a batch: each with a dimension for the batch, or all packed."""
+"""The rows of one sequence in a tensor of all: with a dimension for the batch, or packed behind each other."""
+
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.integers import minimum
-from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.seqlen import PackedRows
 
 
-def query_rows(tensor: cute.Tensor, seqlens: SeqlenInfo, head: Int32) -> cute.Tensor:
-    """(seqlen_q, columns) of a head of (batch, seqlen_q, heads, columns), or packed of (total_q, heads, columns)."""
-    if seqlens.is_packed:
-        return part_of(tensor[None, head, None], seqlens.offset_q, seqlens.seqlen_q)
-    return tensor[seqlens.batch, None, head, None]
+def rows_of(tensor: cute.Tensor, place: Any, head: Int32) -> cute.Tensor:
+    """(rows, columns) of a head of (batch, rows, heads, columns), or of packed (total, heads, columns).
+
+    ``place`` says where the sequence lies: ``rows_q`` or ``rows_k`` of ``SeqlenInfo``.
+    """
+    if isinstance(place, PackedRows):
+        return _part_of(tensor[None, head, None], place.offset, place.length)
+    return tensor[place, None, head, None]
 
 
-def key_rows(tensor: cute.Tensor, seqlens: SeqlenInfo, head: Int32) -> cute.Tensor:
-    """The same of a tensor over the keys."""
-    if seqlens.is_packed:
-        return part_of(tensor[None, head, None], seqlens.offset_k, seqlens.seqlen_k)
-    return tensor[seqlens.batch, None, head, None]
-
-
-def query_vector(tensor: cute.Tensor, seqlens: SeqlenInfo, head: Int32) -> cute.Tensor:
-    """(seqlen_q,) of a head of (batch, heads, seqlen_q), or packed of (heads, total_q); (0,) where that has none."""
-    if seqlens.is_packed:
+def numbers_of(tensor: cute.Tensor, place: Any, head: Int32) -> cute.Tensor:
+    """(rows,) of a head of (batch, heads, rows), or of packed (heads, total); (0,) if the tensor has none at all."""
+    if isinstance(place, PackedRows):
         numbers = tensor[head, None]
-        return part_of(numbers, seqlens.offset_q, minimum(seqlens.seqlen_q, numbers.shape[0]))
-    return tensor[seqlens.batch, head, None]
+        return _part_of(numbers, place.offset, minimum(place.length, numbers.shape[0]))
+    return tensor[place, head, None]
 
 
-def part_of(rows: cute.Tensor, first: Int32, number: Int32) -> cute.Tensor:
+def _part_of(rows: cute.Tensor, first: Int32, number: Int32) -> cute.Tensor:
     """``number`` rows from ``first`` on, as a tensor that ends there."""
-    _, *columns = rows.shape
-    start = cute.domain_offset((first, *(0 for _ in columns)), rows)
-    return cute.make_tensor(start.iterator, cute.make_layout((number, *columns), stride=rows.stride))
+    if cute.rank(rows) == 1:
+        start, shape = cute.domain_offset((first,), rows), (number,)
+    else:
+        start, shape = cute.domain_offset((first, 0), rows), (number, rows.shape[1])
+    return cute.make_tensor(start.iterator, cute.make_layout(shape, stride=rows.stride))

@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES, cover_head_dims
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES, cover_head_dims
 
 WARP_THREADS = 32
 MMA_ROWS = 16
 """Rows of one mma.sync: a warp owns one or two such bands of the output tile."""
-
-LAYOUTS = ("dense", "varlen")
-"""How sequences lie in the tensors: all of one length, in a dimension for the batch, or packed one behind the other."""
 
 MMA_KEYS = 16
 ELEMENT_BYTES = 2
@@ -82,7 +79,7 @@ class AmpereForwardConfig:
     q_in_registers: bool = False
     fused_exponentials: bool = True
     window: bool = False
-    layout: str = "dense"
+    layout: str = DENSE
 
     @property
     def threads(self) -> int:
@@ -124,7 +121,7 @@ class AmpereForwardConfig:
         parts += ["qreg"] if self.q_in_registers else []
         parts += [] if self.fused_exponentials else ["apart"]
         parts += ["window"] if self.window else []
-        parts += [] if self.layout == "dense" else [self.layout]
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
 
@@ -218,7 +215,7 @@ def select_ampere_forward_config(
     causal: bool,
     arch: str,
     window: bool = False,
-    layout: str = "dense",
+    layout: str = DENSE,
 ) -> AmpereForwardConfig:
     """The config that serves a problem; the tiles are those of its mask without a window. Reads sizes only, never a
     tensor; cached."""
@@ -238,7 +235,7 @@ def make_config(
     causal: bool,
     tiling: Tiling,
     window: bool = False,
-    layout: str = "dense",
+    layout: str = DENSE,
 ) -> AmpereForwardConfig:
     """The config of a tiling, validated."""
     config = AmpereForwardConfig(

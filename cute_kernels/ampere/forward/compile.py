@@ -8,6 +8,7 @@ from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpere
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.plan.compile import plan_argument
+from cute_kernels.problem import VARLEN
 
 
 def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
@@ -30,7 +31,7 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     d and dv are at most the config's, and the sizes pass ``check_problem_size``, or ``check_packed_size``.
     """
     sides = (Int32(0), Int32(0)) if config.window else ()
-    if config.layout == "varlen":
+    if config.layout == VARLEN:
         kernel, tensors = PackedAmpereForwardKernel(config), packed_tensors(config)
         return compile_for_torch(
             kernel, *tensors, plan_argument(), Int32(0), Float32(0.0), *sides, options=options

@@ -10,7 +10,7 @@ from cute_kernels.ampere.forward.query_tile import QueryTile
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
-from cute_kernels.window import Window, dense_window
+from cute_kernels.window import window_of
 
 
 class AmpereForwardKernel:
@@ -106,7 +106,7 @@ class AmpereForwardKernel:
         )
         m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
         seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
-        tile = QueryTile(c, seqlens, window_of(c, sides), m_block, head, heads_per_kv_head)
+        tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
         tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
 
@@ -169,16 +169,8 @@ class PackedAmpereForwardKernel:
             )
             m_block, head, sequence = order.coordinates(number)
             seqlens = PackedSeqlens(plan).of(sequence)
-            tile = QueryTile(c, seqlens, window_of(c, sides), m_block, head, heads_per_kv_head)
+            tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
             tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
-
-
-def window_of(config: AmpereForwardConfig, sides: tuple) -> Window:
-    """Which keys a query sees. Behind a causal mask the right side counts for nothing."""
-    if not sides:
-        return dense_window(config.causal)
-    left, right = sides
-    return Window(left, 0 if config.causal else right)
 
 
 def launch_options(config: AmpereForwardConfig, tiles: Int32) -> dict:

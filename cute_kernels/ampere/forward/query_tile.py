@@ -21,7 +21,7 @@ from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.seqlen import SeqlenInfo
-from cute_kernels.sequence_rows import key_rows, query_rows, query_vector
+from cute_kernels.sequence_rows import numbers_of, rows_of
 from cute_kernels.window import Window
 
 
@@ -47,13 +47,11 @@ class QueryTile(LoopInvariant):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         mQ, mK, mV = inputs
         q_tile, v_tile = SharedTile(c.head_dim), SharedTile(c.head_dim_v)
-        q_loader = TileLoader(
-            q_tile, c.tile_m, c.threads, sQ, query_rows(mQ, seqlens, self.head), thread
-        )
+        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, rows_of(mQ, seqlens.rows_q, self.head), thread)
         ring = KeyValueRing(
             c,
-            TileLoader(q_tile, c.tile_n, c.threads, sKV, key_rows(mK, seqlens, head_kv), thread),
-            TileLoader(v_tile, c.tile_n, c.threads, sKV, key_rows(mV, seqlens, head_kv), thread),
+            TileLoader(q_tile, c.tile_n, c.threads, sKV, rows_of(mK, seqlens.rows_k, head_kv), thread),
+            TileLoader(v_tile, c.tile_n, c.threads, sKV, rows_of(mV, seqlens.rows_k, head_kv), thread),
             blocks.begin,
         )
         q_loader.load(m_block * c.tile_m, Int32(0), True)
@@ -65,9 +63,7 @@ class QueryTile(LoopInvariant):
             ScoreTile(TileMask(self.window, c.tile_n, seqlens, row + band * MMA_ROWS, column))
             for band in range(c.bands)
         ]
-        mainloop = Mainloop(
-            c, DSL_DTYPES[c.dtype], ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2
-        )
+        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
         of_warp, of_band = self._block_range(c.rows_per_warp), self._block_range(MMA_ROWS)
         number = m_block * c.warps + warp
         bands = tuple(of_band.of(c.bands * number + i, seqlens) for i in range(c.bands))
@@ -75,8 +71,8 @@ class QueryTile(LoopInvariant):
         mO, mLSE = outputs
         Epilogue(c, sQ, warp, lane).store(
             mainloop,
-            query_rows(mO, seqlens, self.head),
-            query_vector(mLSE, seqlens, self.head),
+            rows_of(mO, seqlens.rows_q, self.head),
+            numbers_of(mLSE, seqlens.rows_q, self.head),
             first_row,
             (head_kv, seqlens.batch),
         )
