@@ -9,6 +9,7 @@ from typing import Any
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
 
 
 @dataclass(frozen=True)
@@ -17,27 +18,48 @@ class BlockRange:
 
     tile_m: int
     tile_n: int
-    causal: bool
+    window: Window
 
     def of(self, m_block: Any, seqlens: SeqlenInfo) -> "KeyBlocks":
         """Those of one tile."""
-        return KeyBlocks(self, m_block, seqlens, self.end(m_block, seqlens))
+        return KeyBlocks(self, m_block, seqlens, self.end(m_block, seqlens), self.begin(m_block, seqlens))
 
     def end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
         """One past the last block with a visible key; at least 1, so that a row without keys is still written."""
         n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
-        if self.causal:
-            last_row_keys = (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q
+        if self.window.has_right:
+            last_row_keys = (
+                (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            )
             n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
         return maximum(n_end, 1)
 
     def unmasked_end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
-        """One past the last block in which every row of the tile sees every key."""
+        """One past the last block in which no row of the tile has a last key that it sees, or the sequence an end."""
         n_full = seqlens.seqlen_k // self.tile_n
-        if self.causal:
-            first_row_keys = m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q
+        if self.window.has_right:
+            first_row_keys = (
+                m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+            )
             n_full = minimum(n_full, maximum(first_row_keys, 0) // self.tile_n)
         return n_full
+
+    def begin(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
+        """The first block with a visible key, if there is one; below ``end`` for every tile that has a query."""
+        if not self.window.has_left:
+            return 0
+        return maximum(self._first_key(m_block * self.tile_m, seqlens), 0) // self.tile_n
+
+    def left_masked_end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last block with a key that some row of the tile does not see as it lies too far before it."""
+        if not self.window.has_left:
+            return 0
+        last_row = (m_block + 1) * self.tile_m - 1
+        return ceil_div(maximum(self._first_key(last_row, seqlens), 0), self.tile_n)
+
+    def _first_key(self, row: Any, seqlens: SeqlenInfo) -> Any:
+        """That the row sees; negative where it sees all from the first on."""
+        return row + seqlens.seqlen_k - seqlens.seqlen_q - self.window.left
 
 
 @dataclass(frozen=True)
@@ -45,22 +67,28 @@ class KeyBlocks(LoopInvariant):
     """Key blocks of one query tile, visited from ``last`` = ``end`` - 1 down to ``begin``, at least one.
 
     Those from ``unmasked`` on, and those before ``left_masked``, hold keys that a row of the tile may not see. Without
-    a window both ``begin`` and ``left_masked`` are 0 when the kernel is compiled; no kernel has a window yet, so none
-    reads ``left_masked``. The Hopper kernels walk by this; the one without WGMMA, whose warps have ends of their own,
-    asks ``BlockRange`` for each.
+    a left side both ``begin`` and ``left_masked`` are 0 when the kernel is compiled. The producer and every consumer
+    walk by this, in all kernels.
     """
 
     block_range: BlockRange
     m_block: Any
     seqlens: SeqlenInfo
     end: Any
-    begin: Any = 0
-    left_masked: Any = 0
+    begin: Any
+
+    @property
+    def window(self) -> Window:
+        return self.block_range.window
 
     @property
     def unmasked(self) -> Any:
         """Computed where it is asked for, since a producer never does."""
         return self.block_range.unmasked_end(self.m_block, self.seqlens)
+
+    @property
+    def left_masked(self) -> Any:
+        return self.block_range.left_masked_end(self.m_block, self.seqlens)
 
     @property
     def last(self) -> Any:

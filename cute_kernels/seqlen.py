@@ -7,17 +7,36 @@ from cute_kernels.invariant import LoopInvariant
 
 
 @dataclass(frozen=True)
-class SeqlenInfo(LoopInvariant):
-    """One sequence: its lengths, and the first of its rows in Q and O, and in K and V.
+class PackedRows(LoopInvariant):
+    """Of packed rows, the ``length`` from ``offset`` on."""
 
-    An offset that is the same for all sequences is an int when the kernel is compiled, and costs nothing. Today all are
-    0, and no kernel reads them: every sequence has rows of its own.
+    offset: Any
+    length: Any
+
+
+@dataclass(frozen=True)
+class SeqlenInfo(LoopInvariant):
+    """One sequence: its lengths, its number in the batch, and the first of its rows in packed Q and O, and K and V.
+
+    Offsets of sequences that have rows of their own are 0 when the kernel is compiled, and cost nothing.
     """
 
     seqlen_q: Any
     seqlen_k: Any
+    batch: Any = 0
     offset_q: Any = 0
     offset_k: Any = 0
+    is_packed: bool = False
+
+    @property
+    def rows_q(self) -> Any:
+        """Where its rows of Q and O lie: ``PackedRows``, or its number in a dimension for the batch."""
+        return PackedRows(self.offset_q, self.seqlen_q) if self.is_packed else self.batch
+
+    @property
+    def rows_k(self) -> Any:
+        """Those of K and V."""
+        return PackedRows(self.offset_k, self.seqlen_k) if self.is_packed else self.batch
 
 
 @dataclass(frozen=True)
@@ -28,4 +47,4 @@ class DenseSeqlens(LoopInvariant):
     seqlen_k: Any
 
     def of(self, batch: Any) -> SeqlenInfo:
-        return SeqlenInfo(self.seqlen_q, self.seqlen_k)
+        return SeqlenInfo(self.seqlen_q, self.seqlen_k, batch)

@@ -106,9 +106,32 @@ class OnlineSoftmax(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             is_empty = total == Float32(0.0)
-            inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
+            inverse_sum[r] = (
+                Float32(0.0) if is_empty else cute.arch.rcp_approx(self._sum_of_rounded(r, total))
+            )
             log_sum = (self.shift[r] + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
             lse[r] = -Float32.inf if is_empty else log_sum
+
+    def _sum_of_rounded(self, r: int, total: Float32) -> Float32:
+        """What O, which was added up from rounded P, is divided by; ``total`` is the sum of P before rounding."""
+        return total
+
+
+class RoundingSoftmax(OnlineSoftmax):
+    """Divides by a sum in which the largest P of a row is rounded to ``dtype``, as it is in P V.
+
+    The largest P is 1 but for what rounding takes from the shift, half a step of the scaled maximum. Above 2^12 that
+    shows in 16 bits: where one key dominates, O would be off by as much as P was rounded by. Once a tile, this costs
+    nothing; exact exponents would cost an instruction for each score.
+    """
+
+    def __init__(self, scale_log2: Float32, dtype: type[cutlass.Numeric]):
+        super().__init__(scale_log2)
+        self.dtype = dtype
+
+    def _sum_of_rounded(self, r: int, total: Float32) -> Float32:
+        largest = exp2(self.row_max[r] * self.scale_log2 - self.shift[r])
+        return total - (largest - largest.to(self.dtype).to(Float32))
 
 
 @cute.jit

@@ -8,6 +8,7 @@ from typing import Any
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.plan.config import PlanConfig
 from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
@@ -15,11 +16,15 @@ from hopper.quantize.config import QuantizeConfig
 
 HOPPER_ARCH = "sm_90a"
 
+OF_ANY_ARCH = (AmpereForwardConfig, AmpereBackwardConfig, PlanConfig)
+"""Configs that say what they are compiled for."""
+
 COMPILERS: dict[type, tuple[str, str]] = {
     Fp8ForwardConfig: ("hopper.forward.compile", "compile_forward_fp8"),
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
+    PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),
@@ -32,7 +37,7 @@ def arch_of(config: Any) -> str:
     """The architecture that the kernel of ``config`` is for; it never depends on the GPUs of this machine."""
     if isinstance(config, BackwardStep):
         return arch_of(config.config)
-    return config.arch if isinstance(config, AmpereForwardConfig | AmpereBackwardConfig) else HOPPER_ARCH
+    return config.arch if isinstance(config, OF_ANY_ARCH) else HOPPER_ARCH
 
 
 def module_of(config: Any) -> str:

@@ -32,7 +32,7 @@ class ConsumerLoads(NoConsumerLoads):
         self.config, self.producer = config, producer
         self.is_loader = warp_idx == 0
         self.k_state, self.v_state = (cute.make_rmem_tensor(3, Int32) for _ in range(2))
-        self.head = cute.make_rmem_tensor(2, Int32)
+        self.head, self.begin_block = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(1, Int32)
         for state in (self.k_state, self.v_state):
             state[0], state[1] = Int32(0), Int32(1)
 
@@ -42,6 +42,7 @@ class ConsumerLoads(NoConsumerLoads):
         m_block, head, batch = coordinates
         self.head[0], self.head[1] = head_kv, batch
         self.k_state[2], self.v_state[2] = blocks.last, blocks.last
+        self.begin_block[0] = Int32(blocks.begin)
         if self.is_loader:
             self.producer.load_queries(m_block, head, batch, q_phase)
         for _ in cutlass.range_constexpr(self.config.stages - 1):
@@ -56,7 +57,7 @@ class ConsumerLoads(NoConsumerLoads):
     @cute.jit
     def _feed_k(self):
         c, n_block = self.config, self.k_state[2]
-        if self.is_loader and n_block >= 0:
+        if self.is_loader and n_block >= self.begin_block[0]:
             state = PipelineState(c.stages, Int32(0), self.k_state[0], self.k_state[1])
             self.producer.load_keys(self.head[0], self.head[1], n_block, state)
         self._advance(self.k_state)
@@ -64,15 +65,15 @@ class ConsumerLoads(NoConsumerLoads):
     @cute.jit
     def _feed_v(self):
         c, n_block = self.config, self.v_state[2]
-        if self.is_loader and n_block >= 0:
+        if self.is_loader and n_block >= self.begin_block[0]:
             state = PipelineState(c.stages, Int32(0), self.v_state[0], self.v_state[1])
             self.producer.load_values(self.head[0], self.head[1], n_block, state)
         self._advance(self.v_state)
 
     @cute.jit
     def _advance(self, state: cute.Tensor):
-        """To the next stage and block; past block 0 nothing moves, as nothing is loaded."""
-        if state[2] >= 0:
+        """To the next stage and block; past the tile's last nothing moves, as nothing is loaded."""
+        if state[2] >= self.begin_block[0]:
             is_last = state[0] == self.config.stages - 1
             state[0] = Int32(0) if is_last else state[0] + 1
             state[1] = state[1] ^ 1 if is_last else state[1]

@@ -6,8 +6,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import OnlineSoftmax
+from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax
 from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
@@ -31,7 +32,7 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        return OnlineSoftmax(scale_log2)
+        return RoundingSoftmax(scale_log2, DSL_DTYPES[self.config.dtype])
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

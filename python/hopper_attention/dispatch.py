@@ -166,16 +166,14 @@ def explain(
         checks.check_scale(softmax_scale)
     features.check_fp8_window(q.dtype, mask)
     specs, notes = first_part(whole)
-    causal, has_window = mask.causal, mask.has_window
+    causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     if is_fp8:
         choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
-        config = select_config(
-            choice.backend, target.capability, **specs, causal=causal, has_window=has_window
-        )
+        config = select_config(choice.backend, target.capability, **specs, causal=causal, window=mask.window)
     notes = _notes(choice.advice, given) + describe_window(mask) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
@@ -186,12 +184,12 @@ def explain(
     if torch.is_grad_enabled() and differentiated:
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, has_window)
+        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif is_launched:
             notes += (_note_on_gradients(problem, target, backend),)
-    return Plan(choice.backend, config, choice.reason, casts + _copies(config, specs, tensors), notes)
+    return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
 
 
 def describe_window(mask: MaskSpec) -> tuple[str, ...]:
@@ -255,7 +253,9 @@ def check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple[
     )
 
 
-def _copies(config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]) -> tuple[str, ...]:
+def describe_copies(
+    config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]
+) -> tuple[str, ...]:
     """What is made of the inputs before the kernel of ``config`` reads them."""
     if isinstance(config, ReferenceConfig):
         return ()
@@ -282,9 +282,8 @@ def _plan_fp8(
         return choice, fp8_rules.select_config(problem)
     if choice.backend == "ampere":
         dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
-        return choice, select_config(
-            choice.backend, target.capability, **dequantized, causal=causal, has_window=False
-        )
+        q, k, v = (dequantized[name] for name in "qkv")
+        return choice, select_config(choice.backend, target.capability, q, k, v, causal)
     return choice, ReferenceConfig(fp8=True)
 
 

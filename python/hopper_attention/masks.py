@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.window import MAX_SEQLEN_OF_WINDOW, NO_LIMIT
+
 UNLIMITED = -1
 """A side of a window that hides nothing."""
 
-MAX_WINDOW_LENGTH = 2**29
+MAX_WINDOW_LENGTH = MAX_SEQLEN_OF_WINDOW
 """Positions of a sequence under a window: sums of a few positions and sides fit the kernels' 32-bit integers."""
 
 
@@ -61,10 +63,22 @@ class MaskSpec:
         """(window_left, window_right)."""
         return self.window_left, self.window_right
 
+    def most_keys(self, seqlen_k: int) -> int:
+        """Of so many keys, those that a query sees at most."""
+        right = 0 if self.causal else self.window_right
+        if UNLIMITED in (self.window_left, right):
+            return seqlen_k
+        return min(seqlen_k, self.window_left + 1 + right)
+
     @property
     def has_window(self) -> bool:
         """Whether a side is limited beyond what ``causal`` says."""
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
+
+
+def kernel_sides(*window: int) -> tuple[int, ...]:
+    """The sides of a window, if there is one, as kernels take them, which know no UNLIMITED."""
+    return tuple(NO_LIMIT if side == UNLIMITED else side for side in window)
 
 
 def check_window_lengths(mask: MaskSpec, seqlen_q: int, seqlen_k: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.plan.config import check_packed_size
 from hopper_attention import backward_rules, checks, features, forward_rules
 from hopper_attention.api import Window
 from hopper_attention.backends import Target, choose_backend, target_of
@@ -13,11 +14,13 @@ from hopper_attention.dispatch import (
     Plan,
     cast_by_autocast,
     check_margin,
+    describe_copies,
     describe_gradients,
     describe_window,
     first_part,
     imagined_target,
 )
+from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, GradientProblem
 
@@ -84,13 +87,17 @@ def explain_varlen(
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], mask.causal, mask.has_window)
     choice = choose_backend(target, problem.dtype, backend)
     config = forward_rules.select_for(problem, choice.backend, target.capability)
+    if not isinstance(config, ReferenceConfig):
+        totals = specs["q"].shape[0], specs["k"].shape[0]
+        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
     notes = ((choice.advice,) if choice.advice else ()) + describe_window(mask) + notes
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
             notes += (_note_on_gradients(problem, in_order, target, backend),)
-    return Plan(choice.backend, config, choice.reason, casts, notes)
+    copies = casts + describe_copies(config, specs, tensors)
+    return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
 def _note_on_gradients(

@@ -4,45 +4,50 @@ import pytest
 
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import CAUSAL, EVERYTHING, NO_LIMIT, Window
 
 SIZES = [(1, 1), (1, 239), (113, 203), (199, 3), (256, 256), (300, 130), (130, 300)]
+WINDOWS = [EVERYTHING, CAUSAL, Window(0, 0), Window(5, 0), Window(70, 0), Window(40, 90), Window(1000, 17)]
+WINDOWS += [Window(33, None), Window(NO_LIMIT, NO_LIMIT), Window(0, NO_LIMIT), Window(NO_LIMIT, 3)]
+TILE_M = 64
 
 
-def sees(row: int, key: int, seqlen_q: int, seqlen_k: int, causal: bool) -> bool:
-    return key < seqlen_k and (not causal or key <= row + seqlen_k - seqlen_q)
+def visible_keys(row: int, seqlens: SeqlenInfo, window: Window) -> range:
+    level = row + seqlens.seqlen_k - seqlens.seqlen_q
+    first = 0 if window.left is None else max(level - window.left, 0)
+    end = seqlens.seqlen_k if window.right is None else min(level + window.right + 1, seqlens.seqlen_k)
+    return range(first, max(end, first))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("tile_n", [32, 80])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", SIZES)
-def test_blocks_visited_are_those_with_a_visible_key(seqlen_q, seqlen_k, tile_n, causal):
-    tile_m = 64
-    blocks = BlockRange(tile_m, tile_n, causal)
-    for m_block in range((seqlen_q + tile_m - 1) // tile_m):
-        rows = range(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q))
-        last = max(
-            (k for r in rows for k in range(seqlen_k) if sees(r, k, seqlen_q, seqlen_k, causal)), default=-1
-        )
-        end = blocks.end(m_block, SeqlenInfo(seqlen_q, seqlen_k))
-        assert end >= max(last // tile_n + 1, 1)
+def test_blocks_visited_are_those_with_a_visible_key(seqlen_q, seqlen_k, tile_n, window):
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k)
+    for m_block in range((seqlen_q + TILE_M - 1) // TILE_M):
+        blocks = BlockRange(TILE_M, tile_n, window).of(m_block, seqlens)
+        rows = range(m_block * TILE_M, min((m_block + 1) * TILE_M, seqlen_q))
+        seen = [key for row in rows for key in visible_keys(row, seqlens, window)]
+        assert 0 <= blocks.begin < blocks.end and blocks.count == blocks.end - blocks.begin
+        if not seen:
+            continue
+        assert blocks.begin == min(seen) // tile_n
         # Rows past the end of a ragged last tile count as rows, so a block more than needed may be visited there.
-        ragged = (m_block + 1) * tile_m > seqlen_q
-        assert ragged or end == max(last // tile_n + 1, 1)
+        is_ragged = (m_block + 1) * TILE_M > seqlen_q
+        assert blocks.end == max(seen) // tile_n + 1 or (is_ragged and blocks.end > max(seen) // tile_n)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("tile_n", [32, 80])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", SIZES)
-def test_unmasked_blocks_are_seen_by_every_row(seqlen_q, seqlen_k, tile_n, causal):
-    tile_m = 64
-    blocks = BlockRange(tile_m, tile_n, causal)
-    for m_block in range((seqlen_q + tile_m - 1) // tile_m):
-        first_row = m_block * tile_m
-        full = [
-            n
-            for n in range(seqlen_k // tile_n + 1)
-            if all(
-                sees(first_row, k, seqlen_q, seqlen_k, causal) for k in range(n * tile_n, (n + 1) * tile_n)
-            )
-        ]
-        assert blocks.unmasked_end(m_block, SeqlenInfo(seqlen_q, seqlen_k)) == len(full)
+def test_unmasked_blocks_are_seen_by_every_row(seqlen_q, seqlen_k, tile_n, window):
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k)
+    for m_block in range((seqlen_q + TILE_M - 1) // TILE_M):
+        blocks = BlockRange(TILE_M, tile_n, window).of(m_block, seqlens)
+        rows = [visible_keys(row, seqlens, window) for row in (m_block * TILE_M, (m_block + 1) * TILE_M - 1)]
+        # Of rows that are there or not, the first has the least right end and the last the greatest left one.
+        right = range(rows[0].stop) if window.has_right else range(seqlen_k)
+        left = rows[1].start if window.has_left else 0
+        full = [n for n in range(seqlen_k // tile_n + 1) if (n + 1) * tile_n <= len(right)]
+        assert blocks.unmasked == len(full)
+        assert blocks.left_masked == -(-left // tile_n)

@@ -7,6 +7,7 @@ import pytest
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import CAUSAL
 
 SIZES = list(itertools.product((1, 5, 64, 130), (1, 7, 128, 200)))
 
@@ -38,7 +39,7 @@ def test_visited_and_unmasked_tiles(tile_m, tile_n, causal):
 
 
 def test_it_is_the_transpose_of_the_block_range():
-    blocks, queries = BlockRange(64, 128, True), QueryRange(64, 128, True)
+    blocks, queries = BlockRange(64, 128, CAUSAL), QueryRange(64, 128, True)
     for seqlen_q, seqlen_k in SIZES:
         seqlens = SeqlenInfo(seqlen_q, seqlen_k)
         forward = {

@@ -11,6 +11,7 @@ import torch
 
 from hopper_attention import backward_rules, explain_varlen, flash_attn_varlen_func, forward_rules
 from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.problem import AttentionProblem
 from tests.python.varlen_cases import CASES
 
 USED = CASES["used"]
@@ -84,23 +85,45 @@ def test_fp8_is_refused() -> None:
         explain_varlen(*(x.to(torch.float8_e4m3fn) for x in USED.tensors(torch.half)), *USED.lengths)
 
 
-def test_kernels_without_variable_lengths_say_so() -> None:
-    for options, name in (
-        ({"device_capability": (9, 0)}, "Hopper kernel"),
-        ({"device_capability": (9, 0), "backend": "ampere"}, "kernel without WGMMA"),
-        ({"device_capability": (8, 0)}, "kernel without WGMMA"),
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)
+def test_the_config_is_that_of_the_problem(window: tuple[int, int]) -> None:
+    for options, capability, backend in (
+        ({}, (9, 0), "hopper"),
+        ({"backend": "ampere"}, (9, 0), "ampere"),
+        ({}, (8, 0), "ampere"),
     ):
-        with pytest.raises(
-            NotImplementedError, match=rf"is not implemented by the {name} yet; use backend='ref"
-        ):
-            plan(**options)
+        found = plan(**options, device_capability=capability, window_size=window)
+        is_causal, has_window = window[1] == 0, window != (-1, -1)
+        problem = AttentionProblem(
+            *2 * (torch.bfloat16,), 32, 24, is_causal, has_window=has_window, is_packed=True
+        )
+        assert found.backend == backend
+        assert found.config == forward_rules.select_for(problem, backend, capability)
+        assert found.config.causal == is_causal
+
+
+def test_what_a_kernel_cannot_address_is_copied() -> None:
+    q, k, v = USED.tensors(torch.bfloat16)
+    columns = q.transpose(1, 2).contiguous().transpose(1, 2)
+    padded = torch.zeros(*k.shape[:2], 36, dtype=k.dtype)[:, :, :32]
+    assert plan(device_capability=(9, 0)).copies == ()
+    assert explain_varlen(columns, padded, v, *USED.lengths, device_capability=(9, 0)).copies == (
+        "q is copied to contiguous memory: its stride in the last dimension is 4, and the kernel needs 1",
+        "k is copied to contiguous memory: its stride in dimension 1 is 36, and the kernel needs a multiple of 8 "
+        "elements other than 0",
+    )
+    assert explain_varlen(columns, padded, v, *USED.lengths).copies == ()
+
+
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
+    q, k = (torch.empty(n, 1, 64, dtype=torch.half, device="meta") for n in (2**29 + 1, 5))
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(NotImplementedError, match="total_q is 536870913, the kernel takes at most 536870912"):
+        explain_varlen(q, k, k, cu, cu, 5, 5, device_capability=(9, 0))
+    assert explain_varlen(q, k, k, cu, cu, 5, 5).backend == "reference"
 
 
 def test_a_kernel_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = forward_rules.select_for
-    monkeypatch.setattr(
-        forward_rules, "select_for", lambda problem, *where: select(replace(problem, is_packed=False), *where)
-    )
     tensors = [x.requires_grad_() for x in USED.tensors(torch.bfloat16)]
     found = explain_varlen(*tensors, *USED.lengths, device_capability=(9, 0), sm_margin=4)
     assert found.backend == "hopper" and found.config.head_dim >= 32

@@ -1,10 +1,10 @@
 """The key blocks of a query tile, as one warp sees them: S = Q K^T, softmax, O += P V."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.ampere.config import MMA_KEYS, MMA_ROWS, AmpereForwardConfig
 from cute_kernels.ampere.forward.ring import KeyValueRing
@@ -13,15 +13,42 @@ from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.instructions import as_fragment
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
+from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
+from cute_kernels.window import Window
 
 
-class WarpBlocks(NamedTuple):
-    """Key blocks that the rows of one warp see: those below ``end``. Below ``unmasked_ends`` a band needs no mask."""
+@dataclass(frozen=True)
+class WarpBlocks(LoopInvariant):
+    """The part of a CTA's key blocks that the rows of one warp see: from ``end`` - 1 down to ``begin``, at least one.
 
+    A band needs a mask from its one of ``unmasked_ends`` on, and below its one of ``left_masked_ends``.
+    """
+
+    of_cta: KeyBlocks
     end: Int32
+    begin: Int32 | int
     unmasked_ends: tuple[Int32, ...]
+    left_masked_ends: tuple[Int32 | int, ...]
+
+    @staticmethod
+    def of(of_cta: KeyBlocks, of_warp: KeyBlocks, bands: tuple[KeyBlocks, ...]) -> "WarpBlocks":
+        # Rows past the last query may see no block at all.
+        begin = minimum(of_warp.begin, of_warp.last) if of_cta.window.has_left else 0
+        unmasked_ends = tuple(band.unmasked for band in bands)
+        return WarpBlocks(
+            of_cta, of_warp.end, begin, unmasked_ends, tuple(band.left_masked for band in bands)
+        )
+
+    @property
+    def window(self) -> Window:
+        return self.of_cta.window
+
+    def needs_mask(self, band: int, n_block: Int32) -> Boolean:
+        needs = n_block >= self.unmasked_ends[band]
+        return needs | (n_block < self.left_masked_ends[band]) if self.window.has_left else needs
 
 
 def columns_of(acc: cute.Tensor, step: int) -> cute.Tensor:
@@ -48,10 +75,10 @@ class Mainloop(LoopInvariant):
         self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
 
     @cute.jit
-    def attend(self, scores: list[ScoreTile], n_end: Int32, blocks: WarpBlocks):
+    def attend(self, scores: list[ScoreTile], blocks: WarpBlocks):
         """Leave O, not yet normalised, in ``acc_O`` and the row statistics in ``softmax``.
 
-        The ring must have been filled from block ``n_end - 1`` on; all warps go from there down to block 0
+        The ring must have been filled from the CTA's last block on; all warps go from there down to its first
         together, and each computes what its own rows see.
         """
         for band in cutlass.range_constexpr(self.config.bands):
@@ -61,17 +88,28 @@ class Mainloop(LoopInvariant):
             self.ring.await_item()
             self.tiles.keep_q()
         slot = Int32(0)
-        n_block = n_end - 1
-        if const_expr(self.config.causal):
-            for _ in cutlass.range(n_end - blocks.end, unroll=1):
+        n_block = blocks.of_cta.last
+        if const_expr(blocks.window.has_right):
+            for _ in cutlass.range(blocks.of_cta.end - blocks.end, unroll=1):
                 slot = self._pass_by(n_block, slot)
                 n_block -= 1
-        for _ in cutlass.range(blocks.end - blocks.unmasked_ends[0], unroll=1):
+        masked = blocks.end - blocks.unmasked_ends[0]
+        if const_expr(blocks.window.has_left):
+            masked = blocks.end - cutlass.max(blocks.unmasked_ends[0], blocks.begin)
+        for _ in cutlass.range(masked, unroll=1):
             slot = self._block(scores, blocks, n_block, slot, True)
             n_block -= 1
-        for _ in cutlass.range(n_block + 1, unroll=1):
+        unmasked_begin = blocks.left_masked_ends[-1]
+        for _ in cutlass.range(n_block + 1 - unmasked_begin, unroll=1):
             slot = self._block(scores, blocks, n_block, slot, False)
             n_block -= 1
+        if const_expr(blocks.window.has_left):
+            for _ in cutlass.range(n_block + 1 - blocks.begin, unroll=1):
+                slot = self._block(scores, blocks, n_block, slot, True)
+                n_block -= 1
+            for _ in cutlass.range(n_block + 1 - blocks.of_cta.begin, unroll=1):
+                slot = self._pass_by(n_block, slot)
+                n_block -= 1
 
     @cute.jit
     def _pass_by(self, n_block: Int32, k_slot: Int32) -> Int32:
@@ -101,7 +139,7 @@ class Mainloop(LoopInvariant):
             if const_expr(is_masked):
                 # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
                 # which it would cost registers that are not there.
-                if n_block >= blocks.unmasked_ends[band]:
+                if blocks.needs_mask(band, n_block):
                     scores[band].finish(acc_S[band], n_block, True)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)

@@ -16,12 +16,13 @@ class KeyValueRing(LoopInvariant):
     """Loads item 2 t, which is K of the t-th key block visited, and item 2 t + 1, which is V of it.
 
     ``stages - 1`` items are under way or waiting while one is used. A stage is known by its first byte in the ring, its
-    slot; what was used before the current item frees the slot that is filled next.
+    slot; what was used before the current item frees the slot that is filled next. ``begin`` is the last block visited.
     """
 
     config: AmpereForwardConfig
     k: TileLoader
     v: TileLoader
+    begin: Int32 | int
 
     @cute.jit
     def fill(self, n_block: Int32):
@@ -55,7 +56,7 @@ class KeyValueRing(LoopInvariant):
     ):
         """Item ``item`` counted from K of ``n_block``; only the first block may reach past the end."""
         block = n_block - item // 2
-        if block >= 0:
+        if block >= self.begin:
             loader = self.k if const_expr(item % 2 == 0) else self.v
             loader.load(block * self.config.tile_n, slot, is_guarded and item < 2)
         cute.arch.cp_async_commit_group()

@@ -31,6 +31,7 @@ from hopper_attention.launch.base import (
     no_vectors,
 )
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
+from hopper_attention.masks import kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
@@ -113,6 +114,8 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
+        if window:
+            window = kernel_sides(*window)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             self.kernel(q, k, v, out, lse, counter, scale, *window, self.num_ctas)
@@ -182,7 +185,7 @@ def find_launch(
     causal: bool,
     backend: str | None,
     sm_margin: int,
-    has_window: bool = False,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> Launch:
     """What serves a call with these tensors, checked.
 
@@ -191,7 +194,7 @@ def find_launch(
 
     Raises:
         ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
-        NotImplementedError: the sizes are larger than the kernel can count, or it has no windows.
+        NotImplementedError: the sizes are larger than the kernel can count.
     """
     q = TensorSpec(q_shape, q_strides, q_dtype, q_device)
     k = TensorSpec(k_shape, k_strides, k_dtype, k_device)
@@ -201,11 +204,11 @@ def find_launch(
     checks.check_sm_margin(sm_margin)
     if needs_parts(v_shape[3]):
         shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
-        options = causal, backend, sm_margin, has_window
+        options = causal, backend, sm_margin, window
         return PartsLaunch(
             {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
         )
-    problem = problem_of(q, k, v, causal, has_window)
+    problem = problem_of(q, k, v, causal, window)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
@@ -236,7 +239,6 @@ def run_forward(
     Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
     ``MaskSpec``.
     """
-    has_window = window != FULL_WINDOW
     launch = find_launch(
         q.shape,
         q.stride(),
@@ -253,10 +255,10 @@ def run_forward(
         causal,
         backend,
         sm_margin,
-        has_window,
+        window,
     )
     if softmax_scale is not None:
         softmax_scale = checks.check_scale(softmax_scale)
-    if has_window:
+    if window != FULL_WINDOW:
         return launch(q, k, v, softmax_scale, wants_lse, *window)
     return launch(q, k, v, softmax_scale, wants_lse)

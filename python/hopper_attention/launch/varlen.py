@@ -17,10 +17,11 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
-from hopper_attention.forward_rules import packed_problem_of
+from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
@@ -150,14 +151,13 @@ def find_varlen(
 ) -> VarlenLaunch:
     """What runs packed problems of a kind; compiles or loads its kernel the first time.
 
-    Kernels come in here: ``find_config`` gives the config of one, once ``forward_rules.select_for`` lets it.
-
     Raises:
         ValueError: ``backend`` cannot run there.
-        NotImplementedError: its kernel does not do problems of this kind.
     """
-    find_config(problem, device, backend)
-    return ReferenceVarlen(problem.causal)
+    config = find_config(problem, device, backend)
+    if isinstance(config, ReferenceConfig):
+        return ReferenceVarlen(problem.causal)
+    return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

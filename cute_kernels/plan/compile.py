@@ -1,0 +1,33 @@
+"""Compile the kernel that plans launches on packed sequences, with or without a GPU."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.arguments import compile_for_torch, words
+from cute_kernels.plan.config import PlanConfig
+from cute_kernels.plan.kernel import PlanKernel
+
+
+def plan_argument():
+    """A plan, as kernels take it."""
+    return make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
+
+
+def compile_plan(config: PlanConfig, options: str = ""):
+    """Compile the kernel of ``config``; ``options`` go to ``cute.compile`` and name the architecture.
+
+    Gives ``fn(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, plan, total_q, total_k, tile, of_keys)``, as
+    ``PlanKernel`` has it; all tensors are int32 vectors, plan of ``plan_words`` and 16-byte aligned.
+    """
+    batch_and_one = cute.sym_int()
+    return compile_for_torch(
+        PlanKernel(),
+        words(batch_and_one),
+        words(batch_and_one),
+        words(cute.sym_int()),
+        words(cute.sym_int()),
+        plan_argument(),
+        *(Int32(0) for _ in range(4)),
+        options=options,
+    )
