@@ -279,8 +279,8 @@ def _plan_fp8(
         return choice, fp8_rules.select_config(problem)
     if choice.backend == "ampere":
         dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
-        tensors = (dequantized[name] for name in "qkv")
-        return choice, select_config(choice.backend, target.capability, *tensors, causal)
+        q, k, v = (dequantized[name] for name in "qkv")
+        return choice, select_config(choice.backend, target.capability, q, k, v, causal)
     return choice, ReferenceConfig(fp8=True)
 
 
