@@ -78,6 +78,8 @@ def resolve_packed_mask(
         NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
+    if _is_full(window_size) and _is_zero(attention_chunk):
+        return MaskSpec(causal)
     mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
     # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
     longest_q = 0 if mask.causal else max_seqlen_k + 1

@@ -60,11 +60,14 @@ class Sequence(NamedTuple):
 
 def check_kinds(lengths: Lengths) -> None:
     """Raise TypeError or ValueError unless these are tensors, and the bounds ints from 0."""
-    for name, x in lengths._asdict().items():
-        if name.startswith("max_"):
-            check_max_seqlen(name, x)
-        elif x is not None or name.startswith("cu_"):
-            checks.check_are_tensors(**{name: x})
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k = lengths
+    checks.check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if seqused_q is not None:
+        checks.check_are_tensors(seqused_q=seqused_q)
+    if seqused_k is not None:
+        checks.check_are_tensors(seqused_k=seqused_k)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
 
 
 def check_max_seqlen(name: str, max_seqlen: Any) -> None:
