@@ -6,6 +6,10 @@ DTYPES = ("float16", "bfloat16")
 SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 MAX_HEAD_DIM = 256
 
+DENSE, VARLEN = "dense", "varlen"
+LAYOUTS = (DENSE, VARLEN)
+"""Of a batch: sequences of one length, each with rows of its own; or of any lengths, packed behind each other."""
+
 MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16
 """Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""

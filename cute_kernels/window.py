@@ -38,3 +38,8 @@ CAUSAL = Window(right=0)
 def dense_window(causal: bool) -> Window:
     """Of a kernel that has no sides but a causal mask."""
     return CAUSAL if causal else EVERYTHING
+
+
+def window_of(causal: bool, left: Any, right: Any) -> Window:
+    """Of a kernel that is given the sides of its window, or None for both; with ``causal`` the right one is 0."""
+    return dense_window(causal) if left is None else Window(left, 0 if causal else right)
