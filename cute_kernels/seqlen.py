@@ -7,6 +7,14 @@ from cute_kernels.invariant import LoopInvariant
 
 
 @dataclass(frozen=True)
+class PackedRows(LoopInvariant):
+    """Of packed rows, the ``length`` from ``offset`` on."""
+
+    offset: Any
+    length: Any
+
+
+@dataclass(frozen=True)
 class SeqlenInfo(LoopInvariant):
     """One sequence: its lengths, its number in the batch, and the first of its rows in packed Q and O, and K and V.
 
@@ -19,6 +27,16 @@ class SeqlenInfo(LoopInvariant):
     offset_q: Any = 0
     offset_k: Any = 0
     is_packed: bool = False
+
+    @property
+    def rows_q(self) -> Any:
+        """Where its rows of Q and O lie: ``PackedRows``, or its number in a dimension for the batch."""
+        return PackedRows(self.offset_q, self.seqlen_q) if self.is_packed else self.batch
+
+    @property
+    def rows_k(self) -> Any:
+        """Those of K and V."""
+        return PackedRows(self.offset_k, self.seqlen_k) if self.is_packed else self.batch
 
 
 @dataclass(frozen=True)

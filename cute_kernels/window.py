@@ -35,11 +35,8 @@ EVERYTHING = Window()
 CAUSAL = Window(right=0)
 
 
-def dense_window(causal: bool) -> Window:
-    """Of a kernel that has no sides but a causal mask."""
-    return CAUSAL if causal else EVERYTHING
-
-
-def window_of(causal: bool, left: Any, right: Any) -> Window:
-    """Of a kernel that is given the sides of its window, or None for both; with ``causal`` the right one is 0."""
-    return dense_window(causal) if left is None else Window(left, 0 if causal else right)
+def window_of(causal: bool, sides: tuple = ()) -> Window:
+    """Of a kernel with a causal mask or without one, and with ``sides``, (left, right), if it is given them."""
+    if not sides:
+        return CAUSAL if causal else EVERYTHING
+    return Window(sides[0], 0 if causal else sides[1])

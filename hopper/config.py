@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels import problem
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -48,6 +48,8 @@ class ForwardConfig:
     Without ``warp_specialized`` there is no producer warp: the first consumer warp loads between its own steps, and
     all threads keep the registers of the launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory.
     Such kernels are for comparison, as in the paper's ablation.
+    ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
+    ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones.
     """
 
     dtype: str
@@ -63,6 +65,8 @@ class ForwardConfig:
     late_rescale: bool = False
     warp_specialized: bool = True
     ctas_per_sm: int = 1
+    window: bool = False
+    layout: str = DENSE
 
     @property
     def consumers(self) -> int:
@@ -144,6 +148,8 @@ class ForwardConfig:
         parts += ["late"] if self.late_rescale else []
         parts += [] if self.warp_specialized else ["nows"]
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
+        parts += ["window"] if self.window else []
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
 
@@ -171,6 +177,13 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.ctas_per_sm < 1:
         raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    if (c.window or c.layout != DENSE) and not (c.pipelined and c.warp_specialized):
+        raise ValueError(
+            f"window is {c.window} and layout {c.layout!r}, allowed without pipelined and warp_specialized: "
+            f"False and {DENSE!r}"
+        )
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import PackedRows
 from hopper.config import WARPGROUP_THREADS
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
@@ -34,25 +35,62 @@ def swizzled_layout(
     return cute.make_composed_layout(tile.inner, 0, staged)
 
 
+RAGGED_ROWS = 2**30
+"""Rows that a ragged view has, whatever the tensor."""
+
+ADDRESS_PART = 2**34
+"""Bytes of which RAGGED_ROWS are 2^64, which is nothing to an address."""
+
+
+def ragged_view(tensor: cute.Tensor, row_mode: int = 0) -> cute.Tensor:
+    """Packed rows, heads last, as TMA has to see them so that it stops at the end of each sequence.
+
+    TMA clips a box to the sizes of its tensor, which are the same for all sequences. Here the rows of every sequence
+    end at row RAGGED_ROWS, so that what lies behind reads as zeros and is not written. Two more modes put the address
+    right: with coordinates (RAGGED_ROWS, end), row RAGGED_ROWS - i is row end - i of the tensor, since addresses wrap
+    at 2^64. (The idea is that of Triton's ragged descriptors.)
+    """
+    assert cute.rank(tensor) == 3
+    row_stride = tensor.stride[row_mode]
+    elements = ADDRESS_PART * 8 // tensor.element_type.width
+    back = cute.assume(Int64(elements) - row_stride, divby=16 * 8 // tensor.element_type.width)
+    shape = [*tensor.shape[:2], tensor.shape[2], RAGGED_ROWS + 1, 2**31 - 1]
+    shape[row_mode] = RAGGED_ROWS
+    layout = cute.make_layout(tuple(shape), stride=(*tensor.stride, back, row_stride))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 @dataclass(frozen=True)
 class TmaOperand(LoopInvariant):
-    """A TMA atom with the coordinate tensor and the staged shared memory between which it copies."""
+    """A TMA atom with the coordinate tensor and the staged shared memory between which it copies.
+
+    ``gmem`` is (rows, columns, heads, batch), or of packed sequences a ``ragged_view``; mode ``row_mode`` has the rows.
+    """
 
     atom: cute.CopyAtom
     gmem: cute.Tensor
     smem: cute.Tensor
+    row_mode: int = 0
+
+    def of_head(self, head: Int32, rows: PackedRows | Int32) -> cute.Tensor:
+        """The rows of a sequence, and the columns of a head; ``rows`` is as ``SeqlenInfo`` gives it."""
+        if not isinstance(rows, PackedRows):
+            return self.gmem[None, None, head, rows]
+        tensor = self.gmem[None, None, head, RAGGED_ROWS, rows.offset + rows.length]
+        first = RAGGED_ROWS - rows.length
+        return cute.domain_offset((first, 0) if self.row_mode == 0 else (0, first), tensor)
 
     def partition(
         self,
         tiler: tuple,
         coord: tuple,
         head: Int32,
-        batch: Int32,
+        rows: PackedRows | Int32,
         share: tuple[Int32 | int, int] = (0, 1),
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """(shared stages, global tiles) of one head, each with the copied tile as mode 0; with ``share`` = (i, n) of
         CTAs that share a tile out by multicast, the i-th part of n."""
-        tiles = cute.local_tile(self.gmem[None, None, head, batch], tiler, coord)
+        tiles = cute.local_tile(self.of_head(head, rows), tiler, coord)
         return cpasync.tma_partition(
             self.atom,
             share[0],

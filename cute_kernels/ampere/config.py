@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES, cover_head_dims
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES, cover_head_dims
 
 WARP_THREADS = 32
 MMA_ROWS = 16
@@ -62,7 +62,8 @@ class AmpereForwardConfig:
 
     ``stages`` buffers take K and V in turns: K of a block, V of it, K of the next. ``q_in_registers`` reads Q from
     shared memory once and not for every key block. ``fused_exponentials`` computes P 16 keys at a time between the
-    products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread.
+    products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
+    kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors.
     """
 
     dtype: str
@@ -77,6 +78,8 @@ class AmpereForwardConfig:
     ctas_per_sm: int
     q_in_registers: bool = False
     fused_exponentials: bool = True
+    window: bool = False
+    layout: str = DENSE
 
     @property
     def threads(self) -> int:
@@ -105,6 +108,11 @@ class AmpereForwardConfig:
         return self.q_bytes + self.stages * self.stage_bytes
 
     @property
+    def longest_first(self) -> bool:
+        """Whether the tiles of a head differ in their keys, so that those with most of them come first."""
+        return self.causal and not self.window
+
+    @property
     def name(self) -> str:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"v{self.head_dim_v}")
@@ -112,6 +120,8 @@ class AmpereForwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}s{self.stages}c{self.ctas_per_sm}"]
         parts += ["qreg"] if self.q_in_registers else []
         parts += [] if self.fused_exponentials else ["apart"]
+        parts += ["window"] if self.window else []
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
 
@@ -127,6 +137,8 @@ def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
         raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.arch not in ARCHS:
         raise ValueError(f"arch is {c.arch!r}, allowed: {', '.join(ARCHS)}")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
@@ -197,11 +209,18 @@ of 36 that were timed on an H200, the others follow them as far as their shared 
 
 @lru_cache(maxsize=4096)
 def select_ampere_forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, arch: str
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    arch: str,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> AmpereForwardConfig:
-    """The config that serves a problem. Reads sizes only, never a tensor; cached."""
+    """The config that serves a problem; the tiles are those of its mask without a window. Reads sizes only, never a
+    tensor; cached."""
     pair = cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
-    return make_config(dtype, arch, pair, causal, tilings_of(arch)[pair])
+    return make_config(dtype, arch, pair, causal, tilings_of(arch)[pair], window, layout)
 
 
 def tilings_of(arch: str) -> dict[tuple[int, int], Tiling]:
@@ -210,7 +229,13 @@ def tilings_of(arch: str) -> dict[tuple[int, int], Tiling]:
 
 
 def make_config(
-    dtype: str, arch: str, head_dims: tuple[int, int], causal: bool, tiling: Tiling
+    dtype: str,
+    arch: str,
+    head_dims: tuple[int, int],
+    causal: bool,
+    tiling: Tiling,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> AmpereForwardConfig:
     """The config of a tiling, validated."""
     config = AmpereForwardConfig(
@@ -226,13 +251,16 @@ def make_config(
         ctas_per_sm=tiling.ctas_per_sm,
         q_in_registers=tiling.q_in_registers,
         fused_exponentials=tiling.fused_exponentials,
+        window=window,
+        layout=layout,
     )
     validate_ampere_forward_config(config)
     return config
 
 
 def shipped_ampere_forward_configs(archs: tuple[str, ...] = tuple(ARCHS)) -> tuple[AmpereForwardConfig, ...]:
-    """Every config that ``select_ampere_forward_config`` can return for these archs, each once."""
+    """Every config without a window and of dense sequences that ``select_ampere_forward_config`` can return for these
+    archs, each once."""
     return tuple(
         make_config(dtype, arch, pair, causal, tiling)
         for arch in archs

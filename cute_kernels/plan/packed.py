@@ -58,6 +58,11 @@ class PackedTileOrder(LoopInvariant):
         """``num_tiles``, read once and before the loop over tiles."""
         return plan[0] * num_heads
 
+    @staticmethod
+    def most(plan: cute.Tensor, sequences: Int32, num_heads: Int32) -> Int32:
+        """What ``num_tiles`` may be at most by the size of the plan, for a grid with a CTA for each."""
+        return (plan.shape[0] - PLAN_HEADER - RECORD * sequences) // ENTRY * num_heads
+
     def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
         """(block, head, batch) of a tile number below ``num_tiles``."""
         entry = cute.make_rmem_tensor(ENTRY, Int32)

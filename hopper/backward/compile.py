@@ -6,8 +6,16 @@ from cutlass import Float32, Int32
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
-from hopper.backward.kernel import BackwardKernel
-from hopper.backward.pair_kernel import PairedBackwardKernel
+from hopper.backward.kernel import BackwardKernel, WindowBackwardKernel
+from hopper.backward.pair_kernel import PairedBackwardKernel, WindowPairedBackwardKernel
+
+KERNELS = {
+    (False, False): BackwardKernel,
+    (False, True): WindowBackwardKernel,
+    (True, False): PairedBackwardKernel,
+    (True, True): WindowPairedBackwardKernel,
+}
+"""By whether the config is of pairs, and whether it has a window."""
 
 
 def compile_backward(config: BackwardConfig, options: str = ""):
@@ -35,9 +43,9 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     def dense(seqlen, heads, columns):
         return strided(dtype, (b, seqlen, heads, columns), VECTOR_ELEMENTS)
 
-    kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
+    kernel = KERNELS[isinstance(config, PairedBackwardConfig), config.window]
     return compile_for_torch(
-        kernel(config).entry,
+        kernel(config),
         dense(sq, h, d),
         dense(sk, hk, d),
         dense(sk, hk, dv),

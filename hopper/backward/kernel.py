@@ -1,7 +1,7 @@
 """The Hopper backward kernel for 16-bit inputs."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -104,38 +104,10 @@ class BackwardKernel:
         mCounter int32, zero: two for the scheduler,
         zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (None, None), num_ctas, stream)
-
-    @cute.jit
-    def in_window(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mCounter: cute.Tensor,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Launch with ``window``, whose sides are given; of a causal one the right one is not read."""
-        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (window_left, window_right), num_ctas, stream)
-
-    @property
-    def entry(self) -> Any:
-        """The function with the arguments that the config asks for."""
-        return self.in_window if self.config.window else self.__call__
+        self._launch(tensors, softmax_scale, (), num_ctas, stream)
 
     def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, num_ctas: Int32, stream) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window."""
+        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c = self.config
         seqlen_first = [1, 3, 2, 0]
@@ -173,7 +145,7 @@ class BackwardKernel:
             mdQ,
             mCounter,
             softmax_scale,
-            *sides,
+            sides,
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
@@ -194,8 +166,7 @@ class BackwardKernel:
         mdQ: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
+        sides: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
@@ -227,7 +198,7 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         order = TileOrder(*tiles, Int32(1), longest_first=False)
-        window = window_of(c.causal, window_left, window_right)
+        window = window_of(c.causal, sides)
         seqlens = DenseSeqlens(seqlen_q, seqlen_k)
         work = BackwardWork(c, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
@@ -453,3 +424,29 @@ class BackwardKernel:
             ds=a(mmas.dq, ds),
             k_t=b(mmas.dq, k_t),
         )
+
+
+class WindowBackwardKernel(BackwardKernel):
+    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (window_left, window_right), num_ctas, stream)

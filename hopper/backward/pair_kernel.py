@@ -121,37 +121,10 @@ class PairedBackwardKernel:
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
         mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (None, None), stream)
-
-    @cute.jit
-    def in_window(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mCounter: cute.Tensor,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        stream,
-    ):
-        """Launch with ``window``, whose sides are given; of a causal one the right one is not read."""
-        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (window_left, window_right), stream)
-
-    @property
-    def entry(self) -> Any:
-        """The function with the arguments that the config asks for."""
-        return self.in_window if self.config.window else self.__call__
+        self._launch(tensors, softmax_scale, (), stream)
 
     def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, stream) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window."""
+        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c = self.config
         seqlen_first = [1, 3, 2, 0]
@@ -193,7 +166,7 @@ class PairedBackwardKernel:
             mdQ,
             mTurns,
             softmax_scale,
-            *sides,
+            sides,
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
@@ -213,8 +186,7 @@ class PairedBackwardKernel:
         mdQ: cute.Tensor,
         mTurns: cute.Tensor,
         softmax_scale: Float32,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
+        sides: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
@@ -238,7 +210,7 @@ class PairedBackwardKernel:
                 cpasync.prefetch_descriptor(atom)
         n_block, head_kv, batch = cute.arch.block_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        window = window_of(c.causal, window_left, window_right)
+        window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
         if const_expr(c.ordered and queries.last_keys_first):
             # The last keys first: they are the first to add to their queries, and wait for none.
@@ -521,3 +493,28 @@ class PairedBackwardKernel:
             other_ds_t=a(mmas.dq, transposed(smem.other_ds)),
             other_k_t=b(mmas.dq, other_k_t[None, None, 0]),
         )
+
+
+class WindowPairedBackwardKernel(PairedBackwardKernel):
+    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (window_left, window_right), stream)

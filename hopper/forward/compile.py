@@ -5,10 +5,12 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.plan.compile import plan_argument
+from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kernel import Fp8ForwardKernel
-from hopper.forward.kernel import ForwardKernel, KernelParts
+from hopper.forward.kernel import ForwardKernel, KernelParts, PackedForwardKernel, WindowForwardKernel
 
 
 def compile_forward(config: ForwardConfig, options: str = ""):
@@ -21,27 +23,46 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
+    With ``window``, ``fn(..., softmax_scale, window_left, window_right, num_ctas)``. With the layout "varlen",
+    ``fn(q, k, v, out, lse, tile_counter, plan, sequences, softmax_scale, window_left, window_right, num_ctas)``: q and
+    out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
+    ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``); the sides of the window are read only
+    with ``window``.
+
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
     launch that may run at the same time has the same tile_counter.
 
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """
+    parts = KernelParts.of_16_bits(config)
+    sides, scale, ctas = (Int32(0), Int32(0)), Float32(0.0), Int32(0)
+    if config.layout == VARLEN:
+        arguments = (*_packed_tensors(config), words(2), plan_argument(), Int32(0), scale, *sides, ctas)
+        return compile_for_torch(PackedForwardKernel(config, parts), *arguments, options=options)
+    arguments = (*_dense_tensors(config), words(2), scale, *(sides if config.window else ()), ctas)
+    kind = WindowForwardKernel if config.window else ForwardKernel
+    return compile_for_torch(kind(config, parts), *arguments, options=options)
+
+
+def _dense_tensors(config: ForwardConfig) -> tuple:
+    """q, k, v, out and lse of sequences of one length."""
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return compile_for_torch(
-        ForwardKernel(config, KernelParts.of_16_bits(config)),
-        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
-        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
-        strided(Float32, (b, h, cute.sym_int()), 1),
-        words(2),
-        Float32(0.0),
-        Int32(0),
-        options=options,
-    )
+    shapes = (b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv), (b, sq, h, dv)
+    tensors = (strided(dtype, shape, VECTOR_ELEMENTS) for shape in shapes)
+    return *tensors, strided(Float32, (b, h, cute.sym_int()), 1)
+
+
+def _packed_tensors(config: ForwardConfig) -> tuple:
+    """The same of packed sequences."""
+    dtype = DSL_DTYPES[config.dtype]
+    total_q, total_k, h, hk = (cute.sym_int() for _ in range(4))
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    shapes = (total_q, h, d), (total_k, hk, d), (total_k, hk, dv), (total_q, h, dv)
+    tensors = (strided(dtype, shape, VECTOR_ELEMENTS) for shape in shapes)
+    return *tensors, strided(Float32, (h, cute.sym_int()), 1)
 
 
 def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):

@@ -81,11 +81,19 @@ class Consumer(LoopInvariant):
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
         self._first_scores(scores, blocks.last, kv_state)
         n_block = blocks.end - 2
-        if const_expr(self.config.causal):
-            for _ in cutlass.range(cutlass.max(blocks.last - unmasked, 0), unroll=1):
+        if const_expr(blocks.window.has_right):
+            for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
                 kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
-        kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
+        if const_expr(blocks.window.has_left):
+            for _ in cutlass.range(n_block + 1 - blocks.left_masked, unroll=1):
+                kv_state = self._overlapped_block(scores, n_block, kv_state, False)
+                n_block -= 1
+            for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
+                kv_state = self._overlapped_block(scores, n_block, kv_state, True)
+                n_block -= 1
+        else:
+            kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
         self._release_q(q_phase)
         self.output.enter_product()
         self.output.start(self.tOrP, kv_state.index)
@@ -94,6 +102,12 @@ class Consumer(LoopInvariant):
         self.output.collect()
         kv_state.advance()
         return kv_state
+
+    def _right_masked(self, blocks: KeyBlocks, unmasked: Int32) -> Int32:
+        """Blocks behind the first one visited that hold a key behind the last that some row sees."""
+        if blocks.window.has_left:
+            unmasked = cutlass.max(unmasked, blocks.begin)
+        return cutlass.max(blocks.last - unmasked, 0)
 
     @cute.jit
     def _unmasked_blocks(
@@ -168,8 +182,8 @@ class Consumer(LoopInvariant):
         """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
         kv_state = self._sequential_block(scores, blocks.last, kv_state, True, True)
         n_block = blocks.end - 2
-        if const_expr(self.config.causal):
-            for _ in cutlass.range(cutlass.max(blocks.last - unmasked, 0), unroll=1):
+        if const_expr(blocks.window.has_right):
+            for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
                 kv_state = self._sequential_block(scores, n_block, kv_state, True, False)
                 n_block -= 1
         for _ in cutlass.range(blocks.number_from(n_block), unroll=1):

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warp
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.softmax import normalize_rows
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
@@ -32,18 +33,26 @@ class Epilogue(LoopInvariant):
     recomputes_addresses: bool
 
     @cute.jit
-    def finish(self, consumer: Consumer, coordinates: tuple, head_kv: Int32, row: Int32, q_phase: Int32):
+    def finish(
+        self,
+        consumer: Consumer,
+        coordinates: tuple,
+        seqlens: SeqlenInfo,
+        head_kv: Int32,
+        row: Int32,
+        q_phase: Int32,
+    ):
         """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
-        ``row`` is the query index of the thread's first row.
+        ``coordinates`` are m_block and head, ``row`` is the query index of the thread's first row.
         """
-        m_block, head, batch = coordinates
+        (m_block, head), batch = coordinates, seqlens.batch
         config, wg = consumer.config, consumer.wg
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         normalize_rows(consumer.output.acc, inverse_sum)
         self.correction.add(consumer.output.acc, inverse_sum, head_kv, batch)
-        self.store.lse(lse, head, batch, row, self.lane)
+        self.store.lse(lse, head, seqlens, row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
         if is_store_warp:
@@ -54,7 +63,7 @@ class Epilogue(LoopInvariant):
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
         if is_store_warp:
-            self.store.start(wg, m_block * config.consumers + wg, head, batch)
+            self.store.start(wg, m_block * config.consumers + wg, head, seqlens)
             if const_expr(config.o_shares_q):
                 # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
                 self.store.wait()

@@ -20,20 +20,21 @@ from cute_kernels.fragments import (
     first_column_of_thread,
     first_row_of_thread,
 )
+from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
+from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreTile
-from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileOrder, TileScheduler, heads_in_l2
-from cute_kernels.window import dense_window
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
+from cute_kernels.window import window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
+from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.kv_source import DenseTma
+from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.operands import Mmas, PerOperand, Work
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
-from hopper.forward.store import DenseTmaStore
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 from hopper.wgmma import keep_descriptor
 
@@ -54,16 +55,30 @@ class SmemLayouts(NamedTuple):
 class KernelParts:
     """What a forward kernel is put together from; the rest of it is the same for all.
 
-    ``precision`` has what the dtype of the inputs decides, ``kv_source`` how a key block reaches shared memory.
+    ``precision`` has what the dtype of the inputs decides, ``kv_source`` how a key block reaches shared memory,
+    ``batch`` how its sequences lie.
     """
 
     precision: SixteenBits
     kv_source: DenseTma
+    batch: DenseBatch
 
     @staticmethod
     def of_16_bits(config: ForwardConfig) -> "KernelParts":
-        """For inputs in 16 bits, in sequences of one length."""
-        return KernelParts(SixteenBits(config), DenseTma(config))
+        """For inputs in 16 bits."""
+        if config.layout == VARLEN:
+            return KernelParts(SixteenBits(config), PackedTma(config), PackedBatch(config))
+        return KernelParts(SixteenBits(config), DenseTma(config), DenseBatch(config))
+
+
+@dataclass(frozen=True)
+class LaunchOptions(LoopInvariant):
+    """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
+    that ``PackedBatch`` wants, and the sides of a ``window``."""
+
+    extras: tuple = ()
+    plan: tuple = ()
+    window: tuple = ()
 
 
 class ForwardKernel:
@@ -117,30 +132,25 @@ class ForwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0)."""
-        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, (), softmax_scale, num_ctas, stream)
+        tensors = PerOperand(mQ, mK, mV, mO)
+        self._launch(tensors, mLSE, tile_counter, LaunchOptions(), softmax_scale, num_ctas, stream)
 
     @cute.jit
     def _launch(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        arguments: PerOperand,
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
-        extras: tuple,
+        options: LaunchOptions,
         softmax_scale: Float32,
         num_ctas: Int32,
         stream,
     ):
-        """``__call__`` with the tensor of V that ``kv_source`` takes, and the ``extras`` of ``precision``."""
-        c = self.config
-        mVt = self.parts.kv_source.arrange_v(mV)
-        seqlen_first = [1, 3, 2, 0]
-        mQ, mK, mO = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first)) for t in (mQ, mK, mO)
-        )
-        mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
+        """``__call__`` with the tensor of V that ``kv_source`` takes, and the other tensors as ``batch`` takes them."""
+        c, batch = self.config, self.parts.batch
+        mVt = self.parts.kv_source.arrange_v(arguments.v)
+        mQ, mK, mO = (batch.view(t) for t in (arguments.q, arguments.k, arguments.o))
+        mLSE = batch.view_lse(mLSE)
 
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -149,20 +159,20 @@ class ForwardKernel:
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
-        order = self._tile_order(mQ, mK)
+        heads_per_section = batch.heads_per_section(mQ, mK)
         self.kernel(
             PerOperand(atom_Q, atom_K, atom_V, atom_O),
             PerOperand(tma_Q, tma_K, tma_V, tma_O),
             mLSE,
             tile_counter,
-            extras,
+            options.extras,
             softmax_scale * Float32(math.log2(math.e)),
-            mQ.shape[0],
-            mK.shape[0],
+            batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
-            order.heads_per_section,
+            heads_per_section,
+            options.window,
         ).launch(
-            grid=(cutlass.min(num_ctas, order.num_tiles), 1, 1),
+            grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=c.ctas_per_sm,
@@ -178,10 +188,10 @@ class ForwardKernel:
         tile_counter: cute.Tensor,
         extras: tuple,
         scale_log2: Float32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
+        lengths: tuple,
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
+        sides: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -196,7 +206,8 @@ class ForwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO)))
+        row_modes = (0, 0, self.parts.kv_source.v_row_mode, 0)
+        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes))
         lane = cute.arch.lane_idx()
         scheduler = TileScheduler(
             tile_counter,
@@ -210,17 +221,9 @@ class ForwardKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
-        order = TileOrder(
-            cute.ceil_div(seqlen_q, c.tile_m),
-            num_heads,
-            num_batches,
-            heads_per_section,
-            longest_first=c.causal,
-        )
-        window = dense_window(c.causal)
-        block_range = BlockRange(c.tile_m, c.tile_n, window)
-        seqlens = DenseSeqlens(seqlen_q, seqlen_k)
+        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
+        block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
+        seqlens = self.parts.batch.seqlens(lengths)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
@@ -262,7 +265,7 @@ class ForwardKernel:
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
         correction = precision.make_correction(extras, lane)
-        store = DenseTmaStore(operands.o, mLSE, c.head_dim_v)
+        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v)
         epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
@@ -287,7 +290,8 @@ class ForwardKernel:
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
                 row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
-            epilogue.finish(consumer, (m_block, head, batch), head_kv, row, q_phase)
+                seqlens = work.seqlens.of(batch)
+            epilogue.finish(consumer, (m_block, head), seqlens, head_kv, row, q_phase)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
                 if warp == 0:
@@ -370,15 +374,53 @@ class ForwardKernel:
             a_source=warpgroup.OperandSource.RMEM,
         )
 
-    def _tile_order(self, mQ: cute.Tensor, mK: cute.Tensor) -> TileOrder:
-        c = self.config
-        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
-        bytes_per_key = (c.head_dim + c.head_dim_v) * (self.dtype.width // 8)
-        kv_heads = heads_in_l2(bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
-        return TileOrder(
-            cute.ceil_div(mQ.shape[0], c.tile_m),
-            num_heads,
-            mQ.shape[3],
-            kv_heads * (num_heads // num_heads_kv),
-            longest_first=c.causal,
-        )
+
+class WindowForwardKernel(ForwardKernel):
+    """``ForwardKernel`` with a sliding window: a tile visits no block in which none of its rows sees a key."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. The sides of the window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right
+        one is 0, whatever is given."""
+        tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(window=(window_left, window_right))
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
+class PackedForwardKernel(ForwardKernel):
+    """``ForwardKernel`` on packed sequences."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        plan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0). ``plan`` is of query tiles,
+        for ``sequences`` - 1 sequences of the caller's. The sides of the window are read where there is one."""
+        window = (window_left, window_right) if const_expr(self.config.window) else ()
+        options = LaunchOptions(plan=(plan, sequences), window=window)
+        self._launch(PerOperand(mQ, mK, mV, mO), mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

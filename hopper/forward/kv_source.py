@@ -14,7 +14,7 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import Pipelines, Work
 from hopper.forward.producer import Producer
-from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,13 @@ class DenseTma(LoopInvariant):
     """K and V of a problem whose sequences are all of one length: one warp loads every block by TMA.
 
     ``v_major`` is how V lies in shared memory as operand B of P V. ``row_stages`` are blocks of V that wait there to be
-    transposed.
+    transposed. ``v_row_mode`` is the mode of V, as ``arrange_v`` gives it, that has its keys.
     """
 
     config: ForwardConfig
 
     v_major = OperandMajorMode.MN
+    v_row_mode = 1
     row_stages = 0
 
     @property
@@ -103,3 +104,12 @@ class DenseTma(LoopInvariant):
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
+
+
+class PackedTma(DenseTma):
+    """``DenseTma`` for packed sequences: V is (total_k, kv_heads, head_dim_v)."""
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        return ragged_view(
+            cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 0, 1])), self.v_row_mode
+        )

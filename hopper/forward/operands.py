@@ -9,6 +9,7 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
@@ -47,9 +48,9 @@ class Work(LoopInvariant):
     """The tiles of a launch: who hands them out, in which order, and which key blocks each visits."""
 
     scheduler: TileScheduler
-    order: TileOrder
+    order: TileOrder | PackedTileOrder
     block_range: BlockRange
-    seqlens: DenseSeqlens
+    seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
 
     def key_blocks(self, m_block: Int32, batch: Int32) -> KeyBlocks:

@@ -37,9 +37,10 @@ class Producer(LoopInvariant):
         """Issue the loads of one output tile; returns the state of K's and V's pipelines after it."""
         c = self.config
         m_block, head, batch = coordinates
-        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.head_dim), (None, 0), head, batch)
-        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, batch)
-        tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, batch)
+        rows_q, rows_k = blocks.seqlens.rows_q, blocks.seqlens.rows_k
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.head_dim), (None, 0), head, rows_q)
+        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, rows_k)
+        tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, rows_k)
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
         self.scales.begin()

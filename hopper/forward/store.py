@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.fragments import store_rows
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import WARPGROUP_ROWS
 from hopper.tiles import TmaOperand
 
@@ -24,17 +26,29 @@ class DenseTmaStore(LoopInvariant):
     head_dim_v: int
 
     @cute.jit
-    def lse(self, values: cute.Tensor, head: Int32, batch: Int32, row: Int32, lane: Int32):
+    def lse(self, values: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
         """Those of the thread's rows, of which the first is query ``row``."""
-        store_rows(values, self.mLSE[None, head, batch], row, lane)
+        store_rows(values, self._lse_of(head, seqlens), row, lane)
+
+    def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
+        return self.mLSE[None, head, seqlens.batch]
 
     @cute.jit
-    def start(self, wg: Int32, row_block: Int32, head: Int32, batch: Int32):
+    def start(self, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo):
         """Start the copy of stage ``wg`` of O to the block of 64 rows number ``row_block`` of the sequence."""
-        tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, self.head_dim_v), (row_block, 0), head, batch)
+        tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, self.head_dim_v), (row_block, 0), head, seqlens.rows_q)
         cute.copy(self.o.atom, tOsO[None, wg], tOgO)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait(self):
         """Until all copies have read their shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class PackedTmaStore(DenseTmaStore):
+    """For packed sequences: O is a ``ragged_view``, which TMA clips at the end of each; LSE (total_q or 0, heads)."""
+
+    def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
+        of_head = cute.domain_offset((seqlens.offset_q,), self.mLSE[None, head])
+        rows = cutlass.min(seqlens.seqlen_q, self.mLSE.shape[0])
+        return cute.make_tensor(of_head.iterator, cute.make_layout((rows,), stride=(self.mLSE.stride[0],)))

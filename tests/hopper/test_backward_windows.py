@@ -52,7 +52,7 @@ def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> l
     out, lse = attend(*leaves, mask)
     exact = torch.autograd.grad(out, leaves, inputs[0].double())
     rows = out.detach().to(DTYPES[dtype]), lse.detach().float()
-    ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, window=sides)
+    ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, sides=sides)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         error = (a.double() - e).norm().item()
         assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + 1e-5, name

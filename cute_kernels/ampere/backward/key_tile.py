@@ -8,7 +8,7 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
-from cute_kernels.window import dense_window
+from cute_kernels.window import window_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class KeyTile(LoopInvariant):
 
     @property
     def queries(self) -> QueryRange:
-        return QueryRange(self.config.tile_m, self.config.tile_n, dense_window(self.config.causal))
+        return QueryRange(self.config.tile_m, self.config.tile_n, window_of(self.config.causal))
 
     def begin(self) -> Int32:
         """The first query tile that sees a key."""

@@ -1,12 +1,14 @@
 """Compile a forward kernel for any sizes and strides, with or without a GPU."""
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from cute_kernels.ampere.forward.kernel import AmpereForwardKernel
+from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpereForwardKernel
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.plan.compile import plan_argument
+from cute_kernels.problem import VARLEN
 
 
 def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
@@ -17,19 +19,51 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     strides in multiples of 8 elements and 16-byte aligned addresses; lse float32 (b, h, sq), or (b, h, 0) to have none
     written; softmax_scale a positive float.
 
-    What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
-    at most the config's, and the sizes pass ``check_problem_size``.
+    With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
+    none; the right one counts for nothing in a causal kernel.
+
+    With ``layout`` "varlen" it is ``fn(q, k, v, out, lse, plan, sequences, softmax_scale, ...)``: q (total_q, h, d), k
+    (total_k, hk, d), v (total_k, hk, dv), out (total_q, h, dv); lse (h, total_q), or (h, 0); plan int32, that of tiles
+    of ``tile_m`` rows of Q (``cute_kernels.plan``); sequences int32, b + 1. Rows in no sequence of the plan are neither
+    read nor written.
+
+    What the function does not check, and its callers must: no other size is 0 (total_k may be), h is a multiple of hk,
+    d and dv are at most the config's, and the sizes pass ``check_problem_size``, or ``check_packed_size``.
     """
+    sides = (Int32(0), Int32(0)) if config.window else ()
+    if config.layout == VARLEN:
+        kernel, tensors = PackedAmpereForwardKernel(config), packed_tensors(config)
+        return compile_for_torch(
+            kernel, *tensors, plan_argument(), Int32(0), Float32(0.0), *sides, options=options
+        )
+    return compile_for_torch(
+        AmpereForwardKernel(config), *dense_tensors(config), Float32(0.0), *sides, options=options
+    )
+
+
+def dense_tensors(config: AmpereForwardConfig) -> tuple:
+    """q, k, v, out and lse with a dimension for the batch."""
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return compile_for_torch(
-        AmpereForwardKernel(config),
+    return (
         strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
         strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (b, h, cute.sym_int()), 1),
-        Float32(0.0),
-        options=options,
+    )
+
+
+def packed_tensors(config: AmpereForwardConfig) -> tuple:
+    """The same of packed sequences."""
+    dtype = DSL_DTYPES[config.dtype]
+    total_q, total_k, h, hk = (cute.sym_int() for _ in range(4))
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    return (
+        strided(dtype, (total_q, h, d), VECTOR_ELEMENTS),
+        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
+        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
+        strided(Float32, (h, cute.sym_int()), 1),
     )

@@ -2,26 +2,15 @@
 
 import math
 
-import cutlass
 import cutlass.cute as cute
-import cutlass.memory
 from cutlass import Float32, Int32
 
-from cute_kernels.ampere.config import MMA_ROWS, AmpereForwardConfig, validate_ampere_forward_config
-from cute_kernels.ampere.forward.epilogue import Epilogue
-from cute_kernels.ampere.forward.mainloop import Mainloop, WarpBlocks
-from cute_kernels.ampere.forward.ring import KeyValueRing
-from cute_kernels.ampere.forward.warp_tiles import WarpTiles
-from cute_kernels.ampere.shared_tile import ALIGNMENT, SharedTile
-from cute_kernels.ampere.tile_loader import TileLoader
-from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
-from cute_kernels.key_blocks import BlockRange
-from cute_kernels.mask import TileMask
-from cute_kernels.score_tile import ScoreTile
+from cute_kernels.ampere.config import AmpereForwardConfig, validate_ampere_forward_config
+from cute_kernels.ampere.forward.query_tile import QueryTile
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
-from cute_kernels.window import dense_window
+from cute_kernels.window import window_of
 
 
 class AmpereForwardKernel:
@@ -55,7 +44,7 @@ class AmpereForwardKernel:
 
     def __init__(self, config: AmpereForwardConfig):
         validate_ampere_forward_config(config)
-        self.config, self.dtype = config, DSL_DTYPES[config.dtype]
+        self.config = config
 
     @cute.jit
     def __call__(
@@ -66,9 +55,11 @@ class AmpereForwardKernel:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         softmax_scale: Float32,
-        stream,
+        *sides_and_stream,
     ):
-        """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0)."""
+        """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0). Behind the
+        scale come the sides of the window, if the config has one, and the stream."""
+        *sides, stream = sides_and_stream
         c = self.config
         heads_per_kv_head = mQ.shape[2] // mK.shape[2]
         bytes_per_key = mK.element_type.width // 8 * (c.head_dim + c.head_dim_v)
@@ -77,7 +68,7 @@ class AmpereForwardKernel:
             mQ.shape[2],
             mQ.shape[0],
             heads_in_l2(bytes_per_key, mK.shape[1], mK.shape[0] * mK.shape[2]) * heads_per_kv_head,
-            longest_first=c.causal,
+            longest_first=c.longest_first,
         )
         self.kernel(
             mQ,
@@ -88,14 +79,8 @@ class AmpereForwardKernel:
             softmax_scale * Float32(math.log2(math.e)),
             heads_per_kv_head,
             order.heads_per_section,
-        ).launch(
-            grid=(order.num_tiles, 1, 1),
-            block=(c.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=c.ctas_per_sm,
-            # Per cent. Left to itself the DSL asks the GPU of this machine, and there may be none.
-            preferred_smem_carveout=100,
-        )
+            tuple(sides),
+        ).launch(**launch_options(c, order.num_tiles), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -108,6 +93,7 @@ class AmpereForwardKernel:
         scale_log2: Float32,
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
+        sides: tuple,
     ):
         c = self.config
         seqlen_q, seqlen_k = mQ.shape[1], mK.shape[1]
@@ -116,52 +102,83 @@ class AmpereForwardKernel:
             mQ.shape[2],
             mQ.shape[0],
             heads_per_section,
-            longest_first=c.causal,
+            longest_first=c.longest_first,
         )
         m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
-        head_kv = head // heads_per_kv_head
         seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
-        window = dense_window(c.causal)
-        blocks = BlockRange(c.tile_m, c.tile_n, window).of(m_block, seqlens)
+        tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
+        tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
-        sQ, sKV = self._allocate()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        q_tile, v_tile = SharedTile(c.head_dim), SharedTile(c.head_dim_v)
-        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, mQ[batch, None, head, None], thread)
-        ring = KeyValueRing(
-            c,
-            TileLoader(q_tile, c.tile_n, c.threads, sKV, mK[batch, None, head_kv, None], thread),
-            TileLoader(v_tile, c.tile_n, c.threads, sKV, mV[batch, None, head_kv, None], thread),
-            blocks.begin,
+
+class PackedAmpereForwardKernel:
+    """The same for packed sequences. The grid is for as many tiles as the plan may hold, and those that it does not
+    hold end at once."""
+
+    def __init__(self, config: AmpereForwardConfig):
+        validate_ampere_forward_config(config)
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        plan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+        *sides_and_stream,
+    ):
+        """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0). Behind the scale come the
+        sides of the window, if the config has one, and the stream."""
+        *sides, stream = sides_and_stream
+        tiles = PackedTileOrder.most(plan, sequences, mQ.shape[1])
+        scale_log2 = softmax_scale * Float32(math.log2(math.e))
+        self.kernel(mQ, mK, mV, mO, mLSE, plan, sequences, scale_log2, tuple(sides)).launch(
+            **launch_options(self.config, tiles), stream=stream
         )
-        q_loader.load(m_block * c.tile_m, Int32(0), True)
-        ring.fill(blocks.last)
 
-        first_row = m_block * c.tile_m + warp * c.rows_per_warp
-        row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
-        scores = [
-            ScoreTile(TileMask(window, c.tile_n, seqlens, row + band * MMA_ROWS, column))
-            for band in range(c.bands)
-        ]
-        mainloop = Mainloop(c, self.dtype, ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
-        of_warp, of_band = (BlockRange(rows, c.tile_n, window) for rows in (c.rows_per_warp, MMA_ROWS))
-        number = m_block * c.warps + warp
-        bands = tuple(of_band.of(c.bands * number + i, seqlens) for i in range(c.bands))
-        mainloop.attend(scores, WarpBlocks.of(blocks, of_warp.of(number, seqlens), bands))
-        epilogue = Epilogue(c, sQ, warp, lane)
-        epilogue.store(
-            mainloop, mO[batch, None, head, None], mLSE[batch, head, None], first_row, (head_kv, batch)
-        )
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        plan: cute.Tensor,
+        sequences: Int32,
+        scale_log2: Float32,
+        sides: tuple,
+    ):
+        c, heads = self.config, mQ.shape[1]
+        num_tiles, number = PackedTileOrder.count(plan, heads), cute.arch.block_idx()[0]
+        if number < num_tiles:
+            heads_per_kv_head = heads // mK.shape[1]
+            order = PackedTileOrder(
+                plan,
+                sequences,
+                num_tiles,
+                heads,
+                heads_per_kv_head,
+                mK.element_type.width // 8 * (c.head_dim + c.head_dim_v),
+                c.tile_m,
+                c.longest_first,
+            )
+            m_block, head, sequence = order.coordinates(number)
+            seqlens = PackedSeqlens(plan).of(sequence)
+            tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
+            tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
-    def _allocate(self) -> tuple[Int32, Int32]:
-        """Where Q, and the ring of K and V, begin in shared memory."""
-        c = self.config
 
-        @cute.struct
-        class SharedStorage:
-            sQ: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, c.q_bytes], ALIGNMENT]
-            sKV: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, c.stages * c.stage_bytes], ALIGNMENT]
-
-        storage = cutlass.memory.SmemAllocator().allocate(SharedStorage)
-        return Int32(storage.sQ.data_ptr().toint()), Int32(storage.sKV.data_ptr().toint())
+def launch_options(config: AmpereForwardConfig, tiles: Int32) -> dict:
+    """Of a grid with a CTA for each of ``tiles``."""
+    return {
+        "grid": (tiles, 1, 1),
+        "block": (config.threads, 1, 1),
+        "min_blocks_per_mp": config.ctas_per_sm,
+        # Per cent. Left to itself the DSL asks the GPU of this machine, and there may be none.
+        "preferred_smem_carveout": 100,
+    }

@@ -3,10 +3,12 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from hopper.forward.batch import DenseBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kv_source import TransposedTma, TransposingRows
 from hopper.forward.fp8.precision import BlockScaled
-from hopper.forward.kernel import ForwardKernel, KernelParts
+from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
+from hopper.forward.operands import PerOperand
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -20,7 +22,7 @@ class Fp8ForwardKernel(ForwardKernel):
 
     def __init__(self, config: Fp8ForwardConfig):
         kv_source = TransposingRows(config) if config.v_rows else TransposedTma(config)
-        super().__init__(config, KernelParts(BlockScaled(config), kv_source))
+        super().__init__(config, KernelParts(BlockScaled(config), kv_source, DenseBatch(config)))
 
     @cute.jit
     def __call__(
@@ -45,4 +47,5 @@ class Fp8ForwardKernel(ForwardKernel):
         """Launch. mQ, mK, mO are (batch, seqlen, heads, head_dim), mV (batch, kv_heads, head_dim_v, keys) or with
         ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
-        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, extras, softmax_scale, num_ctas, stream)
+        tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

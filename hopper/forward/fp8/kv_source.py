@@ -46,6 +46,7 @@ class TransposingRows(TransposedTma):
     | rows of V | 2 | `tile_n * head_dim_v` | 1, 4 |
     """
 
+    v_row_mode = 0
     row_stages = V_ROW_STAGES
 
     @property

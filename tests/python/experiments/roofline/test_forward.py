@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.seqlen import SeqlenInfo
-from cute_kernels.window import dense_window
+from cute_kernels.window import window_of
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention.experiments.bench.results import Cell, ForwardReport, Measured, PeerInfo
@@ -77,7 +77,7 @@ def test_blocks_are_those_that_the_kernel_visits(
     seqlens: tuple[int, int], causal: bool, tile: tuple[int, int]
 ) -> None:
     kernel = D128._replace(tile_m=tile[0], tile_n=tile[1], causal=causal)
-    visited = BlockRange(*tile, dense_window(causal))
+    visited = BlockRange(*tile, window_of(causal))
     expected = [visited.end(m, SeqlenInfo(*seqlens)) for m in range(-(-seqlens[0] // tile[0]))]
     assert tile_blocks(kernel, *seqlens) == expected
 

@@ -1,0 +1,120 @@
+"""How the sequences of a batch lie in the tensors of the forward kernel, and the order of their tiles."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
+from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
+from hopper.config import ForwardConfig
+from hopper.forward.store import DenseTmaStore, PackedTmaStore
+from hopper.tiles import ragged_view
+
+
+@dataclass(frozen=True)
+class DenseBatch(LoopInvariant):
+    """Sequences of one length in tensors (batch, seqlen, heads, head_dim); LSE is (batch, heads, seqlen_q or 0).
+
+    ``lengths`` is what the kernel is given of them: those of Q and K.
+    """
+
+    config: ForwardConfig
+
+    store_type = DenseTmaStore
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """A tensor of rows as TMA sees it: (seqlen, head_dim, heads, batch)."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+    def view_lse(self, mLSE: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
+
+    def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
+        return mQ.shape[0], mK.shape[0]
+
+    def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        """Of ``TileOrder``, for the views of Q and K."""
+        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
+        kv_heads = heads_in_l2(self._bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
+        return kv_heads * (num_heads // num_heads_kv)
+
+    def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
+        """No more than there are tiles."""
+        return cutlass.min(
+            num_ctas, cute.ceil_div(mQ.shape[0], self.config.tile_m) * mQ.shape[2] * mQ.shape[3]
+        )
+
+    def order(
+        self, lengths: tuple, mLSE: cute.Tensor, heads_per_kv_head: Int32, heads_per_section: Int32
+    ) -> TileOrder:
+        """For the views of the kernel."""
+        num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
+        return TileOrder(
+            cute.ceil_div(lengths[0], self.config.tile_m),
+            num_heads,
+            num_batches,
+            heads_per_section,
+            longest_first=self._longest_first,
+        )
+
+    def seqlens(self, lengths: tuple) -> DenseSeqlens:
+        return DenseSeqlens(*lengths)
+
+    @property
+    def _bytes_per_key(self) -> int:
+        c = self.config
+        return (c.head_dim + c.head_dim_v) * (DSL_DTYPES[c.dtype].width // 8)
+
+    @property
+    def _longest_first(self) -> bool:
+        """Under a sliding window too: its tiles take as long as each other, but for the first ones of a sequence."""
+        return self.config.causal
+
+
+class PackedBatch(DenseBatch):
+    """Sequences of any lengths behind each other in tensors (total, heads, head_dim); LSE is (heads, total_q or 0).
+
+    ``lengths`` are a plan (``cute_kernels/plan/packed.py``) and the number of its sequences.
+    """
+
+    store_type = PackedTmaStore
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(rows, head_dim, heads, ...), as ``ragged_view`` gives it."""
+        return ragged_view(cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[0, 2, 1])))
+
+    def view_lse(self, mLSE: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[1, 0]))
+
+    def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
+        return plan
+
+    def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        """The kernel works them out for each sequence."""
+        return Int32(0)
+
+    def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
+        return num_ctas
+
+    def order(
+        self, lengths: tuple, mLSE: cute.Tensor, heads_per_kv_head: Int32, heads_per_section: Int32
+    ) -> PackedTileOrder:
+        (plan, sequences), num_heads = lengths, mLSE.shape[1]
+        return PackedTileOrder(
+            plan,
+            sequences,
+            PackedTileOrder.count(plan, num_heads),
+            num_heads,
+            heads_per_kv_head,
+            self._bytes_per_key,
+            self.config.tile_m,
+            self._longest_first,
+        )
+
+    def seqlens(self, lengths: tuple) -> PackedSeqlens:
+        return PackedSeqlens(lengths[0])
