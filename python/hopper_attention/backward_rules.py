@@ -17,6 +17,7 @@ from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     Choice,
     Target,
+    check_scores_in_kernel,
     how_to_go_faster,
     missing_in_kernel,
     why_not_ampere,
@@ -24,6 +25,7 @@ from hopper_attention.backends import (
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import PLAIN, ScoreKind
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
@@ -33,7 +35,8 @@ class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
-    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` as in ``AttentionProblem``.
+    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` and ``scores`` as in
+    ``AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -43,6 +46,7 @@ class BackwardProblem(NamedTuple):
     causal: bool
     deterministic: bool = False
     has_window: bool = False
+    scores: ScoreKind = PLAIN
 
     @property
     def kind(self) -> GradientProblem:
@@ -55,6 +59,7 @@ class BackwardProblem(NamedTuple):
             head_dim_v,
             self.causal,
             has_window=self.has_window,
+            scores=self.scores,
             deterministic=self.deterministic,
         )
 
@@ -143,6 +148,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     p = problem
     if p.is_packed:
         raise missing_in_kernel("the gradient of variable-length attention", backend)
+    check_scores_in_kernel(p.scores, backend, "the gradient of attention with {name}")
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     if backend == "hopper":
         return select_backward_config(*options, p.deterministic, p.has_window)

@@ -162,11 +162,12 @@ def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float; raise unless it is 0 or a positive number that float32 can divide scores by."""
     if isinstance(softcap, bool) or not isinstance(softcap, (float, int, numbers.Real)):
         raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
-    if not (softcap == 0.0 or SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP):
+    cap = float(softcap)
+    if not (cap == 0.0 or SMALLEST_SOFTCAP <= cap <= LARGEST_SOFTCAP):
         raise ValueError(
             f"softcap is {softcap}, allowed: 0, which is none, or {SMALLEST_SOFTCAP} to {LARGEST_SOFTCAP}"
         )
-    return float(softcap)
+    return cap
 
 
 def check_backend(backend: Any) -> None:

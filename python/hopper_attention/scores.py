@@ -112,6 +112,11 @@ class Scores:
         return *cap, *slopes, *sinks
 
 
+NO_SLOPES_GRADIENT = (
+    "alibi_slopes requires a gradient, which is not implemented; use alibi_slopes.detach(), or "
+    "hopper_attention.reference.attention_naive, which torch differentiates"
+)
+
 NO_SCORES = Scores()
 """The plain ones."""
 
@@ -141,12 +146,9 @@ def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, dev
 
 
 def check_slopes_are_constant(alibi_slopes: Tensor | None) -> None:
-    """Raise NotImplementedError for slopes whose gradient would be wanted."""
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes requires a gradient, which is not implemented; use alibi_slopes.detach(), or "
-            "hopper_attention.reference.attention_naive, which torch differentiates"
-        )
+    """Raise NotImplementedError for slopes whose gradient autograd would record."""
+    if alibi_slopes is not None and torch.is_grad_enabled() and alibi_slopes.requires_grad:
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
 
 
 def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import kernel_sides
+from hopper_attention.scores import NO_SCORES, Scores
 
 OF_QUERIES, OF_KEYS = 0, 1
 """Whose rows the tiles of a plan are."""
@@ -56,7 +57,8 @@ def find_planner(config: object) -> Planner:
 class PackedForwardLauncher(Launcher):
     """A forward kernel of 16 bits on packed sequences.
 
-    ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be.
+    ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be. A kernel
+    of a kind of scores that is not plain takes ``Scores.for_kernel`` after the sides of the window.
     """
 
     config: ForwardConfig | AmpereForwardConfig
@@ -80,13 +82,13 @@ class PackedForwardLauncher(Launcher):
         window_left: int,
         window_right: int,
         wants_lse: bool,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds = max_seqlen_q, max_seqlen_k
-            return self.call_there(
-                q, k, v, *lengths, *bounds, softmax_scale, window_left, window_right, wants_lse
-            )
+            options = softmax_scale, window_left, window_right, wants_lse
+            return self.call_there(q, k, v, *lengths, *bounds, *options, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
         check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
@@ -99,13 +101,14 @@ class PackedForwardLauncher(Launcher):
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
         sides = kernel_sides(window_left, window_right)
+        terms = () if scores is NO_SCORES else scores.for_kernel(batch, heads)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            options = softmax_scale, *sides, self.num_ctas
-            self.kernel(q, k, v, out, lse, counter, plan, batch + 1, *options)
+            last = softmax_scale, *sides, *terms, self.num_ctas
+            self.kernel(q, k, v, out, lse, counter, plan, batch + 1, *last)
         else:
-            options = softmax_scale, *(sides if self.config.window else ())
-            self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
+            last = softmax_scale, *(sides if self.config.window else ()), *terms
+            self.kernel(q, k, v, out, lse, plan, batch + 1, *last)
         return out, lse
 
 

@@ -65,8 +65,9 @@ def _by_query_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply ``attend`` to chunks of queries, computing in ``dtype``: out (b, sq, h, dv), lse (b, h, sq)."""
     shape = attention_shape(q, k, v)
-    softmax_scale, *others = options
-    terms = ScoreTerms.of(shape, dtype, default_scale(softmax_scale, shape.head_dim), *others)
+    softmax_scale, softcap, alibi_slopes, sinks = options
+    scale = default_scale(softmax_scale, shape.head_dim)
+    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks)
     row_scores = shape.batch * shape.heads * shape.seqlen_k
     if row_scores == 0 or shape.seqlen_q == 0:
         return _without_keys(q, shape, terms, dtype)

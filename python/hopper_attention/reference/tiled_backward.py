@@ -49,8 +49,8 @@ def tiled_backward(
     """Gradients of :func:`attention_tiled`, tile by tile (the paper's appendix B.1, Algorithm 3).
 
     With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D), times 1 - tanh^2 under a softcap; then
-    dV = P^T dO, dQ = scale * dS K and dK = scale * dS^T Q. P and dS are rounded to the input dtype before these products,
-    which accumulate in float32 (float64 for float64 inputs), over the query heads of a group too. Memory is
+    dV = P^T dO, dQ = scale * dS K and dK = scale * dS^T Q. P and dS are rounded to the input dtype before these
+    products, which accumulate in float32 (float64 for float64 inputs), over the query heads of a group too. Memory is
     linear in the sequence lengths.
 
     Args:
