@@ -36,8 +36,8 @@ Attend = Callable[
 """(q rows, keys, values, visible) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
-Sides = tuple[bool] | tuple[bool, int, int]
-"""causal, window_left and window_right; without the last two there is no window."""
+Sides = tuple[bool, int, int]
+"""causal, window_left and window_right."""
 
 
 @ignores_autocast
@@ -115,6 +115,8 @@ def attention_standard(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -138,4 +140,4 @@ def attention_standard(
         p = round_to(torch.softmax(scores, -1), dtype).masked_fill(no_key, 0.0)
         return masked_matmul(p, values, visible), p.sum(-1, keepdim=True)
 
-    return _by_query_chunks(q, k, v, (causal,), accum, attend)[0].to(dtype)
+    return _by_query_chunks(q, k, v, (causal, window_left, window_right), accum, attend)[0].to(dtype)
