@@ -19,7 +19,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, MAX_HEAD_DIM, SHORT_NAMES
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -56,6 +56,7 @@ class AmpereBackwardConfig:
     ctas_per_sm: int
     dq_passes: int = 1
     ordered: bool = False
+    layout: str = DENSE
 
     @property
     def threads(self) -> int:
