@@ -46,6 +46,13 @@ def maximum_of_halves(a: Int32, b: Int32) -> Int32:
     )
 
 
+def shift_left(word: Int32, bits: Int32) -> Int32:
+    """``word`` times 2^``bits``; 0 from 32 bits on."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, bits]
+    )
+
+
 def pin(x: Float32 | Int32, dtype: type[cutlass.Numeric] = Float32) -> Float32 | Int32:
     """``x``, computed no later than here: the move is volatile, so LLVM keeps it in order with the waits around."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[dtype], read_only_args=[x])

@@ -6,12 +6,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows, words_of_pairs
+from cute_kernels.fast_math import shift_left
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    COLUMNS_PER_PAIR,
+    ROW_STRIDE,
+    ROWS_PER_THREAD,
+    as_rows,
+    words_of_pairs,
+)
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import Window
 
 LOWER_HALF = 0xFFFF
+GROUPS_PER_WORD = 16
+"""Of columns, two of which a thread holds of a row, so that 32 bits stand for all that it holds of them."""
+
 MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
 """float16 -inf in the upper half of a signed word, and in both."""
 
@@ -64,6 +75,7 @@ class TileMask(LoopInvariant):
 
 @cute.jit
 def _hide(scores: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
+    """Hide the columns from ``visible`` on."""
     for j in cutlass.range_constexpr(scores.shape[1][1]):
         for e in cutlass.range_constexpr(scores.shape[1][0]):
             hidden = visible <= COLUMNS_PER_GROUP * j + e
@@ -71,13 +83,32 @@ def _hide(scores: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
 
 
 @cute.jit
-def _hide_outside(scores: cute.Tensor, r: cutlass.Constexpr[int], first: Int32, end: Int32):
-    """Hide the columns before ``first`` and those from ``end`` on."""
-    for j in cutlass.range_constexpr(scores.shape[1][1]):
-        for e in cutlass.range_constexpr(scores.shape[1][0]):
-            column = COLUMNS_PER_GROUP * j + e
-            hidden = end <= column or first > column
-            scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+def _hide_outside(scores: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, visible: Int32):
+    """Hide the columns before ``begin`` and those from ``visible`` on."""
+    for first in cutlass.range_constexpr(0, scores.shape[1][1], GROUPS_PER_WORD):
+        at = COLUMNS_PER_GROUP * first
+        _hide_by_bits(scores, r, first, bits_from(begin - at) & ~bits_from(visible - at))
+
+
+def bits_from(column: Int32) -> Int32:
+    """A bit for each of the thread's next 32 columns, set for those from ``column`` on."""
+    column = cutlass.max(column, 0)
+    pairs = column // COLUMNS_PER_GROUP * COLUMNS_PER_PAIR
+    number = pairs + cutlass.min(column % COLUMNS_PER_GROUP, COLUMNS_PER_PAIR)
+    return shift_left(Int32(-1), number)
+
+
+@cute.jit
+def _hide_by_bits(scores: cute.Tensor, r: cutlass.Constexpr[int], first: cutlass.Constexpr[int], bits: Int32):
+    """Hide those of the 32 columns from group ``first`` on whose bit is not set.
+
+    Tests of single bits become predicates seven at a time (R2P), where comparing columns takes one instruction each.
+    """
+    for j in cutlass.range_constexpr(first, min(first + GROUPS_PER_WORD, scores.shape[1][1])):
+        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+            bit = COLUMNS_PER_PAIR * (j - first) + e
+            is_visible = (bits & Int32(1 << bit if bit < 31 else -(1 << 31))) != 0
+            scores[r, (e, j)] = scores[r, (e, j)] if is_visible else -Float32.inf
 
 
 @cute.jit

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from cute_kernels import problem
-from cute_kernels.problem import DTYPES
+from cute_kernels.problem import DENSE, DTYPES, VARLEN
 from hopper.config import (
     THREE_CONSUMERS,
     TWO_CONSUMERS,
@@ -23,6 +23,9 @@ NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256
 one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
 
 ANY_LENGTH = 2**62
+
+PACKED_SEQLEN = 1024
+"""What packed sequences are taken for."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,24 @@ def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def select_forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_k: int
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    seqlen_k: int,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> ForwardConfig:
-    """The config that serves a problem. Reads sizes only, never a tensor; cached."""
+    """The config that serves a problem. Reads sizes only, never a tensor; cached.
+
+    ``seqlen_k`` are the keys that a query sees at most. With packed sequences, whose lengths are not known, it is not
+    read: tiles that suit short sequences cost long ones less than the other way round.
+    """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
+    if layout == VARLEN:
+        seqlen_k = PACKED_SEQLEN
     chosen = next(tiling for tiling in TILINGS[key] if seqlen_k <= tiling.max_seqlen_k)
-    return _build(chosen, dtype, key)
+    return replace(_build(chosen, dtype, key), window=window, layout=layout)
 
 
 def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:

@@ -15,6 +15,11 @@ from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func 
 from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
 from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
+from hopper_attention.varlen import flash_attn_varlen_func  # noqa: E402
+from hopper_attention.varlen_packed import (  # noqa: E402
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 __all__ = [
     "Fp8Quantization",
@@ -26,5 +31,8 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_quantized_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "quantize_qkv",
 ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, HALF_DTYPES, Result, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.masks import MaskSpec
+from hopper_attention.plain_calls import wants_only_a_launch
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
 """(left, right); see :func:`flash_attn_func`."""
@@ -141,8 +142,8 @@ def flash_attn_func(
             taken, and a backward pass through the result raises. The "ampere" backend
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
-            i + seqlen_k - seqlen_q + right; -1 or None is no limit. Only windows that hide nothing, and (-1, 0),
-            which is causal, are implemented; with ``causal`` the right side is 0 whatever it says.
+            i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
+            side is 0 whatever it says. Of float8_e4m3fn tensors no window may hide anything yet.
         attention_chunk: only 0, or a chunk that holds all keys.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
@@ -169,6 +170,7 @@ def flash_attn_func(
     """
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
+    window = FULL_WINDOW
     if (
         qv is not None
         or window_size is not FULL_WINDOW
@@ -177,7 +179,7 @@ def flash_attn_func(
         or num_splits != 1
         or pack_gqa is not None
     ):
-        causal = features.resolve_causal(
+        mask = features.resolve_mask(
             q,
             k,
             causal,
@@ -188,6 +190,7 @@ def flash_attn_func(
             num_splits=num_splits,
             pack_gqa=pack_gqa,
         )
+        causal, window = mask.causal, mask.window
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:
@@ -199,25 +202,14 @@ def flash_attn_func(
     if return_attn_probs is not False:
         return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     no_descales = q_descale is None and k_descale is None and v_descale is None
-    if no_descales and _wants_only_a_launch(q, k, v) and q.is_cuda:
+    if no_descales and wants_only_a_launch(q, k, v) and q.is_cuda:
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
-        results = run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, return_attn_probs)
+        results = run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, return_attn_probs, window)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (causal, backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *window), backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
-
-
-def _wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
-    return (
-        is_plain_call(q, k, v)
-        and (dtype := q.dtype) in HALF_DTYPES
-        and k.dtype is dtype
-        and v.dtype is dtype
-        and not needs_gradient(q, k, v)
-    )
 
 
 def _call_operator(
@@ -226,19 +218,20 @@ def _call_operator(
     v: Tensor,
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: tuple[bool, str | None, int, bool],
+    options: tuple[MaskSpec, str | None, int, bool],
     two_level: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
-    ``options`` are causal, backend, sm_margin and deterministic.
+    ``options`` are the mask, backend, sm_margin and deterministic.
     """
-    causal, backend, sm_margin, deterministic = options
+    mask, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        return autograd.forward_fp8(q, k, v, *descales, scale, causal, backend, two_level, sm_margin)
-    return autograd.forward(q, k, v, scale, causal, backend, sm_margin, deterministic)
+        features.check_fp8_window(q.dtype, mask)
+        return autograd.forward_fp8(q, k, v, *descales, scale, mask.causal, backend, two_level, sm_margin)
+    return autograd.forward(q, k, v, scale, mask.causal, backend, sm_margin, deterministic, *mask.window)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention import ops
+from hopper_attention import ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
@@ -23,8 +23,8 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic)
-    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 5
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window)
+    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 7
 
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -42,7 +42,28 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     )
 
 
+def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *lengths = inputs[:7]
+    *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
+    ctx.window = inputs[14:]
+    ctx.save_for_backward(q, k, v, *output, *lengths)
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *lengths = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window)
+    tensors = (dout, dlse, q, k, v, out, lse, *lengths)
+    return *backward_varlen(*tensors, *ctx.max_seqlens, *options), *[None] * 13
+
+
 # What calls the operators, also under torch.func.
 backward = differentiable(ops.backward, refuse_second_derivative)
 forward = differentiable(ops.forward, _forward_gradients, _save_for_backward)
+backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_derivative, has_batch=False)
+forward_varlen = differentiable(
+    varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False
+)
 forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)

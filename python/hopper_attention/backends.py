@@ -23,6 +23,9 @@ MOST_MULTIPROCESSORS: dict[tuple[int, ...], int] = {
 }
 """Of the largest GPU of each compute capability that has kernels."""
 
+KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
+"""What the kernels of a backend are called."""
+
 USE_SDPA = "torch.nn.functional.scaled_dot_product_attention is faster there"
 
 
@@ -107,6 +110,13 @@ def why_not_ampere(target: Target) -> str:
     if _kernels.missing_packages() and not target.assume_installed:
         return f"the kernels need {' and '.join(_kernels.missing_packages())}, not installed here"
     return ""
+
+
+def missing_in_kernel(feature: str, backend: str) -> NotImplementedError:
+    """The error for what the reference does and the kernels of ``backend`` do not do yet."""
+    return NotImplementedError(
+        f"{feature} is not implemented by the {KERNELS[backend]} yet; use backend='reference'"
+    )
 
 
 def how_to_go_faster(target: Target) -> str:

@@ -18,6 +18,7 @@ from hopper_attention.backends import (
     Choice,
     Target,
     how_to_go_faster,
+    missing_in_kernel,
     why_not_ampere,
     why_not_hopper,
 )
@@ -32,7 +33,7 @@ class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
-    ``deterministic`` asks for gradients of the same bits in every run.
+    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` as in ``AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -41,13 +42,20 @@ class BackwardProblem(NamedTuple):
     dtype: torch.dtype
     causal: bool
     deterministic: bool = False
+    has_window: bool = False
 
     @property
     def kind(self) -> GradientProblem:
         """What of it decides on the kernel."""
         head_dim, head_dim_v = self.q_shape[3], self.v_shape[3]
         return GradientProblem(
-            self.dtype, self.dtype, head_dim, head_dim_v, self.causal, deterministic=self.deterministic
+            self.dtype,
+            self.dtype,
+            head_dim,
+            head_dim_v,
+            self.causal,
+            has_window=self.has_window,
+            deterministic=self.deterministic,
         )
 
 
@@ -64,6 +72,9 @@ def choose_for(problem: GradientProblem, target: Target, requested: str | None) 
 
     ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
     problem of the forward has one.
+
+    Raises:
+        NotImplementedError: the kernel is to be given problems of this kind, and does not do them yet.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
@@ -127,8 +138,13 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
+        NotImplementedError: the kernel does not do problems of this kind.
     """
     p = problem
+    if p.has_window:
+        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
+    if p.is_packed:
+        raise missing_in_kernel("the gradient of variable-length attention", backend)
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     if backend == "hopper":
         return select_backward_config(*options, p.deterministic)

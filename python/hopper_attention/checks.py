@@ -63,10 +63,9 @@ def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     named = (("q", q), ("k", k), ("v", v))
     for name, spec in named:
         check_dimensions(name, spec.shape)
-    _check_dtypes(q.dtype, k.dtype, v.dtype)
-    for name, spec in named[1:]:
-        if spec.device != q.device:
-            raise ValueError(f"{name} is on {spec.device}, allowed: the device of q, {q.device}")
+    check_dtypes(q.dtype, k.dtype, v.dtype)
+    check_device("k", k.device, q.device)
+    check_device("v", v.device, q.device)
     _check_shapes(q.shape, k.shape, v.shape)
 
 
@@ -77,7 +76,12 @@ def check_dimensions(name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
+def check_device(name: str, device: torch.device, device_of_q: torch.device) -> None:
+    if device != device_of_q:
+        raise ValueError(f"{name} is on {device}, allowed: the device of q, {device_of_q}")
+
+
+def check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
     if q == torch.float8_e5m2:
         raise TypeError(
             f"q has dtype {q}, allowed: {FP8_DTYPE}; e5m2 keeps 2 bits of mantissa, too few for attention"
@@ -93,15 +97,7 @@ def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     batch, _, heads, head_dim = q
     _, seqlen_k, kv_heads, _ = k
-    limits = (
-        ("head_dim of q", head_dim, MAX_HEAD_DIM),
-        ("head_dim_v, the last size of v,", v[3], MAX_HEAD_DIM_V),
-    )
-    for name, size, most in limits:
-        if size % HEAD_DIM_STEP or not HEAD_DIM_STEP <= size <= most:
-            raise ValueError(
-                f"{name} is {size}, allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {most}"
-            )
+    check_head_dims(head_dim, v[3])
     if k[0] != batch or k[3] != head_dim:
         raise ValueError(
             f"k has shape {tuple(k)}, allowed with q of shape {tuple(q)}: "
@@ -112,6 +108,22 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
             f"v has shape {tuple(v)}, allowed with k of shape {tuple(k)}: "
             f"({batch}, {seqlen_k}, {kv_heads}, head_dim_v)"
         )
+    check_heads(heads, kv_heads)
+
+
+def check_head_dims(head_dim: int, head_dim_v: int) -> None:
+    limits = (
+        ("head_dim of q", head_dim, MAX_HEAD_DIM),
+        ("head_dim_v, the last size of v,", head_dim_v, MAX_HEAD_DIM_V),
+    )
+    for name, size, most in limits:
+        if size % HEAD_DIM_STEP or not HEAD_DIM_STEP <= size <= most:
+            raise ValueError(
+                f"{name} is {size}, allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {most}"
+            )
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
 

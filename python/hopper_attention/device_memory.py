@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,6 +91,12 @@ def tile_counter(device_index: int) -> Tensor:
         made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
         counter = _tile_counters.setdefault(key, made)
     return counter
+
+
+@lru_cache(maxsize=64)
+def no_lengths(device: torch.device) -> Tensor:
+    """int32 without elements, which tells a kernel that all rows of every sequence count."""
+    return make_apart(lambda: torch.empty(0, dtype=torch.int32, device=device))
 
 
 def unit_scales(batch: int, kv_heads: int, device: torch.device) -> Tensor:

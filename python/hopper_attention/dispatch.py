@@ -13,12 +13,13 @@ from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import backward_rules, checks, features, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
-from hopper_attention.backends import MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
+from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
+from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -33,8 +34,6 @@ __all__ = [
     "select_config",
 ]
 
-
-GRADIENT_KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
 
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
@@ -141,7 +140,7 @@ def explain(
         ValueError, TypeError, NotImplementedError: as the call itself would.
     """
     checks.check_are_tensors(q=q, k=k, v=v)
-    causal = features.resolve_causal(
+    mask = features.resolve_mask(
         q,
         k,
         checks.check_flag("causal", causal),
@@ -164,15 +163,17 @@ def explain(
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
+    features.check_fp8_window(q.dtype, mask)
     specs, notes = _first_part(whole)
+    causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     if is_fp8:
         choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
-        config = select_config(choice.backend, target.capability, **specs, causal=causal)
-    notes = _notes(choice.advice, given) + notes
+        config = select_config(choice.backend, target.capability, **specs, causal=causal, window=mask.window)
+    notes = _notes(choice.advice, given) + _describe_window(mask) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += _check_margin(sm_margin, target, q.device)
@@ -182,12 +183,22 @@ def explain(
     if torch.is_grad_enabled() and differentiated:
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order)
+        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif is_launched:
             notes += (_note_on_gradients(problem, target, backend),)
     return Plan(choice.backend, config, choice.reason, casts + _copies(config, specs, tensors), notes)
+
+
+def _describe_window(mask: MaskSpec) -> tuple[str, ...]:
+    """A note on the keys that a window leaves to a query."""
+    if not mask.has_window:
+        return ()
+    left, right = ("all" if side == UNLIMITED else str(side) for side in mask.window)
+    return (
+        f"window: a query sees {left} of the keys before its own and {'0' if mask.causal else right} after it",
+    )
 
 
 def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -268,7 +279,8 @@ def _plan_fp8(
         return choice, fp8_rules.select_config(problem)
     if choice.backend == "ampere":
         dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
-        return choice, select_config(choice.backend, target.capability, **dequantized, causal=causal)
+        q, k, v = (dequantized[name] for name in "qkv")
+        return choice, select_config(choice.backend, target.capability, q, k, v, causal)
     return choice, ReferenceConfig(fp8=True)
 
 
@@ -305,8 +317,11 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
     if problem.k_shape[1] == 1:
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
-    choice = backward_rules.choose_backward(problem, target, requested)
+    try:
+        choice = backward_rules.choose_backward(problem, target, requested)
+    except NotImplementedError as error:
+        return f"the backward pass raises NotImplementedError: {error}"
     if choice.backend == "reference":
         return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"
     name = backward_rules.select_config(problem, choice.backend, target.capability).name
-    return f"the backward pass runs on the {GRADIENT_KERNELS[choice.backend]} {name}"
+    return f"the backward pass runs on the {KERNELS[choice.backend]} {name}"

@@ -1,7 +1,7 @@
-"""FlashAttention-3's arguments for windows, caps and splits: what they ask of dense attention.
+"""FlashAttention-3's arguments for windows, caps and splits: what they ask of attention.
 
 Many spellings ask for nothing more than attention with or without a causal mask, or are hints that change no result.
-Those are accepted. What no backend has raises NotImplementedError by name.
+Windows become a ``MaskSpec``. What no backend has raises NotImplementedError by name.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import numbers
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.checks import FULL_WINDOW
-
-UNLIMITED = -1
-"""A side of a window that hides nothing, as None does."""
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 
 ALLOWED_WINDOWS = (
     "a pair (left, right) of ints from -1, or None for a side without a limit; (-1, -1) is no window"
 )
 
 
-def resolve_causal(
+def resolve_mask(
     q: Any,
     k: Any,
     causal: bool,
@@ -34,49 +33,76 @@ def resolve_causal(
     softcap: Any = 0.0,
     num_splits: Any = 1,
     pack_gqa: Any = None,
-) -> bool:
-    """Whether dense attention with these arguments has a causal mask.
+) -> MaskSpec:
+    """The mask of dense attention with these arguments, in its canonical form.
 
     Args:
         q, k: (batch, seqlen, heads, head_dim); of both the sequence length is read, and nothing else.
-        causal: what the caller asked for by name. A window without a limit on its left and with none of the keys
-            after a query's own, (-1, 0), is causal as well.
+        causal: what the caller asked for by name. A window with none of the keys after a query's own is causal as well.
         others: as for :func:`hopper_attention.flash_attn_func`.
 
     Raises:
         NotImplementedError: an argument asks for a feature that no backend has.
         ValueError, TypeError: an argument has no meaning.
     """
+    check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    if _is_full(window_size) and _is_zero(attention_chunk):
+        return MaskSpec(causal)
+    checks.check_are_tensors(q=q, k=k)
+    checks.check_dimensions("q", q.shape)
+    checks.check_dimensions("k", k.shape)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    mask = mask_of_window(window_size, causal, seqlen_q, seqlen_k)
+    _check_chunk(attention_chunk, mask.causal, seqlen_q, seqlen_k)
+    return mask
+
+
+def mask_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> MaskSpec:
+    """The canonical mask of a ``window_size``, for sequences of at most these lengths.
+
+    Raises:
+        ValueError, TypeError: it is no pair of sides.
+        NotImplementedError: the sequences are too long for a window.
+    """
+    mask = MaskSpec.canonical(causal, *_read_window(window_size), seqlen_q, seqlen_k)
+    check_window_lengths(mask, seqlen_q, seqlen_k)
+    return mask
+
+
+def resolve_packed_mask(
+    causal: bool, window_size: Any, attention_chunk: Any, max_seqlen_q: int, max_seqlen_k: int
+) -> MaskSpec:
+    """``resolve_mask`` of sequences of different lengths, which are at most these.
+
+    Raises:
+        NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
+        ValueError, TypeError: an argument has no meaning.
+    """
+    mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
+    # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
+    longest_q = 0 if mask.causal else max_seqlen_k + 1
+    _check_chunk(attention_chunk, mask.causal, longest_q, max_seqlen_k)
+    return mask
+
+
+def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
+    """Raise NotImplementedError for e4m3 tensors under a window that hides something."""
+    if mask.has_window and dtype == FP8_DTYPE:
+        instead = "16-bit tensors, or window_size=(-1, -1)"
+        raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
+
+
+def check_scores_and_hints(qv: Any, softcap: Any, num_splits: Any, pack_gqa: Any) -> None:
+    """Raise for what changes scores, which no backend has, and for hints that have no meaning."""
     if qv is not None:
         instead = "qv=None, or concatenate it to q and k"
         raise missing("qv", "given", "a second query that multiplies V", instead)
     _check_softcap(softcap)
     _check_hints(num_splits, pack_gqa)
-    has_no_window = window_size is FULL_WINDOW or (type(window_size) is tuple and window_size == FULL_WINDOW)
-    if has_no_window and _is_zero(attention_chunk):
-        return causal
-    checks.check_are_tensors(q=q, k=k)
-    checks.check_dimensions("q", q.shape)
-    checks.check_dimensions("k", k.shape)
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    causal = _causal_of_window(window_size, causal, seqlen_q, seqlen_k)
-    _check_chunk(attention_chunk, causal, seqlen_q, seqlen_k)
-    return causal
 
 
-def _causal_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
-    """Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right.
-
-    The last query is the one whose left side hides the most, the first the one whose right side does. With ``causal``
-    the right side is 0, whatever was given for it.
-    """
-    left, right = _read_window(window_size)
-    hides_left = left != UNLIMITED and left < seqlen_k - 1
-    hides_right = right != UNLIMITED and right < seqlen_q - 1 and not causal
-    if hides_left or (hides_right and right > 0):
-        use = "window_size=(-1, -1) with causal=True or False"
-        raise missing("window_size", (left, right), "sliding-window attention", use)
-    return causal or hides_right
+def _is_full(window_size: Any) -> bool:
+    return window_size is FULL_WINDOW or (type(window_size) is tuple and window_size == FULL_WINDOW)
 
 
 def _read_window(window_size: Any) -> tuple[int, int]:

@@ -10,6 +10,11 @@ from typing import Any, NoReturn
 
 from hopper_attention.api import flash_attn_func
 from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from hopper_attention.varlen import flash_attn_varlen_func
+from hopper_attention.varlen_packed import (
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 __all__ = [
     "flash_attn_combine",
@@ -17,15 +22,11 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Sequences of different lengths in one tensor: not implemented yet."""
-    instead = "flash_attn_func once a sequence, or on a padded batch"
-    raise _missing("flash_attn_varlen_func", "variable-length attention", instead)
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:

@@ -10,9 +10,11 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
-from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
+from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
 
 
@@ -33,37 +35,60 @@ Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
 def select_config(
-    backend: str, capability: tuple[int, ...], q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool
+    backend: str,
+    capability: tuple[int, ...],
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
         NotImplementedError: the kernel cannot count sizes as large as these.
     """
-    config = select_for(problem_of(q, k, v, causal), backend, capability)
+    config = select_for(problem_of(q, k, v, causal, window), backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
 
-def problem_of(q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool) -> AttentionProblem:
-    """What of checked tensors decides on the kernel."""
+def problem_of(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool, window: tuple[int, int] = FULL_WINDOW
+) -> AttentionProblem:
+    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
+    seen = k.shape[1]
+    if window != FULL_WINDOW:
+        seen = MaskSpec(causal, *window).most_keys(seen)
     return AttentionProblem(
-        q.dtype, q.dtype, head_dim, head_dim_v, causal, longest_alike(k.shape[1]), is_empty
+        q.dtype,
+        q.dtype,
+        head_dim,
+        head_dim_v,
+        causal,
+        longest_alike(seen),
+        is_empty,
+        window != FULL_WINDOW,
     )
 
 
 def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, ...]) -> Config:
-    """``select_config`` of all problems of a kind, whatever their sizes."""
+    """``select_config`` of all problems of a kind, whatever their sizes.
+
+    With packed sequences, which have no length here, the tiles are the same for all.
+    """
     if backend == "reference":
         return ReferenceConfig()
     p = problem
-    dtype = DTYPE_NAMES[p.dtype]
+    dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-        return select_ampere_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, arch)
-    return select_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k)
+        return select_ampere_forward_config(
+            dtype, p.head_dim, p.head_dim_v, p.causal, arch, p.has_window, layout
+        )
+    return select_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_window, layout)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -75,6 +75,20 @@ def make_addressable(tensor: Tensor) -> Tensor:
     return contiguous_copy(repaired) if repaired.data_ptr() % TMA_BYTES else repaired
 
 
+def make_packed_addressable(tensor: Tensor) -> Tensor:
+    """``make_addressable`` of packed rows (total, heads, head_dim)."""
+    first, second, last = tensor.stride()
+    steps = first | second
+    if (
+        last == 1
+        and first > 0
+        and second > 0
+        and not (tensor.data_ptr() | steps * tensor.itemsize) % TMA_BYTES
+    ):
+        return tensor
+    return make_addressable(tensor.unsqueeze(0)).squeeze(0)
+
+
 def copy_reason(spec: TensorSpec, address: int) -> str:
     """Why a tensor is copied before a launch; empty if it is not."""
     if _has_gaps(spec):

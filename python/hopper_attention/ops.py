@@ -13,6 +13,7 @@ from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.launch.backward import find_choice, run_backward
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
+from hopper_attention.masks import MaskSpec
 from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.quantizers import from_descales
@@ -30,12 +31,16 @@ def forward(
     backend: str | None,
     sm_margin: int,
     deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``deterministic`` is for the gradient: every run of the forward gives the same bits.
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
+    window are those of a ``MaskSpec``.
     """
-    return run_forward(q, k, v, softmax_scale, causal, backend, sm_margin)
+    window = MaskSpec(causal, window_left, window_right).window
+    return run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, window=window)
 
 
 @forward.register_fake
@@ -48,6 +53,8 @@ def _(
     backend: str | None,
     sm_margin: int,
     deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -108,12 +115,15 @@ def backward(
     causal: bool,
     backend: str | None = None,
     deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
     ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
     the same bits in every run.
     """
+    mask = MaskSpec(causal, window_left, window_right)
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     if k.shape[1] == 1:
@@ -121,21 +131,33 @@ def backward(
     if needs_parts(v.shape[3]):
 
         def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            return backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, backend, deterministic)
+            options = softmax_scale, causal, backend, deterministic, *mask.window
+            return backward(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic)
+    problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
-        return run_backward(
-            dout, q, k, v, out, lse, softmax_scale, causal, dlse, deterministic, choice.backend
-        )
+        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.window
+        return run_backward(dout, q, k, v, out, lse, *options)
     if choice.advice:
         warn_once(
             f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
         )
-    return tiled_backward(dout, dlse, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
+    return tiled_backward(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window_left=window_left,
+        window_right=window_right,
+    )
 
 
 @backward.register_fake
@@ -151,6 +173,8 @@ def _(
     causal: bool,
     backend: str | None = None,
     deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

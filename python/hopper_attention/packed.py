@@ -252,10 +252,16 @@ def _unpack_qkv(qkv: Any, num_heads_q: int | None) -> tuple[Tensor, ...]:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}, allowed with num_heads_q: (batch, seqlen, heads, head_dim)"
         )
-    both_kv = qkv.shape[2] - num_heads_q
-    if not 0 < num_heads_q < qkv.shape[2] or both_kv % 2:
+    return split_heads(qkv, num_heads_q, 2)
+
+
+def split_heads(qkv: Tensor, num_heads_q: int, dim: int) -> tuple[Tensor, ...]:
+    """q, k and v of a tensor whose dimension ``dim`` has the heads of all three."""
+    heads = qkv.shape[dim]
+    both_kv = heads - num_heads_q
+    if not 0 < num_heads_q < heads or both_kv % 2:
         raise ValueError(
-            f"num_heads_q is {num_heads_q}, allowed with the {qkv.shape[2]} heads of qkv: above 0, and "
+            f"num_heads_q is {num_heads_q}, allowed with the {heads} heads of qkv: above 0, and "
             "leaving as many heads for K as for V"
         )
-    return qkv.split([num_heads_q, both_kv // 2, both_kv // 2], dim=2)
+    return qkv.split([num_heads_q, both_kv // 2, both_kv // 2], dim=dim)

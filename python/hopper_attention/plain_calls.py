@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hopper_attention.checks import HALF_DTYPES
+
 
 def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain tensors, and nothing traces or transforms the call.
@@ -27,6 +29,17 @@ def is_plain_call(q: Any, k: Any, v: Any) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not is_transformed()
         and torch._C._get_tracing_state() is None
+    )
+
+
+def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
+    return (
+        is_plain_call(q, k, v)
+        and (dtype := q.dtype) in HALF_DTYPES
+        and k.dtype is dtype
+        and v.dtype is dtype
+        and not needs_gradient(q, k, v)
     )
 
 

@@ -26,6 +26,8 @@ class AttentionProblem:
         causal: whether there is a causal mask.
         longest_k: the largest seqlen_k that gets the tiles which this one gets (``longest_alike``).
         is_empty: there is no query or no key.
+        has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
+        is_packed: sequences of different lengths lie one after another in one tensor.
     """
 
     dtype: torch.dtype
@@ -35,6 +37,8 @@ class AttentionProblem:
     causal: bool
     longest_k: int = ANY_LENGTH
     is_empty: bool = False
+    has_window: bool = False
+    is_packed: bool = False
 
 
 @dataclass(frozen=True)

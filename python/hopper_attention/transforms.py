@@ -30,18 +30,21 @@ def differentiable(
     gradients: Callable[..., Any],
     save_for_backward: Callable[..., None] | None = None,
     mixes_samples: Callable[..., bool] = lambda *arguments: False,
+    has_batch: bool = True,
 ) -> Callable[..., Any]:
     """Register the gradient of ``operator`` with torch, and return what calls it, transformed or not.
 
     All tensors that the operator takes and returns have the batch as their first dimension, or no elements. So the
     samples of vmap become more of the batch, unless ``mixes_samples`` says of the arguments that entries of a batch
-    would then have to do with each other; then each sample is computed by itself.
+    would then have to do with each other; then each sample is computed by itself. So is it always where the tensors
+    have no such dimension.
 
     Args:
         operator: takes positional arguments, and returns a tuple of new tensors.
         gradients: (ctx, *gradients of the results) -> one gradient for each argument, None for all but tensors.
         save_for_backward: (ctx, inputs, output), as ``setup_context`` of an autograd.Function.
         mixes_samples: of the arguments of the operator.
+        has_batch: whether the batch is the first dimension of all tensors.
     """
     operator.register_autograd(gradients, setup_context=save_for_backward)
 
@@ -68,7 +71,8 @@ def differentiable(
             info: Any, in_dims: tuple[int | None, ...], *arguments: Any
         ) -> tuple[Results, tuple[int, ...]]:
             samples = info.batch_size
-            compute = _each_by_itself if samples > 1 and mixes_samples(*arguments) else _as_one_batch
+            is_one_batch = has_batch and (samples < 2 or not mixes_samples(*arguments))
+            compute = _as_one_batch if is_one_batch else _each_by_itself
             results = compute(transformed, samples, in_dims, arguments)
             return results, (0,) * len(results)
 
@@ -106,7 +110,15 @@ def _as_one_batch(
 def _each_by_itself(
     call: Callable[..., Results], samples: int, dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 ) -> Results:
-    """The same from a call for each sample."""
+    """The same from a call for each sample.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    if not samples:
+        raise NotImplementedError(
+            "vmap over 0 samples of sequences of different lengths is not implemented; use 1 or more"
+        )
     tensors = [
         _samples_first(x, dim, samples) if isinstance(x, Tensor) else [x] * samples
         for x, dim in zip(arguments, dims, strict=True)

@@ -32,9 +32,9 @@ def part_widths(head_dim_v: int) -> tuple[int, ...]:
 
 
 def attend_in_parts(v: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """out (b, sq, h, dv) and lse of attention to v, where ``attend`` gives those of some of its columns."""
-    results = [attend(part) for part in v.split(part_widths(v.shape[3]), 3)]
-    return torch.cat([out for out, _ in results], 3), results[0][1]
+    """out (..., dv) and lse of attention to v, where ``attend`` gives those of some of its columns."""
+    results = [attend(part) for part in v.split(part_widths(v.shape[-1]), -1)]
+    return torch.cat([out for out, _ in results], -1), results[0][1]
 
 
 def differentiate_in_parts(
@@ -48,11 +48,11 @@ def differentiate_in_parts(
 
     The LSE is one for all parts: its gradient goes with the first. dq and dk of the parts are added in float32.
     """
-    parts = zip(*(x.split(part_widths(v.shape[3]), 3) for x in (dout, v, out)), strict=True)
+    parts = zip(*(x.split(part_widths(v.shape[-1]), -1) for x in (dout, v, out)), strict=True)
     gradients = [
         differentiate(dout_part, None if i else dlse, v_part, out_part)
         for i, (dout_part, v_part, out_part) in enumerate(parts)
     ]
     dqs, dks, dvs = zip(*gradients, strict=True)
     dq, dk = (torch.stack(parts).sum(0, dtype=torch.float32).to(v.dtype) for parts in (dqs, dks))
-    return dq, dk, torch.cat(dvs, 3)
+    return dq, dk, torch.cat(dvs, -1)

@@ -23,6 +23,7 @@ from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import compile_cache, flash_attn_func
+from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch import backward
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
@@ -117,7 +118,12 @@ def draw(device: str) -> Draw:
 
 
 def find_errors(
-    inputs: Inputs, out: Tensor, lse: Tensor, causal: bool, softmax_scale: float | None = None
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> list[str]:
     """What is wrong with a result, against float64.
 
@@ -126,6 +132,7 @@ def find_errors(
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     options = {"causal": causal, "softmax_scale": softmax_scale}
+    options |= {"window_left": window[0], "window_right": window[1]}
     oracle, oracle_lse = attention_naive(q, k, v, **options)
     plain = attention_standard(q, k, v, **options)
     wrong = []
@@ -177,8 +184,14 @@ def attend(backend: str) -> Attend:
 def check(attend: Attend) -> Check:
     """Runs ``attend`` on inputs and returns what is wrong with its result; empty if nothing is."""
 
-    def check(inputs: Inputs, causal: bool, softmax_scale: float | None = None) -> list[str]:
-        out, lse = attend(inputs.q, inputs.k, inputs.v, softmax_scale, causal, return_attn_probs=True)
-        return find_errors(inputs, out, lse, causal, softmax_scale)
+    def check(
+        inputs: Inputs,
+        causal: bool,
+        softmax_scale: float | None = None,
+        window: tuple[int, int] = FULL_WINDOW,
+    ) -> list[str]:
+        options = {"window_size": window, "return_attn_probs": True}
+        out, lse = attend(inputs.q, inputs.k, inputs.v, softmax_scale, causal, **options)
+        return find_errors(inputs, out, lse, causal, softmax_scale, window)
 
     return check

@@ -48,11 +48,12 @@ class TensorMap:
         """Element offsets of a box in its own order, and which of them lie inside of the tensor."""
         grids = np.meshgrid(*(np.arange(n) + s for n, s in zip(self.box, start, strict=True)), indexing="ij")
         inside = np.ones(self.box, bool)
-        offset = np.zeros(self.box, np.int64)
+        address, width = np.zeros(self.box, np.uint64), self.data.itemsize
         for grid, size, stride in zip(grids, self.sizes, self.strides, strict=True):
             inside &= (grid >= 0) & (grid < size)
-            offset += grid * stride
-        return offset.ravel("F"), inside.ravel("F")
+            # Addresses are of 64 bits, and wrap.
+            address += grid.astype(np.uint64) * np.uint64(stride * width)
+        return (address.view(np.int64) // width).ravel("F"), inside.ravel("F")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardC
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
@@ -58,6 +59,17 @@ def tile_map(tensor: Tensor, order: tuple[int, ...], rows: int, columns: int) ->
     width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
     box = (width // tensor.element_size(), rows, *(1 for _ in order[2:]))
     sizes, strides = (tuple(of[i] for i in order) for of in (tensor.shape, tensor.stride()))
+    return TensorMap(storage_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
+
+
+def ragged_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
+    """Of packed rows (total, heads, head_dim), as ``ragged_view`` has them."""
+    row_stride, head_stride, _ = tensor.stride()
+    width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
+    sizes = (tensor.shape[2], RAGGED_ROWS, tensor.shape[1], RAGGED_ROWS + 1, 2**31 - 1)
+    back = ADDRESS_PART // tensor.element_size() - row_stride
+    strides = (1, row_stride, head_stride, back, row_stride)
+    box = (width // tensor.element_size(), rows, 1, 1, 1)
     return TensorMap(storage_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
 
 
@@ -110,8 +122,9 @@ def forward_on_numpy(
     softmax_scale: float,
     ctas: int = 1,
     timing: Timing = AT_ONCE,
+    sides: tuple[int, int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the 16-bit kernel of ``config`` leaves them."""
+    """out and lse as the 16-bit kernel of ``config`` leaves them; ``sides`` are those of a window."""
     c = config
     arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
     maps = (
@@ -122,6 +135,38 @@ def forward_on_numpy(
     )
     arguments.values[:4] = maps
     _finish_forward(arguments, q, k, softmax_scale)
+    arguments.add(*sides)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return out, lse
+
+
+def packed_forward_on_numpy(
+    config: ForwardConfig,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
+    sequences: int,
+    softmax_scale: float,
+    ctas: int = 1,
+    timing: Timing = AT_ONCE,
+    sides: tuple[int, int] = (),
+) -> tuple[Tensor, Tensor]:
+    """out and lse of packed q, k and v, which were NaN before; ``sequences`` counts that of rows of no sequence."""
+    c, (q, k, v) = config, tensors
+    out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    arguments = Arguments()
+    arguments.add(
+        ragged_map(q, WARPGROUP_ROWS, c.head_dim),
+        ragged_map(k, c.tile_n, c.head_dim),
+        ragged_map(v, c.tile_n, c.head_dim_v),
+        ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
+    )
+    arguments.values += [b"\0" * 16] * 4
+    arguments.tensor(lse, (q.shape[0], q.shape[1]), (lse.stride(0),))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    arguments.add(softmax_scale * LOG2_E)
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 

@@ -192,8 +192,6 @@ BAD_FP8 = [
 
 MISSING = [
     ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
-    ({"window_size": (3, 0)}, "window_size is (3, 0): sliding-window attention is not", "causal=True"),
-    ({"window_size": [-1, 1]}, "window_size is (-1, 1): sliding-window attention is not", "causal=True"),
     ({"attention_chunk": 6}, "attention_chunk is 6: chunked attention is not", "attention_chunk=0"),
     ({"softcap": 30.0}, "softcap is 30.0: tanh soft-capping of the scores is not", "softcap=0.0"),
 ]
@@ -293,7 +291,7 @@ def test_bad_kvpacked() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
+    ["flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
 )
 def test_missing_functions_of_the_drop_in_module(name: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"^{name}: .* not implemented yet, neither .*; use "):

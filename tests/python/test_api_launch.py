@@ -15,10 +15,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hopper.config import ForwardConfig
-from hopper_attention import api, compile_cache
+from hopper_attention import compile_cache
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch import forward
 from hopper_attention.launch.forward import ForwardLauncher, find_launch, run_forward
+from hopper_attention.plain_calls import wants_only_a_launch
 from hopper_attention.problem import length_bounds
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
@@ -267,18 +268,18 @@ def test_another_gpu_becomes_current_for_the_launch(kernel: FakeKernel) -> None:
 
 def test_plain_tensors_need_only_a_launch() -> None:
     q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
-    assert api._wants_only_a_launch(q, q, q)
+    assert wants_only_a_launch(q, q, q)
     learned = q.clone().requires_grad_()
-    assert not api._wants_only_a_launch(q, learned, q)
+    assert not wants_only_a_launch(q, learned, q)
     with torch.no_grad():
-        assert api._wants_only_a_launch(q, learned, q)
+        assert wants_only_a_launch(q, learned, q)
 
 
 def test_subclasses_and_fp8_go_through_the_operator() -> None:
     q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
-    assert not api._wants_only_a_launch(q, torch.nn.Parameter(q, requires_grad=False), q)
-    assert not api._wants_only_a_launch([1], q, q)
-    assert not api._wants_only_a_launch(*[q.to(torch.float8_e4m3fn)] * 3)
+    assert not wants_only_a_launch(q, torch.nn.Parameter(q, requires_grad=False), q)
+    assert not wants_only_a_launch([1], q, q)
+    assert not wants_only_a_launch(*[q.to(torch.float8_e4m3fn)] * 3)
 
 
 def test_modes_and_transforms_go_through_the_operator() -> None:
@@ -286,7 +287,7 @@ def test_modes_and_transforms_go_through_the_operator() -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(api._wants_only_a_launch(x, x, x))
+        seen.append(wants_only_a_launch(x, x, x))
         return x.float().sum()
 
     with FakeTensorMode():

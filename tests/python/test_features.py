@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hopper_attention import explain, flash_attn_func, flash_attn_kvpacked_func
-from hopper_attention.features import resolve_causal
+from hopper_attention.features import resolve_mask
+from hopper_attention.masks import MaskSpec
 
 LENGTHS = ((1, 1), (1, 5), (5, 1), (4, 4), (3, 6), (6, 3))
 
@@ -35,24 +36,29 @@ def brute_force(seqlen_q: int, seqlen_k: int, left: int, right: int, chunk: int)
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-def test_every_window_is_dense_attention_or_refused(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+def test_every_window_and_chunk_is_a_mask_or_refused(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
     q, k, _ = qkv(seqlen_q, seqlen_k)
     full, triangle = (brute_force(seqlen_q, seqlen_k, -1, right, 0) for right in (-1, 0))
-    accepted = 0
+    dense = windows = 0
     for left, right, chunk in itertools.product(range(-1, 8), range(-1, 8), (0, 1, 2, 5, 8)):
         wanted = brute_force(seqlen_q, seqlen_k, left, 0 if causal else right, chunk)
         options: dict[str, Any] = {"window_size": (left, right), "attention_chunk": chunk}
+        unchunked = brute_force(seqlen_q, seqlen_k, left, 0 if causal else right, 0)
+        if not torch.equal(wanted, unchunked):
+            with pytest.raises(NotImplementedError, match=r"^attention_chunk is "):
+                resolve_mask(q, k, causal, **options)
+            continue
+        # A chunk that hides nothing new for another reason than that it holds all keys is not worth a rule.
+        if chunk and (chunk < seqlen_k or (seqlen_q > seqlen_k and not causal)):
+            continue
+        mask = resolve_mask(q, k, causal, **options)
+        found = brute_force(seqlen_q, seqlen_k, mask.window_left, 0 if mask.causal else mask.window_right, 0)
+        assert torch.equal(found, wanted), options
         if torch.equal(wanted, full) or torch.equal(wanted, triangle):
-            # What a chunk hides from queries before the first key may be what a causal mask hides: not worth a rule.
-            if chunk and seqlen_q > seqlen_k and not causal and right:
-                continue
-            got = resolve_causal(q, k, causal, **options)
-            assert torch.equal(triangle if got else full, wanted), options
-            accepted += 1
-        else:
-            with pytest.raises(NotImplementedError, match=r"^(window_size|attention_chunk) is "):
-                resolve_causal(q, k, causal, **options)
-    assert accepted >= 8
+            assert mask == MaskSpec(mask.causal), options
+            dense += 1
+        windows += mask.has_window
+    assert dense >= 8 and (windows >= 8 or min(seqlen_q, seqlen_k) < 3)
 
 
 SAME_AS_CAUSAL: list[Any] = [
@@ -104,8 +110,7 @@ def test_hints_change_nothing(hint: dict[str, Any]) -> None:
 def test_a_single_query_behind_a_window_of_its_own_key() -> None:
     q, k, v = qkv(1, 7)
     assert torch.equal(flash_attn_func(q, k, v, window_size=(6, 0)), flash_attn_func(q, k, v))
-    with pytest.raises(NotImplementedError, match=r"window_size is \(5, 0\)"):
-        flash_attn_func(q, k, v, window_size=(5, 0))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(5, 0)), flash_attn_func(q, k[:, 1:], v[:, 1:]))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -20,6 +20,7 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
+from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -54,10 +55,11 @@ class BackwardLauncher(Launcher):
         lse: Tensor,
         softmax_scale: float,
         dlse: Tensor | None,
+        *window: int,
     ) -> tuple[Tensor, ...]:
-        """As ``run_backward``."""
+        """As ``run_backward``. A kernel with a window takes its sides after the scale."""
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse)
+            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window)
         lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
         delta = torch.empty_like(lse_log2)
         sums = zero_dq(self.config, q)
@@ -67,7 +69,7 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *self.grid)
+        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *window, *self.grid)
         self.finish(sums, dq, softmax_scale)
         return dq, dk, dv
 
@@ -125,9 +127,12 @@ def _find_flat(
     deterministic: bool,
     device: torch.device,
     backend: str | None,
+    has_window: bool = False,
 ) -> BackwardLauncher:
     """``find`` by the parts of a problem, which costs less than to make one at every call."""
-    problem = GradientProblem(dtype, dtype, head_dim, head_dim_v, causal, deterministic=deterministic)
+    problem = GradientProblem(
+        dtype, dtype, head_dim, head_dim_v, causal, has_window=has_window, deterministic=deterministic
+    )
     return find(problem, device, backend)
 
 
@@ -143,6 +148,7 @@ def run_backward(
     dlse: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention on an NVIDIA GPU, on torch's current stream. No size may be 0.
 
@@ -157,15 +163,19 @@ def run_backward(
         lse: float32 (batch, heads, seqlen_q), natural log; -inf for rows without keys.
         dlse: gradient of lse, of its shape; None means zero. Ignored in rows without keys.
         backend: whose kernel, "hopper" or "ampere"; None: that of the GPU's own.
+        causal, window: those of a ``MaskSpec``.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
+        NotImplementedError: the kernel has no windows.
     """
-    options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend
-    dq, dk, dv = _find_flat(*options)(dout, q, k, v, out, lse, softmax_scale, dlse)
+    has_window = window != FULL_WINDOW
+    options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend, has_window
+    sides = window if has_window else ()
+    dq, dk, dv = _find_flat(*options)(dout, q, k, v, out, lse, softmax_scale, dlse, *sides)
     return dq, dk, dv
 
 

@@ -19,7 +19,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import choose_backend, target_of
-from hopper_attention.checks import TensorSpec
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import Config, ReferenceConfig, check_size, problem_of, select_for
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
@@ -31,14 +31,15 @@ from hopper_attention.launch.base import (
     no_vectors,
 )
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
+from hopper_attention.masks import kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
-Launch = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor]]
-"""(q, k, v, softmax_scale, wants_lse) -> (out, lse); an lse that is not wanted may come without its rows. No scale is
-head_dim**-0.5."""
+Launch = Callable[..., tuple[Tensor, Tensor]]
+"""(q, k, v, softmax_scale, wants_lse, *window) -> (out, lse); an lse that is not wanted may come without its rows. No
+scale is head_dim**-0.5. ``window`` is (window_left, window_right) for problems that have one, else nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class NoKeysLaunch:
     result: ResultSpec
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         return self.result.empty_out(q).zero_(), self.result.empty_lse(q).fill_(-math.inf)
 
@@ -62,11 +63,12 @@ class ReferenceLaunch:
     default_scale: float
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **tiles)
+        sides = dict(zip(("window_left", "window_right"), window, strict=False))
+        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **tiles, **sides)
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ class PartsLaunch:
     launches: dict[int, Launch]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         return attend_in_parts(
-            v, lambda part: self.launches[part.shape[3]](q, k, part, softmax_scale, wants_lse)
+            v, lambda part: self.launches[part.shape[3]](q, k, part, softmax_scale, wants_lse, *window)
         )
 
 
@@ -88,7 +90,8 @@ class ForwardLauncher(Launcher):
     """A forward kernel of 16 bits.
 
     ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
-    persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile.
+    persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
+    takes its sides after the scale.
     """
 
     kernel: Kernel
@@ -98,10 +101,10 @@ class ForwardLauncher(Launcher):
     num_ctas: int
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(q, k, v, softmax_scale, wants_lse)
+            return self.call_there(q, k, v, softmax_scale, wants_lse, *window)
         out = self.result.empty_out(q)
         batch, _, heads, _ = q.shape
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, q.device)
@@ -111,11 +114,13 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
+        if window:
+            window = kernel_sides(*window)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            self.kernel(q, k, v, out, lse, counter, scale, self.num_ctas)
+            self.kernel(q, k, v, out, lse, counter, scale, *window, self.num_ctas)
         else:
-            self.kernel(q, k, v, out, lse, scale)
+            self.kernel(q, k, v, out, lse, scale, *window)
         return out, lse
 
 
@@ -125,6 +130,7 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
 
     Raises:
         ValueError: ``backend`` cannot run there.
+        NotImplementedError: its kernel does not do problems of this kind.
     """
     target = target_of(device)
     choice = choose_backend(target, problem.dtype, backend)
@@ -179,6 +185,7 @@ def find_launch(
     causal: bool,
     backend: str | None,
     sm_margin: int,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> Launch:
     """What serves a call with these tensors, checked.
 
@@ -197,11 +204,11 @@ def find_launch(
     checks.check_sm_margin(sm_margin)
     if needs_parts(v_shape[3]):
         shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
-        options = causal, backend, sm_margin
+        options = causal, backend, sm_margin, window
         return PartsLaunch(
             {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
         )
-    problem = problem_of(q, k, v, causal)
+    problem = problem_of(q, k, v, causal, window)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
@@ -225,10 +232,12 @@ def run_forward(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool = True,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
 
-    Without ``wants_lse`` the lse that comes back may lack its rows.
+    Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
+    ``MaskSpec``.
     """
     launch = find_launch(
         q.shape,
@@ -246,7 +255,10 @@ def run_forward(
         causal,
         backend,
         sm_margin,
+        window,
     )
     if softmax_scale is not None:
         softmax_scale = checks.check_scale(softmax_scale)
+    if window != FULL_WINDOW:
+        return launch(q, k, v, softmax_scale, wants_lse, *window)
     return launch(q, k, v, softmax_scale, wants_lse)

@@ -4,6 +4,7 @@ from hopper_attention.reference.fp8 import attention_fp8_per_tensor, attention_t
 from hopper_attention.reference.naive import attention_naive, attention_standard
 from hopper_attention.reference.tiled import attention_tiled, tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 
 __all__ = [
     "attention_fp8_per_tensor",
@@ -13,4 +14,6 @@ __all__ = [
     "attention_tiled_fp8",
     "tiled_backward",
     "tiled_forward",
+    "varlen_backward",
+    "varlen_forward",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.tiles import (
     Mask,
     Span,
@@ -35,9 +36,13 @@ Attend = Callable[
 """(q rows, keys, values, visible) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
+Sides = tuple[bool, int, int]
+"""causal, window_left and window_right."""
+
+
 @ignores_autocast
 def _by_query_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dtype: torch.dtype, attend: Attend
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sides: Sides, dtype: torch.dtype, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply ``attend`` to chunks of queries, computing in ``dtype``: out (b, sq, h, dv), lse (b, h, sq)."""
     shape = attention_shape(q, k, v)
@@ -47,7 +52,7 @@ def _by_query_chunks(
         return out, out.new_full((shape.batch, shape.heads, shape.seqlen_q), -math.inf)
     q_rows = fold_heads(q, shape.kv_heads, dtype)
     keys, values = (fold_heads(x, shape.kv_heads, dtype).squeeze(2) for x in (k, v))
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, *sides)
     outs, lses = [], []
     for rows in spans(0, shape.seqlen_q, max(1, CHUNK_SCORES // row_scores)):
         visible = mask.visible(rows, Span(0, shape.seqlen_k), shape.group, q.device)
@@ -64,6 +69,8 @@ def attention_naive(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -73,6 +80,8 @@ def attention_naive(
         v: (batch, seqlen_k, kv_heads, head_dim_v).
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
+        window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
+            i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
@@ -96,7 +105,7 @@ def attention_naive(
         # The maximum of a row without keys is -inf, and so is its LSE.
         return masked_matmul(p, values, visible) / row_sum, row_sum.log() + row_max
 
-    return _by_query_chunks(q, k, v, causal, torch.float64, attend)
+    return _by_query_chunks(q, k, v, (causal, window_left, window_right), torch.float64, attend)
 
 
 def attention_standard(
@@ -106,6 +115,8 @@ def attention_standard(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -129,4 +140,4 @@ def attention_standard(
         p = round_to(torch.softmax(scores, -1), dtype).masked_fill(no_key, 0.0)
         return masked_matmul(p, values, visible), p.sum(-1, keepdim=True)
 
-    return _by_query_chunks(q, k, v, causal, accum, attend)[0].to(dtype)
+    return _by_query_chunks(q, k, v, (causal, window_left, window_right), accum, attend)[0].to(dtype)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -42,6 +43,8 @@ def tiled_forward(
     softmax_scale: float | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
     shape = attention_shape(q, k, v)
@@ -50,7 +53,7 @@ def tiled_forward(
     q_rows = fold_heads(q, shape.kv_heads, accum)
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
 
@@ -99,8 +102,11 @@ class TiledAttention(torch.autograd.Function):
         softmax_scale: float | None,
         tile_m: int,
         tile_n: int,
+        window_left: int,
+        window_right: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
+        ctx.options |= {"window_left": window_left, "window_right": window_right}
         ctx.set_materialize_grads(False)
         out, lse = tiled_forward(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -112,7 +118,7 @@ class TiledAttention(torch.autograd.Function):
         dout, dlse = gradients
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
-        return *dqkv, None, None, None, None
+        return *dqkv, *[None] * 6
 
 
 def attention_tiled(
@@ -124,6 +130,8 @@ def attention_tiled(
     softmax_scale: float | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -139,6 +147,8 @@ def attention_tiled(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         tile_m: queries of a tile.
         tile_n: keys of a tile.
+        window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
+            i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
@@ -150,5 +160,5 @@ def attention_tiled(
         TypeError: q, k and v differ in dtype, or it is not one of the four above.
         NotImplementedError: the gradients are themselves differentiated.
     """
-    result = TiledAttention.apply(q, k, v, causal, softmax_scale, tile_m, tile_n)
+    result = TiledAttention.apply(q, k, v, causal, softmax_scale, tile_m, tile_n, window_left, window_right)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

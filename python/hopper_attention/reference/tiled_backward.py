@@ -7,6 +7,7 @@ import math
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.tiles import (
     LOG2_E,
     Mask,
@@ -39,6 +40,8 @@ def tiled_backward(
     softmax_scale: float | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    window_left: int = UNLIMITED,
+    window_right: int = UNLIMITED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`attention_tiled`, tile by tile (the paper's appendix B.1, Algorithm 3).
 
@@ -52,7 +55,7 @@ def tiled_backward(
         dlse: gradient of lse, (batch, heads, seqlen_q); None means zero.
         q, k, v: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, tile_m, tile_n: as in the forward pass; the tiles may differ.
+        causal, softmax_scale, tile_m, tile_n, window_left, window_right: as in the forward pass; the tiles may differ.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v: new contiguous tensors. A query that sees no key
@@ -65,7 +68,7 @@ def tiled_backward(
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
     scale = default_scale(softmax_scale, shape.head_dim)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
     q_rows, do_rows, o_rows = (fold_heads(x, shape.kv_heads, accum) for x in (q, dout, out))
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     delta = (do_rows * o_rows).sum(-1, keepdim=True)

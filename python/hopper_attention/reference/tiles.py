@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+from hopper_attention.masks import UNLIMITED, MaskSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -56,40 +59,62 @@ class Span(NamedTuple):
 
 def spans(start: int, stop: int, tile: int) -> list[Span]:
     """Tiles that cover [start, stop), on a grid that begins at 0; the first and last may be cut."""
+    if start >= stop:
+        return []
     first = start - start % tile
     return [Span(max(start, at), min(stop, at + tile)) for at in range(first, stop, tile)]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees. Causal is aligned bottom-right: the last query sees the last key."""
+    """Which keys a query sees. It is aligned bottom-right: the last query stands at the last key.
+
+    Query i sees the keys from i + shift - window_left to i + shift + window_right; -1 is no limit, and with ``causal``
+    the right side is 0.
+    """
 
     seqlen_q: int
     seqlen_k: int
     causal: bool
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
 
-    @property
-    def shift(self) -> int:
-        """Query i sees the keys j <= i + shift."""
-        return self.seqlen_k - self.seqlen_q
+    @cached_property
+    def spec(self) -> MaskSpec:
+        """This mask without the sides that hide nothing."""
+        return MaskSpec.canonical(
+            self.causal, self.window_left, self.window_right, self.seqlen_q, self.seqlen_k
+        )
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """(a, b): query i sees the keys from i + a to i + b."""
+        spec, shift, most = self.spec, self.seqlen_k - self.seqlen_q, self.seqlen_q + self.seqlen_k
+        left = most if spec.window_left == UNLIMITED else spec.window_left
+        right = most if spec.window_right == UNLIMITED else spec.window_right
+        return shift - left, shift if spec.causal else shift + right
 
     def key_tiles(self, rows: Span, tile: int) -> list[Span]:
-        """The key tiles that some row sees, from the last down to the first, as the kernel visits them."""
-        stop = min(self.seqlen_k, rows.stop + self.shift) if self.causal else self.seqlen_k
-        return spans(0, max(stop, 0), tile)[::-1]
+        """The key tiles that some row sees, from the last down to the first, as the kernel visits them.
+
+        The first and the last are cut to the keys that some row sees.
+        """
+        first, last = self.reach
+        return spans(max(0, rows.start + first), min(self.seqlen_k, rows.stop + last), tile)[::-1]
 
     def query_tiles(self, cols: Span, tile: int) -> list[Span]:
         """The query tiles of which some row sees a key of ``cols``, without the rows that see none."""
-        start = max(0, cols.start - self.shift) if self.causal else 0
-        return spans(start, self.seqlen_q, tile)
+        first, last = self.reach
+        return spans(max(0, cols.start - last), min(self.seqlen_q, cols.stop - first), tile)
 
     def visible(self, rows: Span, cols: Span, group: int, device: torch.device) -> torch.Tensor | None:
         """Boolean (group * rows, cols): True where the query sees the key. None where every pair is seen."""
-        if not self.causal or cols.stop - 1 <= rows.start + self.shift:
+        first, last = self.reach
+        if cols.stop - 1 <= rows.start + last and cols.start >= rows.stop - 1 + first:
             return None
-        i = torch.arange(*rows, device=device)
+        i = torch.arange(*rows, device=device)[:, None]
         j = torch.arange(*cols, device=device)
-        return (j <= i[:, None] + self.shift).repeat(group, 1)
+        return ((j >= i + first) & (j <= i + last)).repeat(group, 1)
 
 
 def fold_heads(x: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""Runs the forward kernels on packed sequences: the GPU plans their tiles, then the kernel goes by the plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.ampere.config import AmpereForwardConfig
+from cute_kernels.plan.config import PlanConfig, check_packed_size, plan_words
+from hopper.compile import HOPPER_ARCH
+from hopper.config import ForwardConfig
+from hopper_attention import compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.layout import make_packed_addressable
+from hopper_attention.masks import kernel_sides
+
+OF_QUERIES, OF_KEYS = 0, 1
+"""Whose rows the tiles of a plan are."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plans of a GPU."""
+
+    kernel: Kernel
+
+    def __call__(
+        self,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        totals: tuple[int, int],
+        tile: int,
+        rows: int = OF_QUERIES,
+    ) -> Tensor:
+        """A plan for tiles of ``tile`` rows, of Q or of K; ``totals`` are rows of Q and of K."""
+        batch = cu_seqlens_q.shape[0] - 1
+        plan = cu_seqlens_q.new_empty(plan_words(totals[rows], batch, tile))
+        used_q = device_memory.no_lengths(plan.device) if seqused_q is None else seqused_q
+        used_k = device_memory.no_lengths(plan.device) if seqused_k is None else seqused_k
+        self.kernel(cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *totals, tile, rows)
+        return plan
+
+
+def find_planner(config: object) -> Planner:
+    """That of a GPU for which ``config`` is."""
+    return Planner(compile_cache.get_forward(PlanConfig(getattr(config, "arch", HOPPER_ARCH))))
+
+
+@dataclass(frozen=True)
+class PackedForwardLauncher(Launcher):
+    """A forward kernel of 16 bits on packed sequences.
+
+    ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be.
+    """
+
+    config: ForwardConfig | AmpereForwardConfig
+    kernel: Kernel
+    planner: Planner
+    head_dim_v: int
+    num_ctas: int
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        if self.device_index != torch.cuda.current_device():
+            bounds = max_seqlen_q, max_seqlen_k
+            return self.call_there(
+                q, k, v, *lengths, *bounds, softmax_scale, window_left, window_right, wants_lse
+            )
+        total_q, heads, _ = q.shape
+        batch = cu_seqlens_q.shape[0] - 1
+        check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
+        out = torch.empty(total_q, heads, self.head_dim_v, dtype=q.dtype, device=q.device)
+        lse = torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=q.device)
+        if seqused_q is not None:
+            # The kernel writes the rows of sequences, and those behind the last one.
+            out.zero_()
+            lse.fill_(-math.inf)
+        q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
+        plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
+        sides = kernel_sides(window_left, window_right)
+        if self.num_ctas:
+            counter = device_memory.tile_counter(self.device_index)
+            options = softmax_scale, *sides, self.num_ctas
+            self.kernel(q, k, v, out, lse, counter, plan, batch + 1, *options)
+        else:
+            options = softmax_scale, *(sides if self.config.window else ())
+            self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
+        return out, lse
+
+
+def make_packed_launcher(
+    config: ForwardConfig | AmpereForwardConfig, device: torch.device, head_dim_v: int, sm_margin: int
+) -> PackedForwardLauncher:
+    """The launcher of the kernel of ``config``, which is compiled or loaded.
+
+    Raises:
+        ValueError: ``sm_margin`` leaves no multiprocessor.
+    """
+    index = index_of(device)
+    num_ctas = count_ctas(index, sm_margin)
+    if isinstance(config, AmpereForwardConfig):
+        num_ctas = 0
+    kernel = compile_cache.get_forward(config)
+    return PackedForwardLauncher(index, config, kernel, find_planner(config), head_dim_v, num_ctas)

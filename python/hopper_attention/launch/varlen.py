@@ -1,0 +1,282 @@
+"""Runs attention of sequences of different lengths in one tensor, forward and backward, on its backend.
+
+As in :mod:`hopper_attention.launch.forward` and ``.backward``: what serves a call is remembered without any size.
+Lengths are read on the GPU alone, apart from the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper_attention import checks
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.launch.backward import find_choice_for
+from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
+from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.packed_forward import make_packed_launcher
+from hopper_attention.lengths import Lengths, check_packed, read_sequences
+from hopper_attention.notices import warn_once
+from hopper_attention.problem import AttentionProblem, GradientProblem
+from hopper_attention.reference.varlen import varlen_backward, varlen_forward
+from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
+
+VarlenLaunch = Callable[..., tuple[Tensor, Tensor]]
+"""(q, k, v, *lengths, softmax_scale, window_left, window_right, wants_lse) -> (out, lse), new contiguous tensors.
+
+``lengths`` are the six of ``Lengths``: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k.
+q is (total_q, heads, head_dim), k and v (total_k, kv_heads, ...); all were checked, and no size is 0 but that of some
+sequences. out is (total_q, heads, head_dim_v), lse float32 (heads, total_q), which may lack its rows where it is not
+wanted. Rows that see no key, or are of no sequence, get 0 and -inf. A launcher reads no tensor on the host.
+"""
+
+VarlenGradientLaunch = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, window_left, window_right) -> (dq, dk, dv).
+
+dout is (total_q, heads, head_dim_v), dlse None or (heads, total_q), both of any strides; the rest as for
+``VarlenLaunch``. Rows of no sequence get gradients of 0, whatever the other tensors hold there.
+"""
+
+
+@dataclass(frozen=True)
+class EmptyVarlen:
+    """For problems without a score: no tokens, or none in any sequence. Nothing is launched."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+        total_q, heads, _ = q.shape
+        out = q.new_zeros(total_q, heads, v.shape[2])
+        return out, q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
+
+
+EMPTY = EmptyVarlen()
+
+
+@dataclass(frozen=True)
+class PartsVarlen:
+    """A launcher for each part of the columns of a V that is wider than a kernel's, by their number."""
+
+    launches: dict[int, VarlenLaunch]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return attend_in_parts(v, lambda part: self.launches[part.shape[2]](q, k, part, *others))
+
+
+@dataclass(frozen=True)
+class ReferenceVarlen:
+    """The tiled reference, sequence by sequence, on the device of the inputs. It reads the lengths, and checks them."""
+
+    causal: bool
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        return varlen_forward(
+            q,
+            k,
+            v,
+            read_sequences(lengths, q.shape[0], k.shape[0]),
+            causal=self.causal,
+            softmax_scale=softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+        )
+
+
+@dataclass(frozen=True)
+class ReferenceVarlenGradient:
+    """The gradient of ``ReferenceVarlen``."""
+
+    causal: bool
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        return varlen_backward(
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            read_sequences(lengths, q.shape[0], k.shape[0]),
+            causal=self.causal,
+            softmax_scale=softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+        )
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_varlen(
+    problem: AttentionProblem, device: torch.device, backend: str | None, sm_margin: int
+) -> VarlenLaunch:
+    """What runs packed problems of a kind; compiles or loads its kernel the first time.
+
+    Raises:
+        ValueError: ``backend`` cannot run there.
+    """
+    config = find_config(problem, device, backend)
+    if isinstance(config, ReferenceConfig):
+        return ReferenceVarlen(problem.causal)
+    return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_varlen_backward(
+    problem: GradientProblem, device: torch.device, backend: str | None
+) -> VarlenGradientLaunch:
+    """What gives the gradients of packed problems of a kind; ``find_varlen`` says how kernels come in.
+
+    Raises:
+        NotImplementedError: the kernel does not do problems of this kind.
+    """
+    choice = find_choice_for(problem, device, backend)
+    if choice.advice:
+        warn_once(
+            f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
+        )
+    return ReferenceVarlenGradient(problem.causal)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_varlen_launch(
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    lengths: tuple[TensorSpec | None, ...],
+    causal: bool,
+    has_window: bool,
+    backend: str | None,
+    sm_margin: int,
+) -> VarlenLaunch:
+    """What serves a call with these tensors, checked; ``lengths`` are ``Lengths.specs``.
+
+    Raises:
+        ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
+        NotImplementedError: the kernel does not do such problems.
+    """
+    q, k, v = specs
+    check_packed(q, k, v, lengths)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    if needs_parts(v.shape[2]):
+        shapes = {width: (*v.shape[:2], width) for width in part_widths(v.shape[2])}
+        options = lengths, causal, has_window, backend, sm_margin
+        return PartsVarlen(
+            {
+                width: find_varlen_launch((q, k, v._replace(shape=shape)), *options)
+                for width, shape in shapes.items()
+            }
+        )
+    problem = packed_problem(q, v, causal, has_window)
+    return find_varlen(problem, q.device, backend, sm_margin)
+
+
+def packed_problem(q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool) -> AttentionProblem:
+    """What of checked tensors decides on the kernel."""
+    head_dims = q.shape[2], v.shape[2]
+    return AttentionProblem(q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True)
+
+
+def run_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    softmax_scale: float | None,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    wants_lse: bool = True,
+    window: tuple[int, int] = FULL_WINDOW,
+) -> tuple[Tensor, Tensor]:
+    """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
+
+    Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
+    ``MaskSpec``.
+    """
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    launch = find_varlen_launch(specs, lengths.specs, causal, window != FULL_WINDOW, backend, sm_margin)
+    if q.is_cuda and is_empty(q, k, lengths):
+        launch = EMPTY
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    return launch(q, k, v, *lengths, scale, *window, wants_lse)
+
+
+def is_empty(q: Tensor, k: Tensor, lengths: Lengths) -> bool:
+    """Whether there is no score, as far as sizes tell."""
+    batch = lengths.cu_seqlens_q.shape[0] - 1
+    return 0 in (batch, *q.shape[:2], k.shape[0], lengths.max_seqlen_q, lengths.max_seqlen_k)
+
+
+def run_varlen_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None = None,
+    deterministic: bool = False,
+    window: tuple[int, int] = FULL_WINDOW,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``run_varlen``: dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
+
+    ``backend`` is what the forward was asked for. ``deterministic`` asks for the same bits in every run.
+    """
+    if is_empty(q, k, lengths):
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        return dq, dk, dv
+    problem = GradientProblem(
+        q.dtype,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=window != FULL_WINDOW,
+        is_packed=True,
+        deterministic=deterministic,
+    )
+    launch = find_varlen_backward(problem, q.device, backend)
+    return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window)

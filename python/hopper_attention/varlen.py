@@ -1,0 +1,217 @@
+"""Attention of sequences of different lengths that lie one after another in one tensor: FlashAttention-3's function.
+
+The packed forms are in ``varlen_packed``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from hopper_attention import autograd, checks, features
+from hopper_attention.api import Window
+from hopper_attention.autocast import cast_inputs
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.launch.varlen import run_varlen
+from hopper_attention.lengths import Lengths, check_max_seqlen, check_packed
+from hopper_attention.masks import MaskSpec
+from hopper_attention.plain_calls import wants_only_a_launch
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    *,
+    return_attn_probs: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    qv: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    num_splits: int | None = ...,
+    pack_gqa: bool | None = ...,
+    deterministic: bool = ...,
+    sm_margin: int = ...,
+    return_attn_probs: bool = ...,
+    *,
+    backend: str | None = ...,
+) -> Result: ...
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool | int = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int | None = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> Result:
+    """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
+
+    Sequence b has the rows of q from cu_seqlens_q[b] up to cu_seqlens_q[b + 1], and those of k and v from
+    cu_seqlens_k[b] up to cu_seqlens_k[b + 1]. Any sequence may be empty, and no sequence sees another. Rows behind the
+    last sequence, and behind the used ones of a sequence, are of none: what they hold is never used, their output is 0
+    with an LSE of -inf, and their gradients are 0. 16-bit inputs are differentiable, once.
+
+    The kernels have no variable lengths yet: on a GPU that would run one the call raises NotImplementedError, and
+    ``backend="reference"`` computes it, slowly. The reference reads the lengths, for which it waits for the GPU.
+
+    Args:
+        q: (total_q, heads, head_dim), float16 or bfloat16; head_dim is a multiple of 8, at most 256. Strides are free.
+        k: (total_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
+        v: (total_k, kv_heads, head_dim_v), likewise; head_dim_v is at most 512.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device of q, contiguous: sums of lengths, from 0 to at
+            most total_q and total_k. Their values are checked on a CPU, and on a GPU by nothing.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; upper bounds will do.
+        seqused_q, seqused_k: int32 (batch,) on the device of q: how many rows of each sequence are used, from its
+            first; all by default.
+        softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default.
+        causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
+        q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
+        window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
+        attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
+        num_splits, pack_gqa, sm_margin, deterministic, qv, softcap: as for ``flash_attn_func``.
+        return_attn_probs: also return the LSE.
+        backend: "hopper", "ampere", "reference", or None to have one chosen.
+
+    Returns:
+        out (total_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse), where lse is the natural
+        log of the sum of exp(scores), float32 (heads, total_q).
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
+        NotImplementedError: a feature is not implemented; the message says what to use instead.
+    """
+    causal = checks.check_flag("causal", causal)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    features.check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    deterministic = checks.check_flag("deterministic", deterministic)
+    return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    checks.check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    checks.check_are_tensors(**{name: x for name, x in used.items() if x is not None})
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    descales = (q_descale, k_descale, v_descale)
+    if not any(x is not None for x in descales) and wants_only_a_launch(q, k, v) and q.is_cuda:
+        options = softmax_scale, mask.causal, backend, sm_margin, return_attn_probs, mask.window
+        results = run_varlen(q, k, v, lengths, *options)
+    else:
+        flags = (backend, sm_margin, deterministic)
+        results = _call_operator(q, k, v, lengths, softmax_scale, descales, mask, flags)
+    return results if return_attn_probs else results[0]
+
+
+def _call_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    softmax_scale: float | None,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    mask: MaskSpec,
+    flags: tuple[str | None, int, bool],
+) -> tuple[Tensor, Tensor]:
+    """Through torch's dispatcher. ``flags`` are backend, sm_margin and deterministic."""
+    checks.check_are_tensors(q=q, k=k, v=v)
+    q, k, v = cast_inputs(q, k, v)
+    check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
+    if q.dtype == FP8_DTYPE:
+        instead = "16-bit tensors, or flash_attn_func once a sequence"
+        raise features.missing("the dtype of q", q.dtype, "variable-length attention in FP8", instead)
+    checks.check_descales(q, k, *descales)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.window)

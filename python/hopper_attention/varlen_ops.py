@@ -1,0 +1,131 @@
+"""The operators of sequences of different lengths: ``hopper_attention::forward_varlen`` and ``::backward_varlen``.
+
+As those of :mod:`hopper_attention.ops`: functional, with shapes on fake tensors. No tensor is read to know a shape.
+"""
+# No `from __future__ import annotations`: custom_op reads the annotations of its function.
+
+import torch
+from torch import Tensor
+
+from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
+from hopper_attention.lengths import Lengths
+from hopper_attention.masks import MaskSpec
+from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
+
+
+@torch.library.custom_op("hopper_attention::forward_varlen", mutates_args=())
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
+
+    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``.
+    """
+    window = MaskSpec(causal, window_left, window_right).window
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    return run_varlen(q, k, v, lengths, softmax_scale, causal, backend, sm_margin, window=window)
+
+
+@forward_varlen.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> tuple[Tensor, Tensor]:
+    total_q, heads, _ = q.shape
+    out = q.new_empty((total_q, heads, v.shape[2]))
+    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+
+
+@torch.library.custom_op("hopper_attention::backward_varlen", mutates_args=())
+def backward_varlen(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None = None,
+    deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``forward_varlen``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
+
+    ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
+    the same bits in every run.
+    """
+    window = MaskSpec(causal, window_left, window_right).window
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    in_order = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = softmax_scale, causal, backend, in_order, window
+
+    def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
+        return run_varlen_backward(dout, dlse, q, k, v, out, lse, lengths, *options)
+
+    if needs_parts(v.shape[-1]):
+        return differentiate_in_parts(dout, dlse, v, out, differentiate)
+    return differentiate(dout, dlse, v, out)
+
+
+@backward_varlen.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None = None,
+    deterministic: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv

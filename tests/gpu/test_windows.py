@@ -1,0 +1,66 @@
+"""Sliding windows on the kernels, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hopper_attention import flash_attn_func
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16)
+SEQLENS = ((1, 239), (113, 203), (203, 113), (1023, 1024), (2100, 1700))
+WINDOWS = ((0, 0), (1, 0), (63, 0), (128, 0), (500, 0), (0, 1), (100, 30), (7, 400), (-1, 3), (200, -1))
+
+
+@pytest.fixture(params=("hopper", "ampere"))
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_every_window_on_odd_lengths(draw, check, head_dim: int, dtype: torch.dtype) -> None:
+    failures = {}
+    for seqlens in SEQLENS:
+        for window in WINDOWS:
+            for causal in (False, True):
+                inputs = draw(dtype, 2, seqlens, (4, 2), head_dim)
+                wrong = check(inputs, causal, window=window)
+                if wrong:
+                    failures[seqlens, window, causal] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3), (8, 1)], ids=str)
+def test_heads_and_a_wide_v(draw, check, heads: tuple[int, int]) -> None:
+    for head_dims in ((192, 128), (64, 128), (64, 296)):
+        inputs = draw(torch.bfloat16, 2, (300, 555), heads, *head_dims)
+        assert check(inputs, True, window=(77, 0)) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences(draw, check, head_dim: int) -> None:
+    for window in ((128, 0), (1000, 0), (4096, 0), (333, 444)):
+        assert check(draw(torch.bfloat16, 1, (9001, 9001), (2, 1), head_dim), False, window=window) == []
+
+
+def test_keys_outside_are_never_read(draw, backend: str) -> None:
+    # NaN in keys that no query of the tile's rows sees, and so in blocks that are not loaded.
+    x = draw(torch.bfloat16, 1, (128, 4096), (2, 2), 128)
+    exact = flash_attn_func(x.q, x.k, x.v, window_size=(100, 0), backend=backend)
+    for tensor in (x.k, x.v):
+        tensor[:, : 4096 - 128 - 100 - 256] = torch.nan
+    assert torch.equal(flash_attn_func(x.q, x.k, x.v, window_size=(100, 0), backend=backend), exact)
+
+
+def test_the_sides_are_no_part_of_a_kernel(draw, backend: str) -> None:
+    # One kernel for all windows of a kind: the sides change between replays of nothing but calls.
+    x = draw(torch.bfloat16, 1, (700, 700), (2, 2), 64)
+    wide = flash_attn_func(x.q, x.k, x.v, causal=True, backend=backend)
+    nearly = flash_attn_func(x.q, x.k, x.v, causal=True, window_size=(698, 0), backend=backend)
+    assert (wide[:, :699] == nearly[:, :699]).all() or (wide - nearly).abs().max() < 0.02
+    assert not torch.equal(
+        wide, flash_attn_func(x.q, x.k, x.v, causal=True, window_size=(5, 0), backend=backend)
+    )
