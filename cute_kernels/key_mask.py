@@ -9,17 +9,17 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
 
 
 @dataclass(frozen=True)
 class KeyMask(LoopInvariant):
-    """Which queries may see the two keys of a thread: all if the key is of the sequence, and with ``causal`` those
-    not before it when the last query is aligned with the last key.
+    """Which queries may see the two keys of a thread: those in whose ``window`` the key lies, if it is of the sequence.
 
     ``key`` is the index of the thread's first key, ``col`` the offset of its first column in a query tile.
     """
 
-    causal: bool
+    window: Window
     tile_m: int
     seqlens: SeqlenInfo
     key: Int32
@@ -39,11 +39,32 @@ class KeyMask(LoopInvariant):
             key = self.key + r * ROW_STRIDE
             # The first query of the tile that sees the key, as an offset; past the tile if none does.
             first_visible = Int32(self.tile_m) if key >= self.seqlens.seqlen_k else Int32(-1)
-            if const_expr(self.causal):
+            if const_expr(self.window.has_right):
                 first_visible = cutlass.max(
-                    first_visible, key - self.seqlens.seqlen_k + self.seqlens.seqlen_q - first_query
+                    first_visible,
+                    key - self.seqlens.seqlen_k + self.seqlens.seqlen_q - self.window.right - first_query,
                 )
-            for j in cutlass.range_constexpr(scores.shape[1][1]):
-                for e in cutlass.range_constexpr(scores.shape[1][0]):
-                    hidden = COLUMNS_PER_GROUP * j + e < first_visible
-                    scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+            if const_expr(self.window.has_left):
+                # One past the last query that sees it.
+                level = key - self.seqlens.seqlen_k + self.seqlens.seqlen_q
+                _hide_outside(scores, r, first_visible, level + self.window.left + 1 - first_query)
+            else:
+                _hide_before(scores, r, first_visible)
+
+
+@cute.jit
+def _hide_before(scores: cute.Tensor, r: cutlass.Constexpr[int], first: Int32):
+    for j in cutlass.range_constexpr(scores.shape[1][1]):
+        for e in cutlass.range_constexpr(scores.shape[1][0]):
+            hidden = COLUMNS_PER_GROUP * j + e < first
+            scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]
+
+
+@cute.jit
+def _hide_outside(scores: cute.Tensor, r: cutlass.Constexpr[int], first: Int32, end: Int32):
+    """Hide the columns before ``first`` and those from ``end`` on."""
+    for j in cutlass.range_constexpr(scores.shape[1][1]):
+        for e in cutlass.range_constexpr(scores.shape[1][0]):
+            column = COLUMNS_PER_GROUP * j + e
+            hidden = column < first or column >= end
+            scores[r, (e, j)] = -Float32.inf if hidden else scores[r, (e, j)]

@@ -8,50 +8,101 @@ from typing import Any
 
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
 
 
 @dataclass(frozen=True)
 class QueryRange:
-    """Query tiles of a key tile, visited from ``begin`` up to ``end``; those below ``unmasked_begin`` need a mask."""
+    """Query tiles of a key tile, visited from ``begin`` up to ``end``.
+
+    Those below ``unmasked_begin`` and those from ``unmasked_end`` on need a mask. A key tile that no query sees visits
+    none; with ``least`` = 1 it visits the first query tile, all of it masked, if none other. So does the key tile of a
+    sequence without queries then.
+    """
 
     tile_m: int
     tile_n: int
-    causal: bool
+    window: Window
+    least: int = 0
 
-    def begin(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
-        """The first tile with a query that sees a key of the tile. Every key is seen by the last query."""
-        if not self.causal:
-            return 0 * n_block
-        return maximum(n_block * self.tile_n - seqlens.seqlen_k + seqlens.seqlen_q, 0) // self.tile_m
-
-    def end(self, seqlens: SeqlenInfo) -> Any:
+    def tiles(self, seqlens: SeqlenInfo) -> Any:
+        """All query tiles of the sequence."""
         return ceil_div(seqlens.seqlen_q, self.tile_m)
 
+    def begin(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
+        """The first tile with a query that sees a key of the tile, if there is one; else 0."""
+        if not self.window.has_right:
+            return 0 * n_block
+        return maximum(self._first_query(n_block * self.tile_n, seqlens), 0) // self.tile_m
+
+    def end(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last tile with a query that sees a key of the tile; at least ``least``."""
+        end = self.tiles(seqlens)
+        if self.window.has_left:
+            past_last_key = minimum((n_block + 1) * self.tile_n, seqlens.seqlen_k)
+            past_last_query = maximum(self._past_last_query(past_last_key - 1, seqlens), 0)
+            end = minimum(end, ceil_div(past_last_query, self.tile_m))
+        return maximum(end, self.least) if self.least else end
+
     def unmasked_begin(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
-        """The first tile from which on every query sees every key of the tile; none where keys are past the end."""
+        """The first tile from which on no query comes before one that sees every key of the tile; ``end`` where keys
+        are past the end of the sequence."""
         past_last_key = (n_block + 1) * self.tile_n
         first = self.begin(n_block, seqlens)
-        if self.causal:
-            first_full_query = maximum(past_last_key - 1 - seqlens.seqlen_k + seqlens.seqlen_q, 0)
+        if self.window.has_right:
+            first_full_query = maximum(self._first_query(past_last_key - 1, seqlens), 0)
             first = maximum(first, ceil_div(first_full_query, self.tile_m))
-        end = self.end(seqlens)
+        end = self.end(n_block, seqlens)
         # As arithmetic and not as a branch: 1 where the tile holds keys past the end.
         is_ragged = minimum(maximum(past_last_key - seqlens.seqlen_k, 0), 1)
         return minimum(first + is_ragged * end, end)
 
-    def visitors(self, m_block: Any, num_n_blocks: Any, seqlens: SeqlenInfo) -> Any:
-        """How many of ``num_n_blocks`` key tiles visit query tile ``m_block``: all, or the first few."""
-        if not self.causal:
+    def unmasked_end(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last tile in which every query still sees the first key of the tile, rows past the end of the
+        sequence counted as queries; no less than ``unmasked_begin``."""
+        end = self.end(n_block, seqlens)
+        if not self.window.has_left:
+            return end
+        full = maximum(self._past_last_query(n_block * self.tile_n, seqlens), 0) // self.tile_m
+        return maximum(minimum(full, end), self.unmasked_begin(n_block, seqlens))
+
+    @property
+    def last_keys_first(self) -> bool:
+        """Whether key tiles that take turns have to be claimed from the last one on (``turn``)."""
+        return self.window.has_right
+
+    def first_visitor(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
+        """The first key tile that visits query tile ``m_block``."""
+        if not self.window.has_left:
+            return 0 * m_block
+        first_key = m_block * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q - self.window.left
+        first = maximum(first_key, 0) // self.tile_n
+        # Those that no query sees all come before the ones that the first query tile sees, and visit that one.
+        return first * minimum(m_block, 1) if self.least else first
+
+    def visitors_end(self, m_block: Any, num_n_blocks: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last of ``num_n_blocks`` key tiles that visits query tile ``m_block``."""
+        if not self.window.has_right:
             return num_n_blocks
-        past_last_key = maximum((m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q, 0)
-        return minimum(ceil_div(past_last_key, self.tile_n), num_n_blocks)
+        last_row_keys = (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
+        return minimum(ceil_div(maximum(last_row_keys, 0), self.tile_n), num_n_blocks)
 
     def turn(self, n_block: Any, m_block: Any, num_n_blocks: Any, seqlens: SeqlenInfo) -> Any:
         """How many key tiles add to query tile ``m_block`` before this one does, where that has an order.
 
-        Without a mask they come one behind the other. Under a causal mask each starts at its diagonal, and the last one
-        is the first at its queries.
+        Without a right side all key tiles begin at the first query tile, and come one behind the other. With one, as
+        under a causal mask, each begins at its diagonal, and the last key tile is the first at its queries. So that key
+        tiles wait only for those claimed before them, they are claimed in that order: from the first one on, or with
+        ``last_keys_first`` from the last.
         """
-        if not self.causal:
-            return n_block
-        return self.visitors(m_block, num_n_blocks, seqlens) - 1 - n_block
+        if not self.window.has_right:
+            return n_block - self.first_visitor(m_block, seqlens) if self.window.has_left else n_block
+        return self.visitors_end(m_block, num_n_blocks, seqlens) - 1 - n_block
+
+    def _first_query(self, key: Any, seqlens: SeqlenInfo) -> Any:
+        """That sees the key; negative where all up to some do."""
+        return key - seqlens.seqlen_k + seqlens.seqlen_q - self.window.right
+
+    def _past_last_query(self, key: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last that sees the key; negative or 0 where none does."""
+        return key - seqlens.seqlen_k + seqlens.seqlen_q + self.window.left + 1

@@ -6,15 +6,28 @@ from cutlass import Float32, Int32
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
-from hopper.backward.kernel import BackwardKernel
-from hopper.backward.pair_kernel import PairedBackwardKernel
+from hopper.backward.kernel import BackwardKernel, WindowBackwardKernel
+from hopper.backward.pair_kernel import PairedBackwardKernel, WindowPairedBackwardKernel
+
+KERNELS = {
+    (False, False): BackwardKernel,
+    (False, True): WindowBackwardKernel,
+    (True, False): PairedBackwardKernel,
+    (True, True): WindowPairedBackwardKernel,
+}
+"""By whether the config is of pairs, and whether it has a window."""
 
 
 def compile_backward(config: BackwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
-    torch's current stream; where ``config.is_persistent`` with as many CTAs as there are SMs as a further argument.
+    torch's current stream. Further arguments follow, those that the config asks for, in this order:
+
+    - with ``config.window`` window_left and window_right, the sides of the window, and ``NO_LIMIT`` for none
+      (``cute_kernels.window``); with ``config.causal`` the right one is not read,
+    - where ``config.is_persistent`` num_ctas, as many as there are SMs.
+
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
     (b, sk, hk, dv), dout (b, sq, h, dv), dk and dv like k and v, in the config's dtype with last stride 1, other
@@ -30,7 +43,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     def dense(seqlen, heads, columns):
         return strided(dtype, (b, seqlen, heads, columns), VECTOR_ELEMENTS)
 
-    kernel = PairedBackwardKernel if isinstance(config, PairedBackwardConfig) else BackwardKernel
+    kernel = KERNELS[isinstance(config, PairedBackwardConfig), config.window]
     return compile_for_torch(
         kernel(config),
         dense(sq, h, d),
@@ -44,6 +57,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         dense(sk, hk, dv),
         words(cute.sym_int()),
         Float32(0.0),
+        *((Int32(0), Int32(0)) if config.window else ()),
         *((Int32(1),) if config.is_persistent else ()),
         options=options,
     )

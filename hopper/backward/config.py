@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DTYPES, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -31,7 +31,9 @@ class BackwardConfig:
 
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
     tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
-    added in an order that does not depend on timing, so that dQ has the same bits in every run.
+    added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
+    window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. ``layout`` is "dense", for
+    sequences of one length, or "varlen", for packed ones.
     """
 
     dtype: str
@@ -43,6 +45,8 @@ class BackwardConfig:
     stages: int
     registers: Registers = TWO_CONSUMERS
     ordered: bool = False
+    window: bool = False
+    layout: str = DENSE
 
     @property
     def consumers(self) -> int:
@@ -72,6 +76,17 @@ class BackwardConfig:
     def is_persistent(self) -> bool:
         """Whether the grid has a CTA for each SM, and a counter from which they claim tiles."""
         return True
+
+    @property
+    def can_miss_queries(self) -> bool:
+        """Whether there may be key tiles that no query sees."""
+        return self.window or self.layout != DENSE
+
+    @property
+    def least_blocks(self) -> int:
+        """Query tiles that a key tile visits at least, though none may see it. Couriers need one: they send dQ of a
+        tile under the next one's first block, and would lag behind in the mailbox."""
+        return 1 if self.can_miss_queries and self.ordered else 0
 
     @property
     def dq_parts(self) -> int:
@@ -128,6 +143,8 @@ class BackwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += ["ordered"] if self.ordered else []
+        parts += ["window"] if self.window else []
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
 
@@ -155,6 +172,11 @@ class PairedBackwardConfig(BackwardConfig):
     def stages_of(self, pipe: str) -> int:
         """Buffers of "q", "do" or "p"."""
         return {"q": self.stages, "do": 1, "p": 1}[pipe]
+
+    @property
+    def least_blocks(self) -> int:
+        """One, since the first block stands by itself."""
+        return 1 if self.can_miss_queries else 0
 
     @property
     def splits_columns(self) -> bool:
@@ -206,6 +228,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
     if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -216,9 +240,15 @@ def validate_backward_config(config: BackwardConfig) -> None:
 
 
 def select_backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, ordered: bool = False
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    ordered: bool = False,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> BackwardConfig:
-    """The config that serves a problem.
+    """The config that serves a problem. Windows and packed sequences have the tiles of dense problems.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
@@ -232,7 +262,18 @@ def select_backward_config(
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
     tile_m = 128 if fits[0] == 64 else 64
-    config = kind(dtype, fits[0], fits[0], causal, tile_m, tile_n=128, stages=2, ordered=ordered)
+    config = kind(
+        dtype,
+        fits[0],
+        fits[0],
+        causal,
+        tile_m,
+        tile_n=128,
+        stages=2,
+        ordered=ordered,
+        window=window,
+        layout=layout,
+    )
     validate_backward_config(config)
     return config
 

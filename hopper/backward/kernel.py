@@ -17,6 +17,7 @@ from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileOrder, TileScheduler
+from cute_kernels.window import window_of
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
@@ -102,6 +103,12 @@ class BackwardKernel:
         (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact;
         mCounter int32, zero: two for the scheduler,
         zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (), num_ctas, stream)
+
+    def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, num_ctas: Int32, stream) -> None:
+        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
+        mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -138,6 +145,7 @@ class BackwardKernel:
             mdQ,
             mCounter,
             softmax_scale,
+            sides,
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
@@ -158,6 +166,7 @@ class BackwardKernel:
         mdQ: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
+        sides: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
@@ -189,7 +198,9 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         order = TileOrder(*tiles, Int32(1), longest_first=False)
-        work = BackwardWork(c, scheduler, order, *totals, DenseSeqlens(seqlen_q, seqlen_k), heads_per_kv_head)
+        window = window_of(c.causal, sides)
+        seqlens = DenseSeqlens(seqlen_q, seqlen_k)
+        work = BackwardWork(c, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
@@ -269,7 +280,7 @@ class BackwardKernel:
             visit = work.visit(n_block, batch)
             key = n_block * c.tile_n + key_in_tile
             seqlens = work.seqlens.of(batch)
-            mask = KeyMask(c.causal, c.tile_m, seqlens, key, first_column_of_thread(lane))
+            mask = KeyMask(work.window, c.tile_m, seqlens, key, first_column_of_thread(lane))
             consumer.clear()
             kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)
@@ -278,9 +289,13 @@ class BackwardKernel:
                 for m_block in cutlass.range(visit.begin, visit.unmasked, unroll=1):
                     consumer.block(mask, m_block, first_tile + m_block, state, True)
                     state.advance()
-                for m_block in cutlass.range(visit.unmasked, visit.end, unroll=1):
+                for m_block in cutlass.range(visit.unmasked, visit.left_masked, unroll=1):
                     consumer.block(mask, m_block, first_tile + m_block, state, False)
                     state.advance()
+                if const_expr(work.window.has_left):
+                    for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
+                        consumer.block(mask, m_block, first_tile + m_block, state, True)
+                        state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
             epilogue.store(consumer, last, (n_block, head_kv, batch))
@@ -409,3 +424,29 @@ class BackwardKernel:
             ds=a(mmas.dq, ds),
             k_t=b(mmas.dq, k_t),
         )
+
+
+class WindowBackwardKernel(BackwardKernel):
+    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (window_left, window_right), num_ctas, stream)

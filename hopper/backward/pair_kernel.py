@@ -16,6 +16,7 @@ from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
+from cute_kernels.window import window_of
 from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
 from hopper.backward.exchange import Exchange, PairPipelines
@@ -119,6 +120,12 @@ class PairedBackwardKernel:
     ):
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
         mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (), stream)
+
+    def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, stream) -> None:
+        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
+        mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c = self.config
         seqlen_first = [1, 3, 2, 0]
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -159,6 +166,7 @@ class PairedBackwardKernel:
             mdQ,
             mTurns,
             softmax_scale,
+            sides,
             mQ.shape[0],
             mK.shape[0],
             mQ.shape[2] // mK.shape[2],
@@ -178,6 +186,7 @@ class PairedBackwardKernel:
         mdQ: cute.Tensor,
         mTurns: cute.Tensor,
         softmax_scale: Float32,
+        sides: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_per_kv_head: Int32,
@@ -201,7 +210,9 @@ class PairedBackwardKernel:
                 cpasync.prefetch_descriptor(atom)
         n_block, head_kv, batch = cute.arch.block_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if const_expr(c.ordered and c.causal):
+        window = window_of(c.causal, sides)
+        queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
+        if const_expr(c.ordered and queries.last_keys_first):
             # The last keys first: they are the first to add to their queries, and wait for none.
             pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
             n_block = CLUSTER_CTAS * (pairs - 1 - n_block // CLUSTER_CTAS) + rank
@@ -213,7 +224,7 @@ class PairedBackwardKernel:
             head_kv,
             batch,
             rank,
-            QueryRange(c.tile_m, c.tile_n, c.causal),
+            queries,
         )
         pipes = self._make_pipelines(storage)
         barriers = (
@@ -265,7 +276,7 @@ class PairedBackwardKernel:
     def _produce(self, producer: PairProducer, problem: Problem):
         p = problem
         m_begin = p.queries.begin(p.pair, p.seqlens)
-        m_end = p.queries.end(p.seqlens)
+        m_end = p.queries.end(p.pair, p.seqlens)
         producer.load_keys(p.n_block, p.head_kv, p.batch)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
             head, block = p.head_kv * p.heads_per_kv_head + i, i * (m_end - m_begin)
@@ -284,11 +295,12 @@ class PairedBackwardKernel:
         p, c = problem, self.config
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS_PER_WARPGROUP
         key = p.n_block * c.keys + first_row_of_thread(warp_in_group, lane)
-        mask = KeyMask(c.causal, c.tile_m, p.seqlens, key, first_column_of_thread(lane))
+        mask = KeyMask(p.queries.window, c.tile_m, p.seqlens, key, first_column_of_thread(lane))
         m_begin = p.queries.begin(p.pair, p.seqlens)
         m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlens)
-        m_end = p.queries.end(p.seqlens)
-        first_tile = p.head_kv * p.heads_per_kv_head * m_end
+        m_left_masked = p.queries.unmasked_end(p.pair, p.seqlens)
+        m_end, tiles = p.queries.end(p.pair, p.seqlens), p.queries.tiles(p.seqlens)
+        first_tile = p.head_kv * p.heads_per_kv_head * tiles
         blocks = m_end - m_begin
         consumer.clear()
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -296,15 +308,22 @@ class PairedBackwardKernel:
         consumer.block(mask, m_begin, Int32(0), Int32(0), Int32(0), True, True)
         tile_before, turn_before = first_tile + m_begin, self._turn(problem, m_begin)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
-            tile, block = first_tile + i * m_end, i * blocks - m_begin
+            tile, block = first_tile + i * tiles, i * blocks - m_begin
             begin = m_begin + 1 if i == 0 else m_begin
             middle = cutlass.max(begin, m_unmasked)
             for m_block in cutlass.range(begin, middle, unroll=1):
                 consumer.block(mask, m_block, block + m_block, tile_before, turn_before, True, False)
                 tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
-            for m_block in cutlass.range(middle, m_end, unroll=1):
+            left_masked = (
+                cutlass.max(middle, m_left_masked) if const_expr(p.queries.window.has_left) else m_end
+            )
+            for m_block in cutlass.range(middle, left_masked, unroll=1):
                 consumer.block(mask, m_block, block + m_block, tile_before, turn_before, False, False)
                 tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
+            if const_expr(p.queries.window.has_left):
+                for m_block in cutlass.range(left_masked, m_end, unroll=1):
+                    consumer.block(mask, m_block, block + m_block, tile_before, turn_before, True, False)
+                    tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
         consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
         self._store(consumer, smem, stores, problem, wg)
 
@@ -312,10 +331,7 @@ class PairedBackwardKernel:
         """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``). They have
         lower numbers and so have started: CTAs start in the order of their numbers."""
         p = problem
-        if const_expr(not self.config.causal):
-            return p.pair
-        pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
-        return p.queries.visitors(m_block, pairs, p.seqlens) - 1 - p.pair
+        return p.queries.turn(p.pair, m_block, cute.arch.grid_dim()[0] // CLUSTER_CTAS, p.seqlens)
 
     @cute.jit
     def _store(
@@ -477,3 +493,28 @@ class PairedBackwardKernel:
             other_ds_t=a(mmas.dq, transposed(smem.other_ds)),
             other_k_t=b(mmas.dq, other_k_t[None, None, 0]),
         )
+
+
+class WindowPairedBackwardKernel(PairedBackwardKernel):
+    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        self._launch(tensors, softmax_scale, (window_left, window_right), stream)

@@ -9,14 +9,17 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
 
 
 class Visit(NamedTuple):
-    """The query tiles of one key tile: from ``begin`` with a mask, from ``unmasked`` without, up to ``end``."""
+    """The query tiles of one key tile: from ``begin`` with a mask, from ``unmasked`` without, up to ``end``; where the
+    window has a left side, from ``left_masked`` with a mask again."""
 
     begin: Int32
     unmasked: Int32
+    left_masked: Int32
     end: Int32
 
 
@@ -27,11 +30,12 @@ class BackwardWork(LoopInvariant):
 
     Where dQ is summed in a fixed order, a key tile waits at each query tile for some others. It waits for those alone
     that were claimed before it, so there is always one that waits for none. Without a mask they come one behind the
-    other, since CTAs that have once waited stay apart. Under a causal mask each starts at its diagonal, and the last
-    key tile is the first at its queries: so that one is claimed first.
+    other, since CTAs that have once waited stay apart. Under a causal mask, or in a window with a right side, each
+    starts at its diagonal, and the last key tile is the first at its queries: so that one is claimed first.
     """
 
     config: BackwardConfig
+    window: Window
     scheduler: TileScheduler
     order: TileOrder
     num_tiles: Int32
@@ -41,29 +45,27 @@ class BackwardWork(LoopInvariant):
 
     @property
     def queries(self) -> QueryRange:
-        return QueryRange(self.config.tile_m, self.config.tile_n, self.config.causal)
+        c = self.config
+        return QueryRange(c.tile_m, c.tile_n, self.window, c.least_blocks)
 
     def coordinates(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, head_kv, batch) of a tile number."""
         n_block, head_kv, batch = self.order.coordinates(tile)
-        if const_expr(self.config.ordered and self.config.causal):
+        if const_expr(self.config.ordered and self.queries.last_keys_first):
             n_block = self.order.num_m_blocks - 1 - n_block
         return n_block, head_kv, batch
 
     def visit(self, n_block: Int32, batch: Int32) -> Visit:
-        seqlens = self.seqlens.of(batch)
-        return Visit(
-            self.queries.begin(n_block, seqlens),
-            self.queries.unmasked_begin(n_block, seqlens),
-            self.m_end,
-        )
+        queries, seqlens = self.queries, self.seqlens.of(batch)
+        begin, unmasked = queries.begin(n_block, seqlens), queries.unmasked_begin(n_block, seqlens)
+        if const_expr(not self.window.has_left):
+            return Visit(begin, unmasked, self.m_end, self.m_end)
+        end = queries.end(n_block, seqlens)
+        return Visit(begin, unmasked, queries.unmasked_end(n_block, seqlens), end)
 
     def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """How many key tiles add to the query tile before this one."""
-        if const_expr(not self.config.causal):
-            return n_block
-        num_n_blocks = self.order.num_m_blocks
-        return self.queries.visitors(m_block, num_n_blocks, self.seqlens.of(batch)) - 1 - n_block
+        return self.queries.turn(n_block, m_block, self.order.num_m_blocks, self.seqlens.of(batch))
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         """The number of the first query tile of the first query head of ``head_kv``, among all heads and batches."""

@@ -274,8 +274,10 @@ def backward_on_numpy(
     softmax_scale: float,
     timing: Timing = AT_ONCE,
     dlse: Tensor | None = None,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v)."""
+    """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v); ``sides`` are
+    those of a window."""
     dout, q, k, v = inputs
     sums = zero_dq(config, q)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
@@ -292,7 +294,7 @@ def backward_on_numpy(
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
         arguments.add(*maps)
         arguments.values += [b"\0" * 16] * len(maps)
-        _launch_gradients(config, arguments, (q, k), sums, softmax_scale, timing)
+        _launch_gradients(config, arguments, (q, k), sums, (softmax_scale, *sides), timing)
 
     finish_on_numpy(config, sums, dq, softmax_scale)
     return dq, dk, dv
@@ -342,7 +344,7 @@ def _launch_gradients(
     arguments: Arguments,
     inputs: tuple[Tensor, Tensor],
     sums: Tensor,
-    softmax_scale: float,
+    scale_and_sides: tuple[float | int, ...],
     timing: Timing,
 ) -> None:
     """The kernel between prepare and finish, of (q, k), behind the maps that are in ``arguments``."""
@@ -350,7 +352,7 @@ def _launch_gradients(
     batch, heads, tiles, *_ = sums.shape
     kv_heads, program = k.shape[2], program_of(config)
     n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
-    sizes = softmax_scale, q.shape[1], k.shape[1], heads // kv_heads
+    sizes = *scale_and_sides, q.shape[1], k.shape[1], heads // kv_heads
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
         counter = backward_counter(config, sums)

@@ -21,6 +21,7 @@ from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.window import window_of
 
 COUNTS_BEFORE_TURNS = 2
 """Words of the counter before those that say whose turn it is; the first one hands out key tiles."""
@@ -134,7 +135,7 @@ class AmpereBackwardKernel:
         share = WarpShare(c, warp)
         key = n_block * c.tile_n + share.score_row + first_row_of_thread(0, lane)
         column = share.score_query + first_column_of_thread(lane)
-        mask = KeyMask(c.causal, c.tile_m, seqlens, key, column)
+        mask = KeyMask(window_of(c.causal), c.tile_m, seqlens, key, column)
         turns = cute.make_tensor(
             mCounter.iterator + COUNTS_BEFORE_TURNS,
             cute.make_ordered_layout((*mdQ.shape[:3], c.warps), order=(3, 2, 1, 0)),

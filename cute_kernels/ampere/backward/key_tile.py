@@ -8,6 +8,7 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import window_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class KeyTile(LoopInvariant):
 
     @property
     def queries(self) -> QueryRange:
-        return QueryRange(self.config.tile_m, self.config.tile_n, self.config.causal)
+        return QueryRange(self.config.tile_m, self.config.tile_n, window_of(self.config.causal))
 
     def begin(self) -> Int32:
         """The first query tile that sees a key."""
@@ -33,7 +34,7 @@ class KeyTile(LoopInvariant):
 
     def end(self) -> Int32:
         """One past the last query tile."""
-        return self.queries.end(self.seqlens)
+        return self.queries.end(self.n_block, self.seqlens)
 
     def turn(self, m_block: Int32) -> Int32:
         """How many key tiles add to a query tile before this one, where that has an order."""

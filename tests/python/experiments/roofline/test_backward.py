@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import window_of
 from hopper.backward.config import shipped_backward_configs
 from hopper_attention.experiments.bench.results import Cell, ForwardReport, Measured, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
@@ -132,10 +133,10 @@ def test_heads_that_share_keys_read_them_once_and_ragged_tiles_are_whole() -> No
 def test_query_tiles_are_those_that_the_kernel_visits(
     seqlens: tuple[int, int], causal: bool, kernel: BackwardKernel
 ) -> None:
-    visited = QueryRange(kernel.tile_m, kernel.tile_n, causal)
+    visited = QueryRange(kernel.tile_m, kernel.tile_n, window_of(causal))
     lengths = SeqlenInfo(*seqlens)
     key_tiles = range(-(-seqlens[1] // kernel.tile_n))
-    expected = [visited.end(lengths) - visited.begin(n, lengths) for n in key_tiles]
+    expected = [visited.end(n, lengths) - visited.begin(n, lengths) for n in key_tiles]
     assert query_tiles(kernel._replace(causal=causal), *seqlens) == expected
 
 

@@ -1,0 +1,100 @@
+"""The backward kernels with sliding windows, run from their PTX without a GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cute_kernels.window import NO_LIMIT
+from hopper.backward.config import select_backward_config
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.on_numpy import backward_on_numpy
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+LATE = Timing(is_late=True, seed=1)
+
+
+def draw(dtype, seqlens, heads, head_dim, batch) -> list[torch.Tensor]:
+    """dout, q, k, v."""
+    generator = torch.Generator().manual_seed(0)
+    (seqlen_q, seqlen_k), (heads_q, heads_kv) = seqlens, heads
+    rows = (seqlen_q, heads_q), (seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+    return [torch.randn(batch, *row, head_dim, generator=generator).to(dtype) for row in rows]
+
+
+def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> torch.Tensor:
+    """(seqlen_q, seqlen_k): whether a query sees a key."""
+    level = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k)[None, :]
+    return (keys >= level - left) & (keys <= level + right)
+
+
+def attend(q, k, v, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in float64; rows without keys are 0 and -inf."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+    scores = scores.masked_fill(~mask, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> list[torch.Tensor]:
+    """Holds dq, dk and dv to float64, and returns them."""
+    config = select_backward_config(dtype, head_dim, head_dim, causal, ordered, window=True)
+    inputs = draw(DTYPES[dtype], seqlens, heads, head_dim, batch)
+    leaves = [x.double().requires_grad_() for x in inputs[1:]]
+    mask = visible(*seqlens, sides[0], 0 if causal else sides[1])
+    out, lse = attend(*leaves, mask)
+    exact = torch.autograd.grad(out, leaves, inputs[0].double())
+    rows = out.detach().to(DTYPES[dtype]), lse.detach().float()
+    ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, sides=sides)
+    for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        error = (a.double() - e).norm().item()
+        assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + 1e-5, name
+    return list(ours)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    "dtype,head_dim,causal,seqlens,heads,sides",
+    [
+        ("bfloat16", 128, False, (150, 300), (2, 1), (40, 20)),
+        ("float16", 128, True, (210, 270), (1, 1), (70, NO_LIMIT)),
+        ("bfloat16", 64, False, (300, 260), (2, 2), (100, NO_LIMIT)),
+        ("float16", 64, True, (400, 400), (2, 1), (90, 7)),
+        ("bfloat16", 72, False, (200, 333), (1, 1), (NO_LIMIT, 25)),
+        ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT)),
+        ("bfloat16", 256, False, (150, 150), (2, 1), (40, 20)),
+        ("float16", 256, True, (140, 200), (1, 1), (33, NO_LIMIT)),
+        ("bfloat16", 192, False, (200, 140), (1, 1), (90, NO_LIMIT)),
+        ("float16", 136, False, (70, 260), (2, 1), (NO_LIMIT, 10)),
+    ],
+)
+def test_gradients_in_a_window(dtype, head_dim, causal, seqlens, heads, sides, ordered) -> None:
+    check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1 + (head_dim == 64))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_keys_that_no_query_sees_have_zero_gradients(head_dim, ordered) -> None:
+    _, dk, dv = check("bfloat16", head_dim, False, (60, 500), (2, 1), (30, 5), ordered)
+    # The first query is level with key 440; two whole key tiles and more come before its window.
+    assert not dk[:, :410].any() and not dv[:, :410].any()
+    assert dk[:, 410].any() and dv[:, 410].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_that_see_no_key_have_zero_gradients(head_dim) -> None:
+    dq, _, _ = check("bfloat16", head_dim, False, (330, 100), (1, 1), (20, 10), True)
+    # Query 220 sees key 0, 10 ahead of it, and that alone; so its scores have no gradient but for rounding.
+    assert not dq[:, :220].any() and dq[:, 221].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("sides", [(0, 0), (63, 0), (64, 64), (190, 150)])
+def test_windows_as_wide_as_tiles_and_wider(sides) -> None:
+    check("float16", 128, False, (400, 400), (1, 1), sides, True)
