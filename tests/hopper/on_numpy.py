@@ -288,7 +288,7 @@ def backward_on_numpy(
 
     if isinstance(config, AmpereBackwardConfig):
         tensors = (q, k, v, dout, lse_log2, delta, sums, dk, dv, backward_counter(config, sums))
-        _launch_ampere_gradients(config, tensors, softmax_scale, timing)
+        _launch_ampere_gradients(config, tensors, (softmax_scale, *sides), timing)
     else:
         arguments = Arguments()
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
@@ -324,18 +324,42 @@ def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tens
 
 
 def _launch_ampere_gradients(
-    config: AmpereBackwardConfig, tensors: tuple[Tensor, ...], softmax_scale: float, timing: Timing
+    config: AmpereBackwardConfig,
+    tensors: tuple[Tensor, ...],
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing,
 ) -> None:
     """The kernel between prepare and finish, of its arguments in their order; all CTAs beside each other if they may
     wait for each other."""
+    softmax_scale, *sides = scale_and_sides
     q, k = tensors[:2]
     arguments = Arguments()
     for tensor in tensors:
         # Dq's parts and words are fixed when compiling.
         sizes = tensor.shape[:3] if tensor.dim() == 5 else tensor.shape
         arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
-    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2])
+    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2], *sides)
     ctas = -(-k.shape[1] // config.tile_n) * k.shape[2] * k.shape[0]
+    arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
+
+
+def launch_packed_ampere_gradients(
+    config: AmpereBackwardConfig,
+    tensors: tuple[Tensor, ...],
+    plan: Tensor,
+    sequences: int,
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing = AT_ONCE,
+) -> None:
+    """The same of packed sequences: from q to the counter, and a plan of key tiles."""
+    softmax_scale, *sides = scale_and_sides
+    arguments = Arguments()
+    for tensor in tensors:
+        sizes = tensor.shape[:2] if tensor.dim() == 4 else tensor.shape
+        arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
+    arguments.tensor(plan, (len(plan),), ())
+    arguments.add(sequences, softmax_scale, softmax_scale * LOG2_E, *sides)
+    ctas = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * tensors[1].shape[1]
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 
 
