@@ -1,10 +1,11 @@
 """The key tiles of a launch of the backward kernel, and the query tiles that each of them visits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cutlass import Int32, const_expr
 
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens
@@ -62,6 +63,13 @@ class BackwardWork(LoopInvariant):
             return Visit(begin, unmasked, self.m_end, self.m_end)
         end = queries.end(n_block, seqlens)
         return Visit(begin, unmasked, queries.unmasked_end(n_block, seqlens), end)
+
+    def anew(self) -> "BackwardWork":
+        """The same, of which nothing is computed before this point; for couriers, which have no registers to keep what
+        is known of all tiles."""
+        seqlens = self.seqlens
+        lengths = (pin(length, Int32) for length in (seqlens.seqlen_q, seqlens.seqlen_k))
+        return replace(self, seqlens=DenseSeqlens(*lengths))
 
     def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """How many key tiles add to the query tile before this one."""

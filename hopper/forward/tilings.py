@@ -24,7 +24,7 @@ one that covers it, the tail of a row being zero-filled by TMA on load and clipp
 
 ANY_LENGTH = 2**62
 
-PACKED_SEQLEN = 1024
+PACKED_SEQLEN = 2048
 """What packed sequences are taken for."""
 
 

@@ -20,12 +20,14 @@ from hopper_attention.varlen_packed import (  # noqa: E402
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from hopper_attention.varlen_plan import explain_varlen  # noqa: E402
 
 __all__ = [
     "Fp8Quantization",
     "describe_machine",
     "explain",
     "explain_fp8",
+    "explain_varlen",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

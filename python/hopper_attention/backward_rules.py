@@ -141,13 +141,13 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         NotImplementedError: the kernel does not do problems of this kind.
     """
     p = problem
-    if p.has_window:
-        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
     if p.is_packed:
         raise missing_in_kernel("the gradient of variable-length attention", backend)
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     if backend == "hopper":
-        return select_backward_config(*options, p.deterministic)
+        return select_backward_config(*options, p.deterministic, p.has_window)
+    if p.has_window:
+        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +165,7 @@ def explain(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     features.check_fp8_window(q.dtype, mask)
-    specs, notes = _first_part(whole)
+    specs, notes = first_part(whole)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
@@ -173,10 +174,10 @@ def explain(
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
         config = select_config(choice.backend, target.capability, **specs, causal=causal, window=mask.window)
-    notes = _notes(choice.advice, given) + _describe_window(mask) + notes
+    notes = _notes(choice.advice, given) + describe_window(mask) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
-        notes += _check_margin(sm_margin, target, q.device)
+        notes += check_margin(sm_margin, target, q.device)
     differentiated = [
         x for x in (q, k, v, q_descale, k_descale, v_descale) if x is not None and x.requires_grad
     ]
@@ -188,10 +189,10 @@ def explain(
             notes += (NO_FP8_GRADIENT,)
         elif is_launched:
             notes += (_note_on_gradients(problem, target, backend),)
-    return Plan(choice.backend, config, choice.reason, casts + _copies(config, specs, tensors), notes)
+    return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
 
 
-def _describe_window(mask: MaskSpec) -> tuple[str, ...]:
+def describe_window(mask: MaskSpec) -> tuple[str, ...]:
     """A note on the keys that a window leaves to a query."""
     if not mask.has_window:
         return ()
@@ -214,10 +215,10 @@ def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple
     return tensors, tuple(f"{name} is cast to {dtype}, which torch.autocast asks for" for name in names)
 
 
-def _first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
+def first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
     """The problem of one launch, and a note where V is attended to in parts."""
     v = specs["v"]
-    head_dim_v = v.shape[3]
+    head_dim_v = v.shape[-1]
     if not needs_parts(head_dim_v):
         return specs, ()
     widths = part_widths(head_dim_v)
@@ -225,10 +226,10 @@ def _first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tu
         f"the {head_dim_v} columns of v are attended to in parts of {' and '.join(map(str, widths))}, "
         "and Q K^T is computed for each"
     )
-    return specs | {"v": v._replace(shape=(*v.shape[:3], widths[0]))}, (note,)
+    return specs | {"v": v._replace(shape=(*v.shape[:-1], widths[0]))}, (note,)
 
 
-def _check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple[str, ...]:
+def check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple[str, ...]:
     """Raise for a margin that a launch would refuse; a note where it depends on the GPU, which is not known.
 
     Raises:
@@ -252,7 +253,9 @@ def _check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple
     )
 
 
-def _copies(config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]) -> tuple[str, ...]:
+def describe_copies(
+    config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]
+) -> tuple[str, ...]:
     """What is made of the inputs before the kernel of ``config`` reads them."""
     if isinstance(config, ReferenceConfig):
         return ()
@@ -317,11 +320,18 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
     if problem.k_shape[1] == 1:
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
+    return describe_gradients(
+        lambda: backward_rules.choose_backward(problem, target, requested),
+        lambda backend: backward_rules.select_config(problem, backend, target.capability).name,
+    )
+
+
+def describe_gradients(choose: Callable[[], Choice], name_of: Callable[[str], str]) -> str:
+    """A note on what the backward pass runs on, from its choice and the config of a backend by name."""
     try:
-        choice = backward_rules.choose_backward(problem, target, requested)
+        choice = choose()
     except NotImplementedError as error:
         return f"the backward pass raises NotImplementedError: {error}"
     if choice.backend == "reference":
         return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"
-    name = backward_rules.select_config(problem, choice.backend, target.capability).name
-    return f"the backward pass runs on the {KERNELS[choice.backend]} {name}"
+    return f"the backward pass runs on the {KERNELS[choice.backend]} {name_of(choice.backend)}"

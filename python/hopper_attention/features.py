@@ -78,6 +78,8 @@ def resolve_packed_mask(
         NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
+    if _is_full(window_size) and _is_zero(attention_chunk):
+        return MaskSpec(causal)
     mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
     # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
     longest_q = 0 if mask.causal else max_seqlen_k + 1
@@ -90,6 +92,13 @@ def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
     if mask.has_window and dtype == FP8_DTYPE:
         instead = "16-bit tensors, or window_size=(-1, -1)"
         raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
+
+
+def check_packed_dtype(dtype: torch.dtype) -> None:
+    """Raise NotImplementedError for e4m3 sequences of different lengths."""
+    if dtype == FP8_DTYPE:
+        instead = "16-bit tensors, or flash_attn_func once a sequence"
+        raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
 
 
 def check_scores_and_hints(qv: Any, softcap: Any, num_splits: Any, pack_gqa: Any) -> None:

@@ -74,6 +74,12 @@ def problem_of(
     )
 
 
+def packed_problem_of(q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool) -> AttentionProblem:
+    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
+    head_dims = q.shape[2], v.shape[2]
+    return AttentionProblem(q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True)
+
+
 def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, ...]) -> Config:
     """``select_config`` of all problems of a kind, whatever their sizes.
 

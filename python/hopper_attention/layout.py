@@ -60,7 +60,7 @@ def _fixed_strides(spec: TensorSpec) -> tuple[int, ...]:
     step = _step(spec)
     fixed = (
         step if size == 1 and not _addressable(stride, step) else stride
-        for size, stride in zip(spec.shape[:3], spec.strides[:3], strict=True)
+        for size, stride in zip(spec.shape[:-1], spec.strides[:-1], strict=True)
     )
     return (*fixed, 1)
 
@@ -92,7 +92,7 @@ def make_packed_addressable(tensor: Tensor) -> Tensor:
 def copy_reason(spec: TensorSpec, address: int) -> str:
     """Why a tensor is copied before a launch; empty if it is not."""
     if _has_gaps(spec):
-        return f"its stride in the last dimension is {spec.strides[3]}, and the kernel needs 1"
+        return f"its stride in the last dimension is {spec.strides[-1]}, and the kernel needs 1"
     bad = _bad_strides(spec)
     if bad:
         dim, stride = bad[0]
@@ -106,13 +106,13 @@ def copy_reason(spec: TensorSpec, address: int) -> str:
 def _bad_strides(spec: TensorSpec) -> list[tuple[int, int]]:
     """(dimension, stride) of those that are used and that TMA cannot take."""
     step = _step(spec)
-    dims = enumerate(zip(spec.shape[:3], spec.strides[:3], strict=True))
+    dims = enumerate(zip(spec.shape[:-1], spec.strides[:-1], strict=True))
     return [(dim, stride) for dim, (size, stride) in dims if size > 1 and not _addressable(stride, step)]
 
 
 def _has_gaps(spec: TensorSpec) -> bool:
     """Whether the elements of a row do not stand next to each other."""
-    return spec.shape[3] > 1 and spec.strides[3] != 1
+    return spec.shape[-1] > 1 and spec.strides[-1] != 1
 
 
 def _step(spec: TensorSpec) -> int:

@@ -58,6 +58,18 @@ class Sequence(NamedTuple):
     keys: Span
 
 
+def check_kinds(lengths: Lengths) -> None:
+    """Raise TypeError or ValueError unless these are tensors, and the bounds ints from 0."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k = lengths
+    checks.check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if seqused_q is not None:
+        checks.check_are_tensors(seqused_q=seqused_q)
+    if seqused_k is not None:
+        checks.check_are_tensors(seqused_k=seqused_k)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+
+
 def check_max_seqlen(name: str, max_seqlen: Any) -> None:
     """Raise unless a bound of lengths is an int, 0 or more."""
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):

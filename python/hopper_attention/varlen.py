@@ -12,9 +12,9 @@ from torch import Tensor
 from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.varlen import run_varlen
-from hopper_attention.lengths import Lengths, check_max_seqlen, check_packed
+from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import wants_only_a_launch
 
@@ -172,19 +172,15 @@ def flash_attn_varlen_func(
         ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
         NotImplementedError: a feature is not implemented; the message says what to use instead.
     """
-    causal = checks.check_flag("causal", causal)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    check_kinds(lengths)
     features.check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
-    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    checks.check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    checks.check_are_tensors(**{name: x for name, x in used.items() if x is not None})
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = (q_descale, k_descale, v_descale)
     if not any(x is not None for x in descales) and wants_only_a_launch(q, k, v) and q.is_cuda:
         options = softmax_scale, mask.causal, backend, sm_margin, return_attn_probs, mask.window
@@ -209,9 +205,7 @@ def _call_operator(
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
-    if q.dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or flash_attn_func once a sequence"
-        raise features.missing("the dtype of q", q.dtype, "variable-length attention in FP8", instead)
+    features.check_packed_dtype(q.dtype)
     checks.check_descales(q, k, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.window)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.reference import attention_naive
 
 SLACK = 1e-4
@@ -15,14 +16,18 @@ SLACK = 1e-4
 Gradients = tuple[Tensor, ...]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int] = FULL_WINDOW
+) -> tuple[Tensor, Tensor]:
     """softmax(q k^T) v and its LSE in PyTorch, every step in the dtype of the inputs. Rows without keys give 0."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(hidden.triu(1 + k.shape[2] - q.shape[2]), -math.inf)
+    left, right = window[0], 0 if causal else window[1]
+    level = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    distance = torch.arange(k.shape[2], device=q.device) - level
+    hidden = (distance > right) & (right >= 0) | (distance < -left) & (left >= 0)
+    scores = scores.masked_fill(hidden, -math.inf)
     out = torch.softmax(scores, -1).nan_to_num() @ v
     return out.transpose(1, 2), torch.logsumexp(scores, -1)
 
@@ -38,7 +43,12 @@ def gradients_of(attention, inputs, dout: Tensor, dlse: Tensor | None, dtype: to
 
 
 def find_gradient_errors(
-    inputs, ours: Gradients, dout: Tensor, causal: bool, dlse: Tensor | None = None
+    inputs,
+    ours: Gradients,
+    dout: Tensor,
+    causal: bool,
+    dlse: Tensor | None = None,
+    window: tuple[int, int] = FULL_WINDOW,
 ) -> list[str]:
     """What is wrong with dq, dk and dv, against float64.
 
@@ -47,10 +57,10 @@ def find_gradient_errors(
     """
 
     def naive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_naive(q, k, v, causal=causal)
+        return attention_naive(q, k, v, causal=causal, window_left=window[0], window_right=window[1])
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return plain_attention(q, k, v, causal)
+        return plain_attention(q, k, v, causal, window)
 
     exact = gradients_of(naive, inputs, dout, dlse, torch.float64)
     torchs = gradients_of(plain, inputs, dout, dlse, inputs.q.dtype)

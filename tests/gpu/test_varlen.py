@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopper_attention import flash_attn_func, flash_attn_varlen_func
 from tests.gpu.conftest import Inputs
+from tests.gpu.gradients import find_gradient_errors
 from tests.python.varlen_cases import CASES, Case, offsets
 
 pytestmark = pytest.mark.gpu
@@ -162,3 +163,44 @@ def test_strides_and_addresses_are_free(judge, backend: str) -> None:
         lambda x: torch.cat((x, x), 2)[..., 64:],
     ):
         assert torch.equal(flash_attn_varlen_func(*map(spread, (q, k, v)), *lengths, backend=backend), exact)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_gradients(backend: str, head_dim: int, deterministic: bool) -> None:
+    failures = {}
+    for seed in range(5):
+        case, dtype = random_case(seed, head_dim, 900), DTYPES[seed % 2]
+        for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (True, (100, 0)), (False, (50, 90))):
+            (q, k, v), lengths = on_gpu(case, dtype)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            options = {"causal": causal, "window_size": window, "backend": backend, "return_attn_probs": True}
+            out, lse = flash_attn_varlen_func(*leaves, *lengths, deterministic=deterministic, **options)
+            dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+            grads = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=deterministic)
+            wrong = []
+            for number, (rows, keys) in enumerate(case.spans()):
+                if rows.start == rows.stop or keys.start == keys.stop:
+                    wrong += (
+                        [number]
+                        if any(bool(x.any()) for x in (grads[0][rows], *(g[keys] for g in grads[1:])))
+                        else []
+                    )
+                    continue
+                inputs = Inputs(
+                    *(x.detach()[None, part] for x, part in zip(leaves, (rows, keys, keys), strict=True))
+                )
+                ours = tuple(g[None, part] for g, part in zip(grads, (rows, keys, keys), strict=True))
+                found = find_gradient_errors(
+                    inputs, ours, dout[None, rows], causal, dlse[None, :, rows], window
+                )
+                wrong += [(number, found)] if found else []
+            of_q, of_k = case.unused()
+            if grads[0][of_q].any() or grads[1][of_k].any() or grads[2][of_k].any():
+                wrong.append("rows of no sequence have gradients")
+            if deterministic:
+                again = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+                wrong += [] if all(map(torch.equal, grads, again)) else ["other bits the second time"]
+            if wrong:
+                failures[seed, causal, window] = wrong
+    assert failures == {}

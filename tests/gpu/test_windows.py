@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from hopper_attention import flash_attn_func
+from tests.gpu.conftest import Inputs
+from tests.gpu.gradients import find_gradient_errors
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +67,31 @@ def test_the_sides_are_no_part_of_a_kernel(draw, backend: str) -> None:
     assert not torch.equal(
         wide, flash_attn_func(x.q, x.k, x.v, causal=True, window_size=(5, 0), backend=backend)
     )
+
+
+def gradients_through(x: Inputs, dout: Tensor, dlse: Tensor, **options: object) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
+    out, lse = flash_attn_func(*leaves, return_attn_probs=True, **options)
+    return torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> None:
+    failures = {}
+    for dtype in DTYPES:
+        for seqlens in ((113, 203), (203, 113), (1023, 1024), (300, 2500), (2500, 300)):
+            for causal, window in ((True, (100, 0)), (True, (500, 0)), (False, (30, 77)), (False, (0, 200))):
+                x = draw(dtype, 1, seqlens, (4, 2), head_dim)
+                dout = torch.randn(*x.q.shape, device="cuda").to(dtype)
+                dlse = torch.randn(1, 4, seqlens[0], device="cuda")
+                options = {"causal": causal, "window_size": window, "backend": backend}
+                ours = gradients_through(x, dout, dlse, deterministic=deterministic, **options)
+                wrong = find_gradient_errors(x, ours, dout, causal, dlse, window)
+                if deterministic:
+                    again = gradients_through(x, dout, dlse, deterministic=True, **options)
+                    if not all(map(torch.equal, ours, again)):
+                        wrong.append("other bits the second time")
+                if wrong:
+                    failures[dtype, seqlens, causal, window] = wrong
+    assert failures == {}

@@ -111,9 +111,12 @@ def test_gradients_depend_on_no_length() -> None:
     longer = problem._replace(k_shape=(2, 70_000, 2, 64), v_shape=(2, 70_000, 2, 32))
     assert longer.kind == problem.kind
     assert problem._replace(deterministic=True).kind != problem.kind
+    assert problem._replace(has_window=True).kind == replace(problem.kind, has_window=True) != problem.kind
 
 
 def test_kinds_of_problems_are_told_apart() -> None:
     plain = AttentionProblem(torch.float16, torch.float16, 64, 64, False)
     gradient = BackwardProblem(*3 * ((1, 1, 1, 64),), torch.float16, False).kind
     assert plain != gradient and replace(plain, causal=True) != plain
+    windowed, packed = replace(plain, has_window=True), replace(plain, is_packed=True)
+    assert len({plain, windowed, packed, replace(windowed, is_packed=True)}) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from cute_kernels.window import NO_LIMIT
 from hopper_attention import (
     compile_cache,
     explain,
@@ -22,7 +24,7 @@ from hopper_attention import (
 from hopper_attention.backward_rules import BackwardProblem, choose_backward
 from hopper_attention.launch import backward, forward
 from hopper_attention.launch.backward import BackwardLauncher
-from hopper_attention.launch.forward import find_launch, run_forward
+from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MAX_WINDOW_LENGTH, MaskSpec
 from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import H200, SMS, forget_launchers, pretend
@@ -179,18 +181,21 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ..
     forget_launchers()
 
 
-def test_kernels_without_windows_say_so(kernel_calls: list[Any]) -> None:
-    tensors = qkv()
+def test_gradient_kernels_without_windows_say_so(kernel_calls: list[Any]) -> None:
+    tensors = [x.requires_grad_() for x in qkv()]
     for backend, name in ((None, "Hopper kernel"), ("ampere", "kernel without WGMMA")):
-        message = rf"window_size\) is not implemented by the {name} yet; use backend='reference'"
-        with pytest.raises(NotImplementedError, match=message):
-            flash_attn_func(*tensors, window_size=(5, 2), backend=backend)
-        with pytest.raises(NotImplementedError, match=message):
-            explain(*tensors, window_size=(5, 2), backend=backend, device_capability=(9, 0))
-        with pytest.raises(NotImplementedError, match="the gradient of sliding-window .* by the " + name):
+        message = (
+            f"the gradient of sliding-window attention (window_size) is not implemented by the {name} yet"
+        )
+        plan = explain(*tensors, window_size=(5, 2), backend=backend, device_capability=(9, 0))
+        assert plan.notes[-1].startswith(f"the backward pass raises NotImplementedError: {message}")
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
             problem = BackwardProblem(*(x.shape for x in tensors), torch.bfloat16, False, has_window=True)
             choose_backward(problem, H200, backend)
-    assert not kernel_calls
+        out = flash_attn_func(*tensors, window_size=(5, 2), backend=backend)
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            out.float().sum().backward()
+    assert len(kernel_calls) == 2
     asked = flash_attn_func(*tensors, window_size=(5, 2), backend="reference")
     torch.testing.assert_close(
         asked.double(), oracle(*tensors, causal=False, window=(5, 2))[0], rtol=0.02, atol=0.02
@@ -200,22 +205,17 @@ def test_kernels_without_windows_say_so(kernel_calls: list[Any]) -> None:
 def test_sides_reach_a_kernel_and_are_no_part_of_a_key(
     kernel_calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    select, configs = forward.select_for, []
-
-    def select_with_windows(problem: Any, *target: Any) -> Any:
-        configs.append(problem.has_window)
-        return select(replace(problem, has_window=False), *target)
-
-    monkeypatch.setattr(forward, "select_for", select_with_windows)
+    select, problems = forward.select_for, []
+    monkeypatch.setattr(forward, "select_for", lambda p, *where: problems.append(p) or select(p, *where))
     tensors = qkv()
     run_forward(*tensors, None, False, None, 0)
-    for window in ((5, 2), (7, -1)):
+    for window, sides in (((5, 2), (5, 2)), ((7, -1), (7, NO_LIMIT))):
         run_forward(*tensors, None, False, None, 0, window=window)
-        assert kernel_calls[-1][-4:] == (32**-0.5, *window, SMS)
+        assert kernel_calls[-1][-4:] == (32**-0.5, *sides, SMS)
     assert len(kernel_calls[0]) == len(kernel_calls[1]) - 2
-    assert configs == [False, True] and find_launch.cache_info().hits == 1
+    assert [p.has_window for p in problems] == [False, True]
     run_forward(*qkv(head_dim_v=264), None, True, None, 0, window=(5, -1))
-    assert [call[-4:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, -1, SMS)] * 2
+    assert [call[-4:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT, SMS)] * 2
 
 
 def test_sides_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.layout import make_addressable
+from hopper_attention.masks import kernel_sides
 from hopper_attention.problem import GradientProblem
 
 
@@ -69,7 +70,8 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *window, *self.grid)
+        options = softmax_scale, *kernel_sides(*window), *self.grid
+        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *options)
         self.finish(sums, dq, softmax_scale)
         return dq, dk, dv
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
-from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import find_config
@@ -205,14 +205,8 @@ def find_varlen_launch(
                 for width, shape in shapes.items()
             }
         )
-    problem = packed_problem(q, v, causal, has_window)
+    problem = packed_problem_of(q, v, causal, has_window)
     return find_varlen(problem, q.device, backend, sm_margin)
-
-
-def packed_problem(q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool) -> AttentionProblem:
-    """What of checked tensors decides on the kernel."""
-    head_dims = q.shape[2], v.shape[2]
-    return AttentionProblem(q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True)
 
 
 def run_varlen(

@@ -1,0 +1,119 @@
+"""What ``flash_attn_varlen_func`` would run and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.plan.config import check_packed_size
+from hopper_attention import backward_rules, checks, features, forward_rules
+from hopper_attention.api import Window
+from hopper_attention.backends import Target, choose_backend, target_of
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.dispatch import (
+    Plan,
+    cast_by_autocast,
+    check_margin,
+    describe_copies,
+    describe_gradients,
+    describe_window,
+    first_part,
+    imagined_target,
+)
+from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.problem import AttentionProblem, GradientProblem
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool | int = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int | None = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+    device_capability: tuple[int, int] | None = None,
+) -> Plan:
+    """What ``flash_attn_varlen_func`` with these arguments would run, and why. Computes and compiles nothing.
+
+    Args:
+        q, k, v and all others up to ``backend``: as for :func:`hopper_attention.flash_attn_varlen_func`. Meta tensors
+            will do, as nothing is read: whether the lengths fit is found out by the call.
+        device_capability: answer for a GPU of this compute capability, with everything installed, instead of for the
+            device of q; (9, 0) is a Hopper GPU.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as the call itself would, but for the values of lengths.
+    """
+    checks.check_are_tensors(q=q, k=k, v=v)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    check_kinds(lengths)
+    features.check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    causal = checks.check_flag("causal", causal)
+    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    deterministic = checks.check_flag("deterministic", deterministic)
+    checks.check_flag("return_attn_probs", return_attn_probs)
+    given = {"q": q, "k": k, "v": v}
+    tensors, casts = cast_by_autocast(given)
+    whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
+    check_packed(**whole, lengths=lengths.specs)
+    features.check_packed_dtype(q.dtype)
+    checks.check_descales(q, k, q_descale, k_descale, v_descale)
+    if softmax_scale is not None:
+        checks.check_scale(softmax_scale)
+    specs, notes = first_part(whole)
+    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    problem = forward_rules.packed_problem_of(specs["q"], specs["v"], mask.causal, mask.has_window)
+    choice = choose_backend(target, problem.dtype, backend)
+    config = forward_rules.select_for(problem, choice.backend, target.capability)
+    if not isinstance(config, ReferenceConfig):
+        totals = specs["q"].shape[0], specs["k"].shape[0]
+        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
+    notes = ((choice.advice,) if choice.advice else ()) + describe_window(mask) + notes
+    if choice.backend != "reference":
+        notes += check_margin(sm_margin, target, q.device)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            in_order = deterministic or torch.are_deterministic_algorithms_enabled()
+            notes += (_note_on_gradients(problem, in_order, target, backend),)
+    copies = casts + describe_copies(config, specs, tensors)
+    return Plan(choice.backend, config, choice.reason, copies, notes)
+
+
+def _note_on_gradients(
+    forward: AttentionProblem, deterministic: bool, target: Target, requested: str | None
+) -> str:
+    problem = GradientProblem(
+        forward.dtype,
+        forward.out_dtype,
+        forward.head_dim,
+        forward.head_dim_v,
+        forward.causal,
+        has_window=forward.has_window,
+        is_packed=True,
+        deterministic=deterministic,
+    )
+    return describe_gradients(
+        lambda: backward_rules.choose_for(problem, target, requested),
+        lambda backend: backward_rules.select_for(problem, backend, target.capability).name,
+    )

@@ -1,0 +1,141 @@
+"""``explain_varlen``: what a call with sequences of different lengths would run."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hopper_attention import backward_rules, explain_varlen, flash_attn_varlen_func, forward_rules
+from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.problem import AttentionProblem
+from tests.python.varlen_cases import CASES
+
+USED = CASES["used"]
+WIDE = CASES["wide v"]
+
+
+def plan(case: Any = USED, **options: Any) -> Any:
+    return explain_varlen(*case.tensors(torch.bfloat16), *case.lengths, **options)
+
+
+def test_it_takes_what_the_call_takes() -> None:
+    theirs, ours = (inspect.signature(f).parameters for f in (flash_attn_varlen_func, explain_varlen))
+    assert list(ours) == [*theirs, "device_capability"]
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+
+
+def test_the_reference() -> None:
+    found = plan(causal=True)
+    assert found.backend == "reference" and found.config == ReferenceConfig() and found.notes == ()
+    assert found.reason == "cpu is not an NVIDIA GPU"
+    asked = plan(backend="reference", device_capability=(9, 0))
+    assert asked.reason == "asked for with backend='reference'"
+
+
+def test_notes() -> None:
+    assert plan(window_size=(3, 2)).notes == (
+        "window: a query sees 3 of the keys before its own and 2 after it",
+    )
+    assert "columns of v are attended to in parts of 160 and 136" in plan(WIDE).notes[0]
+    old = plan(device_capability=(7, 5))
+    assert old.backend == "reference" and "scaled_dot_product_attention is faster" in old.notes[0]
+
+
+def test_autocast_and_meta_tensors() -> None:
+    tensors = [x.to("meta") for x in USED.tensors(torch.float32)]
+    lengths = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in USED.lengths]
+    with torch.autocast("cpu", torch.float16):
+        with pytest.raises(TypeError, match=r"q has dtype torch\.float32"):
+            explain_varlen(*tensors, *lengths)
+        cast = explain_varlen(*USED.tensors(torch.float32), *USED.lengths)
+    assert len(cast.copies) == 3 and "q is cast to torch.float16" in cast.copies[0]
+    assert explain_varlen(*(x.half() for x in tensors), *lengths).backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is a float"),
+        ({"seqused_k": torch.ones(4)}, TypeError, "seqused_k has dtype torch.float32"),
+        ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1.0"),
+        ({"softcap": 3.0}, NotImplementedError, "softcap is 3.0"),
+        ({"q_descale": torch.ones(4, 2)}, ValueError, "q_descale is given but q has dtype torch.bfloat16"),
+        ({"device_capability": 9}, ValueError, "device_capability is 9, allowed"),
+        (
+            {"q": torch.zeros(41, 4, 32).to(torch.float8_e4m3fn)},
+            TypeError,
+            "k has dtype torch.bfloat16, allowed: the dtype of q",
+        ),
+    ],
+)
+def test_it_raises_what_the_call_would(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    names = list(inspect.signature(explain_varlen).parameters)
+    given = dict(zip(names, (*USED.tensors(torch.bfloat16), *USED.lengths), strict=False))
+    with pytest.raises(error, match=message):
+        explain_varlen(**given | changed)
+
+
+def test_fp8_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="variable-length attention in FP8 is not implemented yet"):
+        explain_varlen(*(x.to(torch.float8_e4m3fn) for x in USED.tensors(torch.half)), *USED.lengths)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)
+def test_the_config_is_that_of_the_problem(window: tuple[int, int]) -> None:
+    for options, capability, backend in (
+        ({}, (9, 0), "hopper"),
+        ({"backend": "ampere"}, (9, 0), "ampere"),
+        ({}, (8, 0), "ampere"),
+    ):
+        found = plan(**options, device_capability=capability, window_size=window)
+        is_causal, has_window = window[1] == 0, window != (-1, -1)
+        problem = AttentionProblem(
+            *2 * (torch.bfloat16,), 32, 24, is_causal, has_window=has_window, is_packed=True
+        )
+        assert found.backend == backend
+        assert found.config == forward_rules.select_for(problem, backend, capability)
+        assert found.config.causal == is_causal
+
+
+def test_what_a_kernel_cannot_address_is_copied() -> None:
+    q, k, v = USED.tensors(torch.bfloat16)
+    columns = q.transpose(1, 2).contiguous().transpose(1, 2)
+    padded = torch.zeros(*k.shape[:2], 36, dtype=k.dtype)[:, :, :32]
+    assert plan(device_capability=(9, 0)).copies == ()
+    assert explain_varlen(columns, padded, v, *USED.lengths, device_capability=(9, 0)).copies == (
+        "q is copied to contiguous memory: its stride in the last dimension is 4, and the kernel needs 1",
+        "k is copied to contiguous memory: its stride in dimension 1 is 36, and the kernel needs a multiple of 8 "
+        "elements other than 0",
+    )
+    assert explain_varlen(columns, padded, v, *USED.lengths).copies == ()
+
+
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
+    q, k = (torch.empty(n, 1, 64, dtype=torch.half, device="meta") for n in (2**29 + 1, 5))
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(NotImplementedError, match="total_q is 536870913, the kernel takes at most 536870912"):
+        explain_varlen(q, k, k, cu, cu, 5, 5, device_capability=(9, 0))
+    assert explain_varlen(q, k, k, cu, cu, 5, 5).backend == "reference"
+
+
+def test_a_kernel_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [x.requires_grad_() for x in USED.tensors(torch.bfloat16)]
+    found = explain_varlen(*tensors, *USED.lengths, device_capability=(9, 0), sm_margin=4)
+    assert found.backend == "hopper" and found.config.head_dim >= 32
+    assert "sm_margin 4 must be less than the GPU's multiprocessors" in found.notes[0]
+    assert found.notes[1].startswith(
+        "the backward pass raises NotImplementedError: the gradient of variable-length attention is not implemented"
+    )
+    select_backward = backward_rules.select_for
+    monkeypatch.setattr(
+        backward_rules,
+        "select_for",
+        lambda problem, *where: select_backward(replace(problem, is_packed=False), *where),
+    )
+    again = explain_varlen(*tensors, *USED.lengths, device_capability=(9, 0))
+    assert again.notes[0].startswith("the backward pass runs on the Hopper kernel ")
