@@ -12,6 +12,7 @@ from cute_kernels.ampere.backward.config import (
     select_ampere_backward_config,
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -19,7 +20,6 @@ from hopper_attention.backends import (
     Target,
     check_scores_in_kernel,
     how_to_go_faster,
-    missing_in_kernel,
     why_not_ampere,
     why_not_hopper,
 )
@@ -143,17 +143,14 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
-        NotImplementedError: the kernel does not do problems of this kind.
+        NotImplementedError: the kernel does not do what is done to scores.
     """
     p = problem
-    if p.is_packed:
-        raise missing_in_kernel("the gradient of variable-length attention", backend)
     check_scores_in_kernel(p.scores, backend, "the gradient of attention with {name}")
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
+    features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     if backend == "hopper":
-        return select_backward_config(*options, p.deterministic, p.has_window)
-    if p.has_window:
-        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
+        return select_backward_config(*options, *features)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -161,4 +158,4 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(*options, arch, p.deterministic)
+    return select_ampere_backward_config(*options, arch, *features)

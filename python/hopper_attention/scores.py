@@ -101,15 +101,14 @@ class Scores:
         """Those that are given."""
         return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
 
-    def for_kernel(self, batch: int, heads: int) -> tuple[float | Tensor, ...]:
-        """What a kernel takes after the sides of a window, in this order, each only where it is given.
+    def for_kernel(self, batch: int, heads: int) -> tuple[float | None, Tensor | None, Tensor | None]:
+        """What a kernel takes, None for what is not there.
 
-        softcap; the slopes, float32 (batch, heads) of any strides; the sinks, float32 (heads,), contiguous.
+        softcap; the slopes, float32 (batch, heads), whose stride of the batch may be 0; the sinks, float32 (heads,).
         """
-        cap = (self.softcap,) if self.softcap else ()
-        slopes = () if self.alibi_slopes is None else (self.alibi_slopes.expand(batch, heads),)
-        sinks = () if self.sinks is None else (self.sinks.float().contiguous(),)
-        return *cap, *slopes, *sinks
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.expand(batch, heads)
+        sinks = None if self.sinks is None else self.sinks.detach().float()
+        return self.softcap or None, slopes, sinks
 
 
 NO_SLOPES_GRADIENT = (

@@ -110,7 +110,7 @@ class ForwardLauncher(Launcher):
 
     ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
     persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
-    takes its sides after the scale, and then one of a kind of scores that is not plain takes ``Scores.for_kernel``.
+    takes its sides after the scale, and one of a kind of scores that is not plain ``Scores.for_kernel``.
     """
 
     kernel: Kernel
@@ -140,17 +140,24 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        options: tuple[int | float | Tensor, ...] = window
-        if window:
-            options = kernel_sides(*window)
-        if scores is not NO_SCORES:
-            options += scores.for_kernel(batch, heads)
+        options: tuple[int | float | Tensor | None, ...] = ()
+        if window or scores is not NO_SCORES:
+            options = self._options(window, scores, batch, heads)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             self.kernel(q, k, v, out, lse, counter, scale, *options, self.num_ctas)
         else:
             self.kernel(q, k, v, out, lse, scale, *options)
         return out, lse
+
+    def _options(
+        self, window: tuple[int, ...], scores: Scores, batch: int, heads: int
+    ) -> tuple[int | float | Tensor | None, ...]:
+        """What the kernel takes after the scale: sides, a plan on a persistent grid, what is done to scores."""
+        sides = kernel_sides(*window)
+        if self.num_ctas:
+            return *(sides or (None, None)), None, None, *scores.for_kernel(batch, heads)
+        return sides if scores is NO_SCORES else (*sides, *scores.for_kernel(batch, heads))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

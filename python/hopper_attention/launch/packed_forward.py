@@ -16,6 +16,7 @@ from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
+from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import NO_SCORES, Scores
 
@@ -58,7 +59,7 @@ class PackedForwardLauncher(Launcher):
     """A forward kernel of 16 bits on packed sequences.
 
     ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be. A kernel
-    of a kind of scores that is not plain takes ``Scores.for_kernel`` after the sides of the window.
+    of a kind of scores that is not plain takes ``Scores.for_kernel``.
     """
 
     config: ForwardConfig | AmpereForwardConfig
@@ -100,15 +101,18 @@ class PackedForwardLauncher(Launcher):
             lse.fill_(-math.inf)
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
-        sides = kernel_sides(window_left, window_right)
-        terms = () if scores is NO_SCORES else scores.for_kernel(batch, heads)
+        sides = kernel_sides(window_left, window_right) if self.config.window else ()
+        terms = scores.for_kernel(batch, heads)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            last = softmax_scale, *sides, *terms, self.num_ctas
-            self.kernel(q, k, v, out, lse, counter, plan, batch + 1, *last)
+            general = *(sides or (None, None)), plan, batch + 1, *terms, self.num_ctas
+            self.kernel(q, k, v, out, lse, counter, softmax_scale, *general)
         else:
-            last = softmax_scale, *(sides if self.config.window else ()), *terms
-            self.kernel(q, k, v, out, lse, plan, batch + 1, *last)
+            last = sides if scores is NO_SCORES else (*sides, *terms)
+            self.kernel(q, k, v, out, lse, plan, batch + 1, softmax_scale, *last)
+        if wants_lse and scores.sinks is not None:
+            # The kernel takes rows of no sequence for rows without keys, which have their sink.
+            lse.masked_fill_(~rows_of_sequences(cu_seqlens_q, seqused_q, total_q), -math.inf)
         return out, lse
 
 

@@ -19,8 +19,10 @@ from hopper_attention import checks
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
+from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
 from hopper_attention.notices import warn_once
@@ -59,7 +61,7 @@ class EmptyVarlen:
         out = q.new_zeros(total_q, heads, v.shape[2])
         lse = q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
         if scores.sinks is not None:
-            rows = rows_of_sequences(Lengths(*others[:6]), total_q)
+            rows = rows_of_sequences(others[0], others[2], total_q)
             lse = torch.where(rows, scores.sinks.float()[:, None], lse)
         return out, lse
 
@@ -185,6 +187,8 @@ def find_varlen_backward(
         NotImplementedError: the kernel does not do problems of this kind.
     """
     choice = find_choice_for(problem, device, backend)
+    if choice.backend != "reference":
+        return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
     if choice.advice:
         warn_once(
             f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
