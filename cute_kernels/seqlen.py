@@ -28,6 +28,11 @@ class SeqlenInfo(LoopInvariant):
     offset_k: Any = 0
     is_packed: bool = False
 
+    def first_query_tile(self, tile: int) -> Any:
+        """Of packed sequences that each have whole tiles of ``tile`` queries to themselves, in buffers of
+        ``total_q // tile + batch + 1`` tiles: the first of this one."""
+        return self.offset_q // tile + self.batch
+
     @property
     def rows_q(self) -> Any:
         """Where its rows of Q and O lie: ``PackedRows``, or its number in a dimension for the batch."""

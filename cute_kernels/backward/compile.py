@@ -1,20 +1,23 @@
 """Compile what runs before and after a backward kernel for any sizes and strides, with or without a GPU."""
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
-from cute_kernels.backward.finish import FinishKernel
-from cute_kernels.backward.prepare import PrepareKernel
+from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
+from cute_kernels.backward.prepare import PackedPrepareKernel, PrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
-
-"""Of 16 bits, in the 16 bytes to which rows are aligned."""
+from cute_kernels.plan.compile import plan_argument
+from cute_kernels.problem import DENSE
 
 
 def compile_step(step: BackwardStep, options: str = ""):
     """Compile the kernel of ``step``."""
-    return (compile_prepare if step.step == "prepare" else compile_finish)(step.config, options)
+    is_dense = step.config.layout == DENSE
+    if step.step == "prepare":
+        return (compile_prepare if is_dense else compile_packed_prepare)(step.config, options)
+    return (compile_finish if is_dense else compile_packed_finish)(step.config, options)
 
 
 def compile_prepare(config: SteppedConfig, options: str = ""):
@@ -49,6 +52,53 @@ def compile_finish(config: SteppedConfig, options: str = ""):
         FinishKernel(config),
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         strided(DSL_DTYPES[config.dtype], (b, sq, h, d), VECTOR_ELEMENTS),
+        Float32(0.0),
+        options=options,
+    )
+
+
+def compile_packed_prepare(config: SteppedConfig, options: str = ""):
+    """Compile what runs before the kernel of ``config`` on packed sequences:
+    ``fn(out, dout, lse, dlse, lse_log2, delta, plan, sequences)``.
+
+    out and dout (total_q, h, dv) as for the kernel, lse float32 (h, total_q) in base e, dlse its gradient, or (h, 0)
+    for none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles
+    of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). plan is int32, that of the kernel,
+    with ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``).
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    total_q, h, padded = (cute.sym_int() for _ in range(3))
+    dv = cute.sym_int(divisibility=VECTOR_ELEMENTS)
+    return compile_for_torch(
+        PackedPrepareKernel(config),
+        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
+        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
+        strided(Float32, (h, total_q), 1),
+        strided(Float32, (h, cute.sym_int()), 1),
+        strided(Float32, (h, padded), 1),
+        strided(Float32, (h, padded), 1),
+        plan_argument(),
+        Int32(0),
+        options=options,
+    )
+
+
+def compile_packed_finish(config: SteppedConfig, options: str = ""):
+    """Compile what runs after the kernel of ``config`` on packed sequences:
+    ``fn(sums, dq, plan, sequences, softmax_scale)``.
+
+    sums is what the kernel adds dQ to, float32 (h, query tiles, dq_parts, dq_words) in the order of
+    ``config.dq_order``; dq (total_q, h, d) in the config's dtype is written, all of it: rows that are in no sequence
+    with zeros. plan and sequences are as for ``compile_packed_prepare``.
+    """
+    total_q, h, tiles = (cute.sym_int() for _ in range(3))
+    d = cute.sym_int(divisibility=VECTOR_ELEMENTS)
+    return compile_for_torch(
+        PackedFinishKernel(config),
+        strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(DSL_DTYPES[config.dtype], (total_q, h, d), VECTOR_ELEMENTS),
+        plan_argument(),
+        Int32(0),
         Float32(0.0),
         options=options,
     )

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP
 from cute_kernels.dtypes import DSL_DTYPES
@@ -45,8 +46,13 @@ class FinishKernel:
 
     @cute.kernel
     def kernel(self, mSums: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32):
+        self._finish(mSums, mdQ, cute.arch.block_idx(), softmax_scale)
+
+    @cute.jit
+    def _finish(self, mSums: cute.Tensor, mdQ: cute.Tensor, place: tuple, softmax_scale: Float32):
+        """A query tile, at ``place``: its number, head and batch."""
         order = self.order
-        tile, head, batch = cute.arch.block_idx()
+        tile, head, batch = place
         part = cute.arch.thread_idx()[0] // self.threads_per_part
         thread = cute.arch.thread_idx()[0] % self.threads_per_part
         chunk = thread // GROUPS_AT_ONCE
@@ -98,3 +104,41 @@ class FinishKernel:
                 mdQ[batch, row, head, None], (COLUMNS_PER_GROUP,), (column // COLUMNS_PER_GROUP,)
             )
             cute.autovec_copy(pairs, cute.recast_tensor(target, Int32))
+
+
+class PackedFinishKernel(FinishKernel):
+    """The same for packed sequences, whose sums lie in whole tiles (``packed.py``). dQ of all rows is written, also of
+    those behind the last sequence and between the sequences, which have sums of 0."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mSums: cute.Tensor,
+        mdQ: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+        stream,
+    ):
+        """Launch. mSums (heads, query tiles, parts, words), mdQ (total_q, heads, head_dim)."""
+        self.packed(mSums, mdQ, mPlan, sequences, softmax_scale).launch(
+            grid=(mSums.shape[1], mSums.shape[0], 1),
+            block=(self.threads_per_part * self.config.dq_parts, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def packed(
+        self,
+        mSums: cute.Tensor,
+        mdQ: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+    ):
+        tile, head, _ = cute.arch.block_idx()
+        place = find_query_tile(mPlan, sequences, mdQ.shape[0], tile, self.config.tile_m)
+        offset = place.seqlens.offset_q
+        rows = rows_as_batch(mdQ, offset, place.rows_end - offset)
+        sums = heads_as_batch(mSums, tile - place.m_block)
+        self._finish(sums, rows, (place.m_block, head, 0), softmax_scale)

@@ -4,8 +4,9 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
@@ -49,7 +50,15 @@ class PrepareKernel:
     def kernel(
         self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mLSE2: cute.Tensor, mDelta: cute.Tensor
     ):
-        tile, head, batch = cute.arch.block_idx()
+        self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), cute.arch.block_idx())
+
+    @cute.jit
+    def _prepare(self, inputs: tuple, results: tuple, place: tuple):
+        """A query tile, at ``place``: its number, head and batch. ``inputs`` are mO, mdO, mLSE and perhaps mdLSE, which
+        may have no rows; ``results`` are mLSE2 and mDelta."""
+        mO, mdO, mLSE, *mdLSE = inputs
+        mLSE2, mDelta = results
+        tile, head, batch = place
         thread = cute.arch.thread_idx()[0]
         lane = thread % self.lanes
         rows_at_once = THREADS // self.lanes
@@ -63,6 +72,9 @@ class PrepareKernel:
                 lse = -Float32.inf
                 if row < mO.shape[1]:
                     lse = mLSE[batch, head, row]
+                    if const_expr(len(mdLSE) == 1):
+                        if mdLSE[0].shape[2] > 0:
+                            total -= mdLSE[0][batch, head, row]
                 is_empty = lse == -Float32.inf
                 mLSE2[batch, head, row] = Float32.inf if is_empty else lse * Float32(math.log2(math.e))
                 mDelta[batch, head, row] = Float32(0.0) if is_empty else total
@@ -75,3 +87,51 @@ class PrepareKernel:
             cute.autovec_copy(cute.local_tile(source, (ELEMENTS,), (lane,)), part)
             parts.append(part.load().to(Float32))
         return (parts[0] * parts[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+
+class PackedPrepareKernel(PrepareKernel):
+    """The same for packed sequences, whose rows in mLSE2 and mDelta lie in whole tiles (``packed.py``). The gradient of
+    the LSE is subtracted from delta: dS = P (dP - delta + dLSE)."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        stream,
+    ):
+        """Launch. mO, mdO (total_q, heads, head_dim_v), mLSE (heads, total_q) in base e, mdLSE (heads, total_q or 0),
+        mLSE2 and mDelta (heads, rows of all query tiles)."""
+        self.packed(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mPlan, sequences).launch(
+            grid=(mDelta.shape[1] // self.config.tile_m, mO.shape[1], 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def packed(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+    ):
+        tile_m = self.config.tile_m
+        tile, head, _ = cute.arch.block_idx()
+        place = find_query_tile(mPlan, sequences, mO.shape[0], tile, tile_m)
+        seqlens = place.seqlens
+        rows = (rows_as_batch(tensor, seqlens.offset_q, seqlens.seqlen_q) for tensor in (mO, mdO))
+        first = seqlens.first_query_tile(tile_m) * tile_m
+        results = tuple(heads_as_batch(tensor, first) for tensor in (mLSE2, mDelta))
+        inputs = (*rows, *(heads_as_batch(tensor, seqlens.offset_q) for tensor in (mLSE, mdLSE)))
+        self._prepare(inputs, results, (place.m_block, head, 0))

@@ -26,6 +26,9 @@ class SteppedConfig(Protocol):
     def head_dim_v(self) -> int: ...
 
     @property
+    def layout(self) -> str: ...
+
+    @property
     def tile_m(self) -> int: ...
 
     @property

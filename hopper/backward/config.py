@@ -123,7 +123,8 @@ class BackwardConfig:
     def step_name(self, step: str) -> str:
         """Of "prepare" or "finish": the same for two configs only where their machine code is."""
         columns = self.head_dim_v if step == "prepare" else self.head_dim
-        return f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
+        name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
+        return name if self.layout == DENSE else f"{name}_{self.layout}"
 
     @property
     def smem_bytes(self) -> int:

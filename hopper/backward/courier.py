@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.pipeline import PipelineAsync, PipelineState
 
 from cute_kernels.backward.turns import count_up, wait_for_count
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from hopper.backward.config import BackwardConfig
@@ -49,11 +50,14 @@ class Courier(LoopInvariant):
             n_block, head_kv, batch = work.coordinates(tile)
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                if const_expr(self.config.can_miss_queries):
+                    visit = work.anew().visit(pin(n_block, Int32), batch)
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
                     if clock & 1 == self.stage:
-                        self._deliver(clock & 3, first_tile + m_block, work.turn(n_block, m_block, batch))
+                        here = work.anew() if const_expr(self.config.can_miss_queries) else work
+                        self._deliver(clock & 3, first_tile + m_block, here.turn(n_block, m_block, batch))
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
             clock += 4
 
