@@ -61,10 +61,10 @@ def compile_packed_prepare(config: SteppedConfig, options: str = ""):
     """Compile what runs before the kernel of ``config`` on packed sequences:
     ``fn(out, dout, lse, dlse, lse_log2, delta, plan, sequences)``.
 
-    out and dout (total_q, h, dv) as for the kernel, lse float32 (h, total_q) in base e, dlse its gradient, or (h, 0) for
-    none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles of its
-    own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). plan is int32, of key tiles of
-    ``config.tile_n`` or of query tiles, with ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``).
+    out and dout (total_q, h, dv) as for the kernel, lse float32 (h, total_q) in base e, dlse its gradient, or (h, 0)
+    for none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles
+    of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). plan is int32, that of the kernel,
+    with ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``).
     """
     dtype = DSL_DTYPES[config.dtype]
     total_q, h, padded = (cute.sym_int() for _ in range(3))
@@ -87,9 +87,9 @@ def compile_packed_finish(config: SteppedConfig, options: str = ""):
     """Compile what runs after the kernel of ``config`` on packed sequences:
     ``fn(sums, dq, plan, sequences, softmax_scale)``.
 
-    sums is what the kernel adds dQ to, float32 (h, query tiles, dq_parts, dq_words) in the order of ``config.dq_order``;
-    dq (total_q, h, d) in the config's dtype is written, all of it. plan and sequences are as for
-    ``compile_packed_prepare``.
+    sums is what the kernel adds dQ to, float32 (h, query tiles, dq_parts, dq_words) in the order of
+    ``config.dq_order``; dq (total_q, h, d) in the config's dtype is written, all of it: rows that are in no sequence
+    with zeros. plan and sequences are as for ``compile_packed_prepare``.
     """
     total_q, h, tiles = (cute.sym_int() for _ in range(3))
     d = cute.sym_int(divisibility=VECTOR_ELEMENTS)

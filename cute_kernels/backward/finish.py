@@ -107,7 +107,7 @@ class FinishKernel:
 
 
 class PackedFinishKernel(FinishKernel):
-    """The same for packed sequences, whose sums lie in whole tiles (``packed.py``). dQ is written for all rows, also for
+    """The same for packed sequences, whose sums lie in whole tiles (``packed.py``). dQ of all rows is written, also of
     those behind the last sequence and between the sequences, which have sums of 0."""
 
     @cute.jit

@@ -38,7 +38,7 @@ class BackwardEpilogue(LoopInvariant):
 
     @cute.jit
     def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
-        """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, batch.
+        """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, and where the rows of the sequence lie.
 
         ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that
         ``acc`` of dQ holds will take the other one.
@@ -54,11 +54,11 @@ class BackwardEpilogue(LoopInvariant):
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
         if consumer.dq.is_issuer:
-            n_block, head_kv, batch = coordinates
+            n_block, head_kv, rows = coordinates
             for i, (smem, columns) in enumerate(((sdK, c.head_dim), (sdV, c.head_dim_v))):
                 operand = TmaOperand(self.targets[0][i], self.targets[1][i], smem)
                 tile = (n_block * c.consumers + self.wg, 0)
-                source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, batch)
+                source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, rows)
                 cute.copy(operand.atom, source[None, 0], target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

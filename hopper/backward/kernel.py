@@ -15,9 +15,9 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileScheduler
 from cute_kernels.window import window_of
+from hopper.backward.batch import batch_of
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
@@ -79,7 +79,7 @@ class BackwardKernel:
 
     def __init__(self, config: BackwardConfig):
         validate_backward_config(config)
-        self.config = config
+        self.config, self.batch = config, batch_of(config)
         self.dtype = DSL_DTYPES[config.dtype]
 
     @cute.jit
@@ -104,26 +104,18 @@ class BackwardKernel:
         mCounter int32, zero: two for the scheduler,
         zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (), num_ctas, stream)
+        self._launch(tensors, (), softmax_scale, (), num_ctas, stream)
 
-    def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, num_ctas: Int32, stream) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
+    def _launch(
+        self, tensors: tuple, plan: tuple, softmax_scale: Float32, sides: tuple, num_ctas: Int32, stream
+    ) -> None:
+        """``tensors`` are those of ``__call__`` in their order, ``plan`` that and the number of its sequences or
+        nothing, ``sides`` of the window or nothing."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
-        c = self.config
-        seqlen_first = [1, 3, 2, 0]
-        mQ, mK, mV, mdO, mdK, mdV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first))
-            for t in (mQ, mK, mV, mdO, mdK, mdV)
-        )
-        mLSE, mDelta = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
-        )
-        batches, heads, tiles, wgs, words = mdQ.shape
-        all_tiles = cute.make_layout(
-            (words, wgs, tiles * heads * batches), stride=(1, mdQ.stride[3], mdQ.stride[2])
-        )
-        mdQ = cute.make_tensor(mdQ.iterator, all_tiles)
-        num_n_blocks = cute.ceil_div(mK.shape[0], c.tile_n)
+        c, batch = self.config, self.batch
+        mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
+        mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
+        sizes = batch.sizes(mQ, mK, mdQ)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -142,15 +134,13 @@ class BackwardKernel:
         self.kernel(
             tuple(info.atom for info in (*loads, *stores)),
             tuple(info.tma_tensor for info in (*loads, *stores)),
-            mdQ,
+            batch.view_sums(mdQ),
             mCounter,
             softmax_scale,
             sides,
-            mQ.shape[0],
-            mK.shape[0],
+            batch.lengths(mQ, mK, plan),
             mQ.shape[2] // mK.shape[2],
-            (num_n_blocks, mK.shape[2], mK.shape[3]),
-            (num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], c.tile_m)),
+            sizes,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -167,11 +157,9 @@ class BackwardKernel:
         mCounter: cute.Tensor,
         softmax_scale: Float32,
         sides: tuple,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
+        lengths: tuple,
         heads_per_kv_head: Int32,
-        tiles: tuple[Int32, Int32, Int32],
-        totals: tuple[Int32, Int32],
+        sizes: tuple[tuple, tuple],
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -197,10 +185,8 @@ class BackwardKernel:
             cute.arch.lane_idx(),
         )
         pipes = self._make_pipelines(storage)
-        order = TileOrder(*tiles, Int32(1), longest_first=False)
         window = window_of(c.causal, sides)
-        seqlens = DenseSeqlens(seqlen_q, seqlen_k)
-        work = BackwardWork(c, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
+        work = self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
@@ -249,12 +235,13 @@ class BackwardKernel:
             mail_state.advance()
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
-            producer.load_keys(n_block, head_kv, batch, kv_state)
+            seqlens = work.seqlens.of(batch)
+            producer.load_keys(n_block, head_kv, seqlens, kv_state)
             kv_state.advance()
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
-                state = producer.load_queries(head, batch, visit, state)
+                state = producer.load_queries(head, seqlens, visit, state)
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
@@ -298,7 +285,7 @@ class BackwardKernel:
                         state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
-            epilogue.store(consumer, last, (n_block, head_kv, batch))
+            epilogue.store(consumer, last, (n_block, head_kv, seqlens.rows_k))
             tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited + mails_before))
             visited += 1
         consumer.dq.finish(previous_stage(c, state.index), state)
@@ -449,4 +436,34 @@ class WindowBackwardKernel(BackwardKernel):
         stream,
     ):
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (window_left, window_right), num_ctas, stream)
+        self._launch(tensors, (), softmax_scale, (window_left, window_right), num_ctas, stream)
+
+
+class PackedBackwardKernel(BackwardKernel):
+    """For packed sequences (``PackedBatch``), by a plan of key tiles with so many ``sequences``, one more than the
+    caller's. Of the sides of a window both are read only with `window`, and the right one not with `causal`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        sides = (window_left, window_right) if self.config.window else ()
+        self._launch(tensors, (mPlan, sequences), softmax_scale, sides, num_ctas, stream)

@@ -518,3 +518,7 @@ class WindowPairedBackwardKernel(PairedBackwardKernel):
     ):
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, softmax_scale, (window_left, window_right), stream)
+
+
+class PackedPairedBackwardKernel(PairedBackwardKernel):
+    """For packed sequences."""

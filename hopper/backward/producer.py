@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
+from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import Visit
 from hopper.tiles import TmaOperand
@@ -45,21 +47,23 @@ class BackwardProducer(LoopInvariant):
     pipes: BackwardPipelines
 
     @cute.jit
-    def load_keys(self, n_block: Int32, head_kv: Int32, batch: Int32, state: PipelineState):
+    def load_keys(self, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo, state: PipelineState):
         c, ops = self.config, self.operands
         self.pipes.kv.producer_acquire(state)
         for operand, columns in ((ops.k, c.head_dim), (ops.v, c.head_dim_v)):
-            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, batch)
+            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, keys_to_load(seqlens))
             self._copy(operand, gmem[None, n_block], smem[None, 0], self.pipes.kv, state)
 
     @cute.jit
-    def load_queries(self, head: Int32, batch: Int32, visit: Visit, state: PipelineState) -> PipelineState:
+    def load_queries(
+        self, head: Int32, seqlens: SeqlenInfo, visit: Visit, state: PipelineState
+    ) -> PipelineState:
         """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it."""
         c, ops = self.config, self.operands
-        tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, batch)
-        tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, batch)
-        tLsL, tLgL = self._partition_vector(ops.lse, head, batch)
-        tDsD, tDgD = self._partition_vector(ops.delta, head, batch)
+        tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, seqlens.rows_q)
+        tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, seqlens.rows_q)
+        tLsL, tLgL = partition_vector(ops.lse, c.tile_m, head, seqlens)
+        tDsD, tDgD = partition_vector(ops.delta, c.tile_m, head, seqlens)
         for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
             self.pipes.q.producer_acquire(state)
             self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
@@ -71,14 +75,6 @@ class BackwardProducer(LoopInvariant):
         return state
 
     @cute.jit
-    def _partition_vector(
-        self, operand: TmaOperand, head: Int32, batch: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared stages, global tiles) of a vector of one head."""
-        tiles = cute.local_tile(operand.gmem[None, head, batch], (self.config.tile_m,), (None,))
-        return cpasync.tma_partition(operand.atom, 0, cute.make_layout(1), operand.smem, tiles)
-
-    @cute.jit
     def _copy(
         self,
         operand: TmaOperand,
@@ -88,3 +84,25 @@ class BackwardProducer(LoopInvariant):
         state: PipelineState,
     ):
         cute.copy(operand.atom, source, target, tma_bar_ptr=pipe.producer_get_barrier(state))
+
+
+def keys_to_load(seqlens: SeqlenInfo) -> PackedRows | Int32:
+    """Where the rows of K and V lie. Of a packed sequence without queries none are read: rows that belong to no
+    sequence may hold anything, and their gradients are zero."""
+    if not seqlens.is_packed:
+        return seqlens.batch
+    return PackedRows(seqlens.offset_k, seqlens.seqlen_k * minimum(seqlens.seqlen_q, 1))
+
+
+@cute.jit
+def partition_vector(
+    operand: TmaOperand, tile_m: cutlass.Constexpr[int], head: Int32, seqlens: SeqlenInfo
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """(shared stages, global tiles) of a vector over the queries of one head."""
+    if const_expr(seqlens.is_packed):
+        first = seqlens.first_query_tile(tile_m) * tile_m
+        vector = cute.domain_offset((first,), operand.gmem[None, head])
+    else:
+        vector = operand.gmem[None, head, seqlens.batch]
+    tiles = cute.local_tile(vector, (tile_m,), (None,))
+    return cpasync.tma_partition(operand.atom, 0, cute.make_layout(1), operand.smem, tiles)

@@ -6,7 +6,9 @@ from typing import NamedTuple
 from cutlass import Int32, const_expr
 
 from cute_kernels.fast_math import pin
+from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
@@ -38,10 +40,10 @@ class BackwardWork(LoopInvariant):
     config: BackwardConfig
     window: Window
     scheduler: TileScheduler
-    order: TileOrder
+    order: TileOrder | PackedTileOrder
     num_tiles: Int32
     m_end: Int32
-    seqlens: DenseSeqlens
+    seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
 
     @property
@@ -53,16 +55,17 @@ class BackwardWork(LoopInvariant):
         """(n_block, head_kv, batch) of a tile number."""
         n_block, head_kv, batch = self.order.coordinates(tile)
         if const_expr(self.config.ordered and self.queries.last_keys_first):
-            n_block = self.order.num_m_blocks - 1 - n_block
+            n_block = self._num_n_blocks(batch) - 1 - n_block
         return n_block, head_kv, batch
 
     def visit(self, n_block: Int32, batch: Int32) -> Visit:
         queries, seqlens = self.queries, self.seqlens.of(batch)
         begin, unmasked = queries.begin(n_block, seqlens), queries.unmasked_begin(n_block, seqlens)
-        if const_expr(not self.window.has_left):
+        if const_expr(self._ends_alike):
             return Visit(begin, unmasked, self.m_end, self.m_end)
         end = queries.end(n_block, seqlens)
-        return Visit(begin, unmasked, queries.unmasked_end(n_block, seqlens), end)
+        left_masked = queries.unmasked_end(n_block, seqlens) if const_expr(self.window.has_left) else end
+        return Visit(begin, unmasked, left_masked, end)
 
     def anew(self) -> "BackwardWork":
         """The same, of which nothing is computed before this point; for couriers, which have no registers to keep what
@@ -73,8 +76,35 @@ class BackwardWork(LoopInvariant):
 
     def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """How many key tiles add to the query tile before this one."""
-        return self.queries.turn(n_block, m_block, self.order.num_m_blocks, self.seqlens.of(batch))
+        return self.queries.turn(n_block, m_block, self._num_n_blocks(batch), self.seqlens.of(batch))
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         """The number of the first query tile of the first query head of ``head_kv``, among all heads and batches."""
         return (batch * self.order.num_heads + head_kv) * self.heads_per_kv_head * self.m_end
+
+    @property
+    def _ends_alike(self) -> bool:
+        """Whether every key tile visits the last query tile."""
+        return not self.window.has_left
+
+    def _num_n_blocks(self, batch: Int32) -> Int32:
+        return self.order.num_m_blocks
+
+
+class PackedBackwardWork(BackwardWork):
+    """The same of packed sequences, by a plan of key tiles. ``m_end`` are the query tiles of a head, all sequences'."""
+
+    def anew(self) -> "BackwardWork":
+        """What it knows of a sequence is read from memory each time."""
+        return self
+
+    def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
+        before = self.seqlens.of(batch).first_query_tile(self.config.tile_m)
+        return head_kv * self.heads_per_kv_head * self.m_end + before
+
+    @property
+    def _ends_alike(self) -> bool:
+        return False
+
+    def _num_n_blocks(self, batch: Int32) -> Int32:
+        return ceil_div(self.seqlens.of(batch).seqlen_k, self.config.tile_n)

@@ -1,0 +1,121 @@
+"""How the sequences of a batch lie in the tensors of the backward kernels."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
+from cute_kernels.problem import DENSE
+from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.window import Window
+from hopper.backward.config import BackwardConfig
+from hopper.backward.work import BackwardWork, PackedBackwardWork
+from hopper.tiles import ragged_view
+
+
+@dataclass(frozen=True)
+class DenseBatch(LoopInvariant):
+    """Sequences of one length in tensors (batch, seqlen, heads, head_dim); LSE and delta are (batch, heads, padded
+    seqlen_q), dQ (batch, heads, query tiles, parts, words)."""
+
+    config: BackwardConfig
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """A tensor of rows as TMA sees it: (seqlen, head_dim, heads, batch)."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+    def view_vector(self, tensor: cute.Tensor) -> cute.Tensor:
+        """LSE or delta."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
+
+    def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
+        """(words, parts, query tiles of all heads and batches)."""
+        batches, heads, tiles, parts, words = mdQ.shape
+        layout = cute.make_layout(
+            (words, parts, tiles * heads * batches), stride=(1, mdQ.stride[3], mdQ.stride[2])
+        )
+        return cute.make_tensor(mdQ.iterator, layout)
+
+    def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
+        """What the kernel is given of them: those of Q and K."""
+        return mQ.shape[0], mK.shape[0]
+
+    def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
+        """Of the views of Q and K: (key tiles, key/value heads, batches), and (key tiles of all of them, query tiles of
+        a head)."""
+        num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
+        tiles = num_n_blocks, mK.shape[2], mK.shape[3]
+        totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
+        return tiles, totals
+
+    def work(
+        self,
+        window: Window,
+        scheduler: TileScheduler,
+        lengths: tuple,
+        heads_per_kv_head: Int32,
+        sizes: tuple[tuple, tuple],
+    ) -> BackwardWork:
+        tiles, totals = sizes
+        order = TileOrder(*tiles, Int32(1), longest_first=False)
+        seqlens = DenseSeqlens(*lengths)
+        return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
+
+
+class PackedBatch(DenseBatch):
+    """Sequences of any lengths behind each other in tensors (total, heads, head_dim); LSE and delta are (heads, rows of
+    all query tiles), dQ (heads, query tiles, parts, words), in which sequences have whole tiles of their own
+    (``cute_kernels/backward/packed.py``). ``lengths`` are a plan of key tiles and the number of its sequences."""
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(rows, head_dim, heads, ...), as ``ragged_view`` gives it."""
+        return ragged_view(cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[0, 2, 1])))
+
+    def view_vector(self, tensor: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0]))
+
+    def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
+        heads, tiles, parts, words = mdQ.shape
+        layout = cute.make_layout((words, parts, tiles * heads), stride=(1, mdQ.stride[2], mdQ.stride[1]))
+        return cute.make_tensor(mdQ.iterator, layout)
+
+    def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
+        return plan
+
+    def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
+        """(key/value heads), and (query tiles of a head, of all sequences)."""
+        return (mK.shape[2],), (mdQ.shape[1],)
+
+    def work(
+        self,
+        window: Window,
+        scheduler: TileScheduler,
+        lengths: tuple,
+        heads_per_kv_head: Int32,
+        sizes: tuple[tuple, tuple],
+    ) -> BackwardWork:
+        (plan, sequences), ((kv_heads,), (m_end,)) = lengths, sizes
+        c, num_tiles = self.config, PackedTileOrder.count(plan, kv_heads)
+        bytes_per_key = (c.head_dim + c.head_dim_v) * (DSL_DTYPES[c.dtype].width // 8)
+        order = PackedTileOrder(
+            plan,
+            sequences,
+            num_tiles,
+            kv_heads,
+            Int32(1),
+            bytes_per_key,
+            c.tile_n,
+            longest_first=False,
+            of_keys=True,
+        )
+        seqlens = PackedSeqlens(plan)
+        return PackedBackwardWork(c, window, scheduler, order, num_tiles, m_end, seqlens, heads_per_kv_head)
+
+
+def batch_of(config: BackwardConfig) -> DenseBatch:
+    """By the layout of the config."""
+    return DenseBatch(config) if config.layout == DENSE else PackedBatch(config)
