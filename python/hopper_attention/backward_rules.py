@@ -12,13 +12,13 @@ from cute_kernels.ampere.backward.config import (
     select_ampere_backward_config,
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     Choice,
     Target,
     how_to_go_faster,
-    missing_in_kernel,
     why_not_ampere,
     why_not_hopper,
 )
@@ -72,9 +72,6 @@ def choose_for(problem: GradientProblem, target: Target, requested: str | None) 
 
     ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
     problem of the forward has one.
-
-    Raises:
-        NotImplementedError: the kernel is to be given problems of this kind, and does not do them yet.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
@@ -138,16 +135,12 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
-        NotImplementedError: the kernel does not do problems of this kind.
     """
     p = problem
-    if p.is_packed:
-        raise missing_in_kernel("the gradient of variable-length attention", backend)
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
+    features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     if backend == "hopper":
-        return select_backward_config(*options, p.deterministic, p.has_window)
-    if p.has_window:
-        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
+        return select_backward_config(*options, *features)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -155,4 +148,4 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(*options, arch, p.deterministic)
+    return select_ampere_backward_config(*options, arch, *features)

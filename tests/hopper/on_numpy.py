@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -114,6 +115,18 @@ class Arguments:
             run(program, *ctas)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
+
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+NO_RULES = Rules()
+
+
 def forward_on_numpy(
     config: ForwardConfig,
     q: Tensor,
@@ -123,6 +136,7 @@ def forward_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     sides: tuple[int, int] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the 16-bit kernel of ``config`` leaves them; ``sides`` are those of a window."""
     c = config
@@ -134,8 +148,14 @@ def forward_on_numpy(
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values[:4] = maps
-    _finish_forward(arguments, q, k, softmax_scale)
+    if rules.sinks is not None:
+        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+    _finish_forward(arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
+    if rules.softcap:
+        arguments.add(softmax_scale / rules.softcap)
+    if rules.slopes is not None:
+        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 

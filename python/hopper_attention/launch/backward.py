@@ -185,7 +185,7 @@ def backward_counter(config: KernelConfig, sums: Tensor) -> Tensor:
     """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return device_memory.tile_counter(sums.device.index)
-    counts = math.prod(sums.shape[:3]) * config.counts_per_tile if config.ordered else 0
+    counts = math.prod(sums.shape[:-2]) * config.counts_per_tile if config.ordered else 0
     return torch.zeros(2 + counts, dtype=torch.int32, device=sums.device)
 
 

@@ -118,7 +118,8 @@ class ForwardLauncher(Launcher):
             window = kernel_sides(*window)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            self.kernel(q, k, v, out, lse, counter, scale, *window, self.num_ctas)
+            absent = (None,) * 5 if window else ()
+            self.kernel(q, k, v, out, lse, counter, scale, *window, *absent, self.num_ctas)
         else:
             self.kernel(q, k, v, out, lse, scale, *window)
         return out, lse

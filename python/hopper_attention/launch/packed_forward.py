@@ -98,14 +98,13 @@ class PackedForwardLauncher(Launcher):
             lse.fill_(-math.inf)
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
-        sides = kernel_sides(window_left, window_right)
+        sides = kernel_sides(window_left, window_right) if self.config.window else ()
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            options = softmax_scale, *sides, self.num_ctas
-            self.kernel(q, k, v, out, lse, counter, plan, batch + 1, *options)
+            options = *(sides or (None, None)), plan, batch + 1, None, None, None, self.num_ctas
+            self.kernel(q, k, v, out, lse, counter, softmax_scale, *options)
         else:
-            options = softmax_scale, *(sides if self.config.window else ())
-            self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
+            self.kernel(q, k, v, out, lse, plan, batch + 1, softmax_scale, *sides)
         return out, lse
 
 

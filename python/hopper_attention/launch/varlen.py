@@ -19,8 +19,10 @@ from hopper_attention import checks
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
+from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
 from hopper_attention.notices import warn_once
@@ -170,6 +172,8 @@ def find_varlen_backward(
         NotImplementedError: the kernel does not do problems of this kind.
     """
     choice = find_choice_for(problem, device, backend)
+    if choice.backend != "reference":
+        return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
     if choice.advice:
         warn_once(
             f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
