@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -94,6 +95,11 @@ def test_packed_sequences(backend: str, names: str) -> None:
             torch.testing.assert_close(lse[:, rows], alone[1][0], rtol=1e-4, atol=1e-3)
 
 
+def plain_attention(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The formula at the dtype of its inputs, with the LSE of the oracle."""
+    return attention_standard(*tensors, **options), attention_naive(*tensors, **options)[1]
+
+
 def gradients(x: Any, dout: Tensor, dlse: Tensor, dtype: torch.dtype, attend: Any, rules: dict) -> tuple:
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (x.q, x.k, x.v)]
     rules = dict(rules)
@@ -115,19 +121,9 @@ def test_gradients(draw, backend: str, head_dim: int, names: str) -> None:
         dout = torch.randn(1, seqlens[0], 4, head_dim, device="cuda").to(dtype)
         dlse = torch.randn(1, 4, seqlens[0], device="cuda")
 
-        def ours(*tensors: Tensor, **of_call: Any) -> Any:
-            return flash_attn_func(
-                *tensors, causal=causal, backend=backend, return_attn_probs=True, **of_call
-            )
-
-        def naive(*tensors: Tensor, **of_call: Any) -> Any:
-            return attention_naive(*tensors, causal=causal, **of_call)
-
-        def plain(*tensors: Tensor, **of_call: Any) -> Any:
-            out = attention_standard(*tensors, causal=causal, **of_call)
-            return out, attention_naive(*tensors, causal=causal, **of_call)[1]
-
-        exact = gradients(x, dout, dlse, torch.float64, naive, rules)
+        exact = gradients(x, dout, dlse, torch.float64, partial(attention_naive, causal=causal), rules)
+        ours = partial(flash_attn_func, causal=causal, backend=backend, return_attn_probs=True)
+        plain = partial(plain_attention, causal=causal)
         mine, torchs = (gradients(x, dout, dlse, dtype, attend, rules) for attend in (ours, plain))
         for name, a, b, e in zip(("dq", "dk", "dv", "sinks"), mine, torchs, exact, strict=False):
             rounding = e.abs().max() * torch.finfo(dtype).eps
