@@ -48,14 +48,9 @@ class Alibi(LoopInvariant):
             for j in range(rows.shape[1][1]):
                 for e in range(rows.shape[1][0]):
                     distance = behind + Float32(COLUMNS_PER_GROUP * j + e)
-                    if not self._is_causal:
+                    if not self.mask.window.is_causal:
                         distance = -cute.arch.fmax(distance, -distance)
                     rows[r, (e, j)] = distance * self.slope + rows[r, (e, j)]
-
-    @property
-    def _is_causal(self) -> bool:
-        right = self.mask.window.right
-        return isinstance(right, int) and right == 0
 
 
 @dataclass(frozen=True)
