@@ -1,7 +1,6 @@
 """Between K Q^T and dS^T: what a backward kernel does to a transposed score tile, whose rows are keys and whose
 columns are queries. ``score_tile`` is the same of a forward kernel."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,7 @@ from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.score_tile import SoftCap
-
-LOG2_E = math.log2(math.e)
-
-
-def scale_in_base_2(softmax_scale: Float32, caps: tuple[Float32, ...]) -> Float32:
-    """What the scores of an exponent are multiplied by: softmax_scale, or the cap if ``caps`` has one."""
-    return (caps[0] if caps else softmax_scale) * Float32(LOG2_E)
+from cute_kernels.score_tile import LOG2_E, SoftCap
 
 
 @dataclass(frozen=True)
