@@ -9,8 +9,9 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
+from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import Visit
 from hopper.tiles import TmaOperand
@@ -50,7 +51,7 @@ class BackwardProducer(LoopInvariant):
         c, ops = self.config, self.operands
         self.pipes.kv.producer_acquire(state)
         for operand, columns in ((ops.k, c.head_dim), (ops.v, c.head_dim_v)):
-            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, seqlens.rows_k)
+            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, keys_to_load(seqlens))
             self._copy(operand, gmem[None, n_block], smem[None, 0], self.pipes.kv, state)
 
     @cute.jit
@@ -83,6 +84,14 @@ class BackwardProducer(LoopInvariant):
         state: PipelineState,
     ):
         cute.copy(operand.atom, source, target, tma_bar_ptr=pipe.producer_get_barrier(state))
+
+
+def keys_to_load(seqlens: SeqlenInfo) -> PackedRows | Int32:
+    """Where the rows of K and V lie. Of a packed sequence without queries none are read: rows that belong to no
+    sequence may hold anything, and their gradients are zero."""
+    if not seqlens.is_packed:
+        return seqlens.batch
+    return PackedRows(seqlens.offset_k, seqlens.seqlen_k * minimum(seqlens.seqlen_q, 1))
 
 
 @cute.jit

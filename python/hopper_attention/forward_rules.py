@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels import problem as sizes
 from cute_kernels.ampere.config import (
@@ -103,15 +103,18 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     """
     if backend == "reference":
         return ReferenceConfig()
-    check_scores_in_kernel(problem.scores, backend)
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     if backend == "ampere":
+        check_scores_in_kernel(p.scores, backend)
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         return select_ampere_forward_config(
             dtype, p.head_dim, p.head_dim_v, p.causal, arch, p.has_window, layout
         )
-    return select_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_window, layout)
+    options = p.causal, p.longest_k, p.has_window, layout
+    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
+    has_softcap, has_alibi, has_sinks = p.scores
+    return replace(config, softcap=has_softcap, alibi=has_alibi, sinks=has_sinks)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

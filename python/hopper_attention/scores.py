@@ -102,13 +102,17 @@ class Scores:
         return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
 
     def for_kernel(self, batch: int, heads: int) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """What a kernel takes, None for what is not there.
+        """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
+        (heads,), contiguous. None for what there is not."""
+        cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
+        if slopes is not None:
+            slopes = slopes.detach().contiguous().expand(batch, heads)
+        return cap, slopes, None if sinks is None else sinks.detach().float().contiguous()
 
-        softcap; the slopes, float32 (batch, heads), whose stride of the batch may be 0; the sinks, float32 (heads,).
-        """
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes.expand(batch, heads)
-        sinks = None if self.sinks is None else self.sinks.detach().float()
-        return self.softcap or None, slopes, sinks
+    def for_backward_kernel(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
+        """``for_kernel`` without the sinks, which a backward kernel finds in the LSE; nothing if there is no other."""
+        cap, slopes, _ = self.for_kernel(batch, heads)
+        return () if cap is None and slopes is None else (cap, slopes)
 
 
 NO_SLOPES_GRADIENT = (

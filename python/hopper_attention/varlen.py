@@ -152,8 +152,9 @@ def flash_attn_varlen_func(
     last sequence, and behind the used ones of a sequence, are of none: what they hold is never used, their output is 0
     with an LSE of -inf, sinks or not, and their gradients are 0. 16-bit inputs are differentiable, once.
 
-    The kernels have no variable lengths yet: on a GPU that would run one the call raises NotImplementedError, and
-    ``backend="reference"`` computes it, slowly. The reference reads the lengths, for which it waits for the GPU.
+    The Hopper kernels and those of older GPUs take variable lengths forward and backward. They read the lengths on the
+    GPU: a call waits for nothing, other lengths compile nothing, and a CUDA graph takes the lengths that the tensors
+    hold when it is replayed. The reference reads them on the host, for which it waits for the GPU.
 
     Args:
         q: (total_q, heads, head_dim), float16 or bfloat16; head_dim is a multiple of 8, at most 256. Strides are free.

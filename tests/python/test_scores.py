@@ -392,7 +392,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ..
     forget_launchers()
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes"])
 def test_backward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
     tensors = qkv()
     options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
@@ -411,12 +411,11 @@ def test_backward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]
 @pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks"])
 def test_forward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
     options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    for backend, kernel in ((None, "Hopper kernel"), ("ampere", "kernel without WGMMA")):
-        message = re.escape(f"{name} is not implemented by the {kernel} yet; use backend='reference'")
-        for function in EVERY:
-            more = {"device_capability": (9, 0)} if function in (explain, EVERY[3]) else {}
-            with pytest.raises(NotImplementedError, match=message):
-                function(*qkv(), backend=backend, **options, **more)
+    message = re.escape(f"{name} is not implemented by the kernel without WGMMA yet; use backend='reference'")
+    for function in EVERY:
+        more = {"device_capability": (9, 0)} if function in (explain, EVERY[3]) else {}
+        with pytest.raises(NotImplementedError, match=message):
+            function(*qkv(), backend="ampere", **options, **more)
     assert kernel_calls == []
     flash_attn_func(*qkv(), backend="reference", **options)
 
@@ -461,9 +460,32 @@ def test_values_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: py
     for scores in (NO_SCORES, Scores(2.0, slopes)):
         backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=scores)
     plain, changed = (call for call in seen if len(call) > 6)
-    assert plain[10:12] == (0.5, SMS) and len(changed) == len(plain) + 3
+    assert plain[10:12] == (0.5, SMS) and len(changed) == len(plain) + 2
     assert changed[10:12] == (0.5, 2.0) and torch.equal(changed[12], slopes.expand(2, 4))
-    assert changed[13:] == (None, SMS)
+    assert changed[13:] == (SMS,)
+    backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=Scores(sinks=SINKS))
+    assert [call for call in seen if len(call) > 6][-1][10:] == plain[10:]
+
+
+def test_rows_behind_the_last_sequence_have_no_sink(
+    kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
+        """As a kernel to which rows behind the last sequence are rows without keys."""
+        out.zero_()
+        lse.copy_(others[-2][:, None].expand_as(lse))
+
+    monkeypatch.setattr(
+        compile_cache, "get_forward", lambda c: kernel if hasattr(c, "tile_m") else lambda *a: None
+    )
+    c = CASES["rows behind"]
+    cu_q, cu_k, most_q, most_k, *used = c.lengths
+    lengths = Lengths(cu_q, cu_k, *used, most_q, most_k)
+    tensors, scores = c.tensors(torch.bfloat16), Scores(sinks=torch.arange(4.0))
+    _, lse = varlen.run_varlen(*tensors, lengths, 0.2, False, "hopper", 0, scores=scores)
+    unused = c.unused()[0]
+    assert (lse[:, unused] == -math.inf).all() and unused.any()
+    assert torch.equal(lse[:, ~unused], torch.arange(4.0)[:, None].expand(4, int((~unused).sum())))
 
 
 def test_plain_calls_know_nothing_of_them(kernel_calls: list[Any]) -> None:

@@ -5,7 +5,7 @@ held in registers throughout.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -98,14 +98,15 @@ class PackedQueries(LoopInvariant):
 
     def __init__(self, config: AmpereBackwardConfig, rows: tuple, vectors: tuple, seqlens: SeqlenInfo):
         self.config, self.rows, self.vectors, self.seqlens = config, rows, vectors, seqlens
-        self.first_tile = seqlens.first_query_tile(config.tile_m)
 
     def head_rows(self, head: Int32) -> Iterator[cute.Tensor]:
         place = PackedRows(pin(self.seqlens.offset_q, Int32), pin(self.seqlens.seqlen_q, Int32))
         return (rows_of(tensor, place, head) for tensor in self.rows)
 
     def head_vectors(self, head: Int32) -> tuple:
-        first = pin(self.first_tile, Int32) * self.config.tile_m
+        offset, batch = pin(self.seqlens.offset_q, Int32), pin(self.seqlens.batch, Int32)
+        tile_m = self.config.tile_m
+        first = replace(self.seqlens, offset_q=offset, batch=batch).first_query_tile(tile_m) * tile_m
         numbers = (cute.domain_offset((first,), vector[head, None]) for vector in self.vectors)
         return tuple(Int64(of_head.iterator.toint()) for of_head in numbers)
 

@@ -12,10 +12,12 @@ from cute_kernels.ampere.forward.shift import ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.instructions import as_fragment
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.window import Window
 
@@ -92,6 +94,9 @@ class Mainloop(LoopInvariant):
             self.tiles.keep_q()
         slot = Int32(0)
         n_block = blocks.of_cta.last
+        if const_expr(self.config.layout == VARLEN):
+            # Or else it is worked out again from the length, which takes more registers than there are.
+            n_block = pin(n_block, Int32)
         if const_expr(blocks.window.has_right):
             for _ in cutlass.range(blocks.of_cta.end - blocks.end, unroll=1):
                 slot = self._pass_by(n_block, slot, True)

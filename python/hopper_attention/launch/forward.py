@@ -104,13 +104,18 @@ class PartsLaunch:
         return attend_in_parts(v, lambda part: self.launches[part.shape[3]](q, k, part, *options, **scores))
 
 
+NO_SIDES, NO_PLAN = (None, None), (None, None)
+"""In place of the sides of a window, and of a plan and the number of its sequences."""
+
+
 @dataclass(frozen=True)
 class ForwardLauncher(Launcher):
     """A forward kernel of 16 bits.
 
     ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
     persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
-    takes its sides after the scale, and one of a kind of scores that is not plain ``Scores.for_kernel``.
+    takes its sides after the scale, and then one of a kind of scores that is not plain takes ``Scores.for_kernel``;
+    that of Hopper takes all of these where it takes one (``hopper.forward.kernel.GeneralForwardKernel``).
     """
 
     kernel: Kernel
@@ -140,9 +145,9 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        options: tuple[int | float | Tensor | None, ...] = ()
+        options: tuple[Any, ...] = ()
         if window or scores is not NO_SCORES:
-            options = self._options(window, scores, batch, heads)
+            options = self._options(batch, heads, window, scores)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             self.kernel(q, k, v, out, lse, counter, scale, *options, self.num_ctas)
@@ -151,13 +156,13 @@ class ForwardLauncher(Launcher):
         return out, lse
 
     def _options(
-        self, window: tuple[int, ...], scores: Scores, batch: int, heads: int
+        self, batch: int, heads: int, window: tuple[int, ...], scores: Scores
     ) -> tuple[int | float | Tensor | None, ...]:
-        """What the kernel takes after the scale: sides, a plan on a persistent grid, what is done to scores."""
+        """What a kernel takes behind the scale if it is not plain."""
         sides = kernel_sides(*window)
         if self.num_ctas:
-            return *(sides or (None, None)), None, None, *scores.for_kernel(batch, heads)
-        return sides if scores is NO_SCORES else (*sides, *scores.for_kernel(batch, heads))
+            return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
+        return *sides, *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

@@ -77,7 +77,7 @@ class PackedBackwardLauncher(Launcher):
         self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
         counter = backward.backward_counter(c, sums)
         sides = kernel_sides(window_left, window_right) if c.window or self.always_has_sides else ()
-        terms = () if scores is NO_SCORES else scores.for_kernel(sequences - 1, q.shape[1])
+        terms = () if scores is NO_SCORES else scores.for_backward_kernel(sequences - 1, q.shape[1])
         options = counter, plan, sequences, softmax_scale, *sides, *terms, *self.grid
         self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, *options)
         self.finish(sums, dq, plan, sequences, softmax_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides
@@ -88,8 +90,8 @@ class PackedForwardLauncher(Launcher):
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds = max_seqlen_q, max_seqlen_k
-            options = softmax_scale, window_left, window_right, wants_lse
-            return self.call_there(q, k, v, *lengths, *bounds, *options, scores=scores)
+            rest = softmax_scale, window_left, window_right, wants_lse
+            return self.call_there(q, k, v, *lengths, *bounds, *rest, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
         check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
@@ -102,17 +104,19 @@ class PackedForwardLauncher(Launcher):
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
         sides = kernel_sides(window_left, window_right) if self.config.window else ()
-        terms = scores.for_kernel(batch, heads)
+        options: tuple[Any, ...]
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            general = *(sides or (None, None)), plan, batch + 1, *terms, self.num_ctas
-            self.kernel(q, k, v, out, lse, counter, softmax_scale, *general)
+            options = *(sides or NO_SIDES), plan, batch + 1, *scores.for_kernel(batch, heads)
+            self.kernel(q, k, v, out, lse, counter, softmax_scale, *options, self.num_ctas)
         else:
-            last = sides if scores is NO_SCORES else (*sides, *terms)
-            self.kernel(q, k, v, out, lse, plan, batch + 1, softmax_scale, *last)
+            options = softmax_scale, *sides
+            if scores is not NO_SCORES:
+                options = *options, *scores.for_kernel(batch, heads)
+            self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
         if wants_lse and scores.sinks is not None:
-            # The kernel takes rows of no sequence for rows without keys, which have their sink.
-            lse.masked_fill_(~rows_of_sequences(cu_seqlens_q, seqused_q, total_q), -math.inf)
+            # To the kernel rows behind the last sequence are rows without keys, which have their sink.
+            lse.masked_fill_(~rows_of_sequences(cu_seqlens_q, None, total_q), -math.inf)
         return out, lse
 
 

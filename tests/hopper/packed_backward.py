@@ -1,0 +1,130 @@
+"""The backward kernels on packed sequences, compiled to PTX and run on NumPy: no GPU takes part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cute_kernels.backward.step import BackwardStep
+from cute_kernels.plan.config import plan_entries
+from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
+from hopper.config import WARPGROUP_ROWS
+from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
+from tests.hopper.on_numpy import Arguments, program_of, ragged_map, storage_of
+from tests.plans import Packed, plan_of
+
+
+def packed_backward_on_numpy(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    sequences: tuple[Packed, Packed],
+    timing: Timing = AT_ONCE,
+    dlse: Tensor | None = None,
+    sides: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, which were NaN before, of (dout, q, k, v) and (out, lse), as the three kernels leave them.
+
+    ``sequences`` are those of Q and of K; ``sides`` those of a window.
+    """
+    c, (dout, q, k, v), scale = config, inputs, inputs[1].shape[2] ** -0.5
+    plan = plan_of(*sequences, tile=c.tile_n, of_keys=True)
+    number = sequences[0].batch + 1
+    tiles = plan_entries(q.shape[0], sequences[0].batch, c.tile_m)
+    lse_log2, delta = prepare_on_numpy(c, (*rows, dlse), dout, (plan, number), tiles)
+    sums = torch.zeros(q.shape[1], tiles, c.dq_parts, c.dq_words)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+
+    arguments = Arguments()
+    maps = _maps(c, inputs, (lse_log2, delta), (dk, dv))
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
+    counter = torch.zeros(2 + q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0), dtype=torch.int32)
+    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing)
+
+    finish = Arguments()
+    finish.tensor(sums, tuple(sums.shape[:2]), sums.stride()[:3])
+    finish.tensor(dq, tuple(dq.shape), dq.stride()[:2])
+    finish.tensor(plan, tuple(plan.shape), ())
+    finish.add(number, scale)
+    finish.launch(program_of(BackwardStep("finish", c)), (tiles, q.shape[1], 1))
+    return dq, dk, dv
+
+
+def prepare_on_numpy(
+    config: BackwardConfig,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    dout: Tensor,
+    plan_and_number: tuple[Tensor, int],
+    tiles: int,
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp in base 2 and delta, (heads, rows of all query tiles), of out, lse and its gradient or None."""
+    out, lse, dlse = rows
+    plan, number = plan_and_number
+    heads = out.shape[1]
+    lse_log2, delta = (torch.full((heads, tiles * config.tile_m), math.nan) for _ in range(2))
+    arguments = Arguments()
+    for tensor in (out, dout):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
+    for tensor in (lse, torch.empty(heads, 0) if dlse is None else dlse, lse_log2, delta):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:1])
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(number)
+    arguments.launch(program_of(BackwardStep("prepare", config)), (tiles, heads, 1))
+    return lse_log2, delta
+
+
+def _launch(
+    config: BackwardConfig,
+    arguments: Arguments,
+    keys: Tensor,
+    results: tuple[Tensor, Tensor],
+    plan_and_number: tuple[Tensor, int],
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing,
+) -> None:
+    """The kernel between prepare and finish, of k and (sums, counter), behind the maps in ``arguments``."""
+    k, (sums, counter), (plan, number) = keys, results, plan_and_number
+    heads, tiles, *_ = sums.shape
+    kv_heads, program, is_paired = k.shape[1], program_of(config), isinstance(config, PairedBackwardConfig)
+    arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
+    of_counter = (counter[2:], (tiles * heads,), ()) if is_paired else (counter, (len(counter),), ())
+    arguments.tensor(*of_counter)
+    arguments.add(*scale_and_sides)
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
+    if is_paired:
+        ctas = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
+        arguments.launch(program, (ctas, kv_heads, 1), timing, CLUSTER_CTAS)
+    else:
+        arguments.launch(program, (1, 1, 1), timing)
+
+
+def _maps(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> list[TensorMap]:
+    """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
+    c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
+    is_paired = isinstance(c, PairedBackwardConfig)
+    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
+    part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
+    return [
+        ragged_map(q, rows, part),
+        ragged_map(k, keys, c.dq_columns),
+        ragged_map(v, keys, part_v),
+        ragged_map(dout, rows, part_v),
+        *(number_map(vector, c.tile_m) for vector in vectors),
+        *([ragged_map(k, keys, c.dq_columns)] if is_paired else []),
+        ragged_map(dk, WARPGROUP_ROWS, c.dq_columns if is_paired else c.head_dim),
+        ragged_map(dv, WARPGROUP_ROWS, part_v),
+    ]
+
+
+def number_map(tensor: Tensor, rows: int) -> TensorMap:
+    """Of (heads, rows), a number for each row."""
+    return TensorMap(storage_of(tensor), tensor.shape[::-1], tensor.stride()[::-1], (rows, 1), 0)

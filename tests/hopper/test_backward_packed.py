@@ -1,0 +1,115 @@
+"""The backward kernels on packed sequences, run from their PTX without a GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.window import NO_LIMIT
+from hopper.backward.config import select_backward_config
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.packed_backward import packed_backward_on_numpy
+from tests.hopper.test_backward_windows import DTYPES, EPSILON, attend, visible
+from tests.plans import Packed
+
+LATE = Timing(is_late=True, seed=1)
+
+
+def draw(dtype: torch.dtype, q: Packed, k: Packed, heads: tuple[int, int], head_dim: int) -> list[Tensor]:
+    """dout, q, k, v; NaN in rows that belong to no sequence."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for packed, number in ((q, heads[0]), (q, heads[0]), (k, heads[1]), (k, heads[1])):
+        tensor = torch.full((packed.total, number, head_dim), math.nan, dtype=dtype)
+        for offset, length in map(packed.rows, range(packed.batch)):
+            tensor[offset : offset + length] = torch.randn(length, number, head_dim, generator=generator).to(
+                dtype
+            )
+        tensors.append(tensor)
+    return tensors
+
+
+def gradients(inputs: list[Tensor], q: Packed, k: Packed, sides: tuple[int, int], dlse: Tensor) -> tuple:
+    """out, lse, dq, dk, dv in float64, of one sequence after the other; NaN, or 0 in dq, where there is none."""
+    dout, *leaves = inputs
+    out, lse = (
+        torch.full(dout.shape, math.nan).double(),
+        torch.full((dout.shape[1], q.total), math.nan).double(),
+    )
+    grads = [torch.zeros(leaves[0].shape).double()]
+    grads += [torch.full(x.shape, math.nan).double() for x in leaves[1:]]
+    for i in range(q.batch):
+        (at_q, len_q), (at_k, len_k) = q.rows(i), k.rows(i)
+        rows = slice(at_q, at_q + len_q), slice(at_k, at_k + len_k), slice(at_k, at_k + len_k)
+        own = [x[part][None].double().requires_grad_() for x, part in zip(leaves, rows, strict=True)]
+        if len_k == 0:
+            out[rows[0]], lse[:, rows[0]] = 0, -math.inf
+            continue
+        part_out, part_lse = attend(*own, visible(len_q, len_k, *sides))
+        seen = part_lse > -math.inf
+        of_lse = torch.where(seen, dlse[None, :, rows[0]].double(), 0.0)
+        found = torch.autograd.grad(
+            (part_out, part_lse), own, (dout[rows[0]][None].double(), of_lse), allow_unused=True
+        )
+        out[rows[0]], lse[:, rows[0]] = part_out[0].detach(), part_lse[0].detach()
+        for grad, part, value in zip(grads, rows, found, strict=True):
+            grad[part] = value[0]
+    # Behind the last sequence the kernels write zeros.
+    for grad in grads[1:]:
+        grad[k.rows(k.batch)[0] :] = 0
+    return out, lse, *grads
+
+
+def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False) -> None:
+    config = select_backward_config(
+        dtype, head_dim, head_dim, causal, ordered, sides is not None, layout="varlen"
+    )
+    inputs = draw(DTYPES[dtype], q, k, heads, head_dim)
+    left, right = sides or (NO_LIMIT, NO_LIMIT)
+    dlse = torch.zeros(heads[0], q.total)
+    if has_dlse:
+        dlse = torch.randn(dlse.shape, generator=torch.Generator().manual_seed(2))
+    out, lse, *exact = gradients(inputs, q, k, (left, 0 if causal else right), dlse)
+    if has_dlse:
+        dlse[lse == -math.inf] = math.nan
+    rows = out.to(DTYPES[dtype]), lse.float()
+    options = {"dlse": dlse if has_dlse else None, "sides": sides or ()}
+    ours = packed_backward_on_numpy(config, tuple(inputs), rows, (q, k), LATE, **options)
+    for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        assert torch.equal(a.isnan(), e.isnan()), name
+        error = (a.double() - e).nan_to_num().norm().item()
+        assert error <= EPSILON[DTYPES[dtype]] * e.nan_to_num().norm().item() + 1e-5, name
+
+
+UNEVEN = Packed.of((70, 0, 133, 1), behind=5), Packed.of((33, 40, 200, 0), behind=70)
+"""Sequences without queries, without keys, and of odd lengths; rows of no sequence behind them."""
+
+USED = Packed.of((100, 90), used=(75, 90)), Packed.of((150, 100), behind=3, used=(131, 64))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    "dtype,head_dim,causal,sequences,heads,sides",
+    [
+        ("bfloat16", 128, False, UNEVEN, (2, 1), None),
+        ("float16", 128, True, UNEVEN, (2, 2), None),
+        ("bfloat16", 64, True, UNEVEN, (2, 1), None),
+        ("float16", 64, False, USED, (1, 1), None),
+        ("bfloat16", 72, False, UNEVEN, (2, 1), (40, 20)),
+        ("float16", 96, True, USED, (2, 1), (50, NO_LIMIT)),
+        ("bfloat16", 256, False, UNEVEN, (2, 1), None),
+        ("float16", 256, True, USED, (2, 2), None),
+        ("bfloat16", 136, False, UNEVEN, (2, 1), (40, 20)),
+        ("float16", 192, True, UNEVEN, (1, 1), None),
+    ],
+)
+def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads, sides, ordered) -> None:
+    check(dtype, head_dim, causal, *sequences, heads, ordered, sides)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_the_lse_of_packed_sequences(head_dim) -> None:
+    check("bfloat16", head_dim, True, *UNEVEN, (2, 1), False, has_dlse=True)
