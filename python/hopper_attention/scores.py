@@ -109,6 +109,11 @@ class Scores:
             slopes = slopes.contiguous().expand(batch, heads)
         return cap, slopes, None if sinks is None else sinks.float().contiguous()
 
+    def for_gradient(self, batch: int, heads: int) -> tuple[float | None, Tensor | None]:
+        """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
+        cap, slopes, _ = self.for_kernel(batch, heads)
+        return cap, slopes
+
 
 NO_SLOPES_GRADIENT = (
     "alibi_slopes requires a gradient, which is not implemented; use alibi_slopes.detach(), or "
