@@ -21,6 +21,9 @@ from hopper_attention.experiments.bench.machine import repository_root
 from hopper_attention.experiments.bench.plot import plot_forward
 from hopper_attention.experiments.bench.render import render_page, splice
 from hopper_attention.experiments.bench.results import KINDS, ForwardReport, load_forward
+from hopper_attention.experiments.features.plot import plot_features
+from hopper_attention.experiments.features.results import FeatureReport, load_features
+from hopper_attention.experiments.features.tables import render_features
 from hopper_attention.experiments.prepass.run import QuantizeReport, load_quantize
 from hopper_attention.experiments.prepass.tables import render_quantize
 from hopper_attention.experiments.readme import render_speed, render_two_figures
@@ -89,6 +92,12 @@ def read_prepass(results: Path) -> list[QuantizeReport]:
     return [load_quantize(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
+def read_features(results: Path) -> list[FeatureReport]:
+    """The report of what models use beyond dense attention, if one has been committed."""
+    path = results / f"features_{GPU}.json"
+    return [load_features(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
 def read_timeline(results: Path) -> list[TimelineReport]:
     """The recordings of the ablation's kernels, if they have been committed."""
     path = results / f"timeline_{GPU}.json"
@@ -128,6 +137,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         text = splice(text, render_ablation_readme(ablations[0], two_figures), "ablation")
     for scaling in read_scaling(results):
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
+    for features in read_features(results):
+        pages[folder / "features.md"] = render_features(features, "features.png")
     for prepass in read_prepass(results):
         pages[folder / "prepass.md"] = render_quantize(prepass)
     for timeline in read_timeline(results):
@@ -146,6 +157,8 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
         yield plot_ablation(ablation, folder / f"{ablation.slug}.png")
     for scaling in read_scaling(results):
         yield plot_scaling(scaling, folder / "scaling.png")
+    for features in read_features(results):
+        yield plot_features(features, folder / "features.png")
     for timeline in read_timeline(results):
         for recording in timeline.recordings:
             yield plot_recording(timeline, recording, folder)

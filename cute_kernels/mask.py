@@ -59,16 +59,16 @@ class TileMask(LoopInvariant):
         first_key = n_block * self.tile_n + self.col
         visible = self.seqlens.seqlen_k - first_key
         if const_expr(self.window.has_right):
-            keys_of_row = self._level(r) + 1 + self.window.right
+            keys_of_row = self.level(r) + 1 + self.window.right
             visible = cutlass.min(visible, keys_of_row - first_key)
         return visible
 
     @cute.jit
     def _hidden(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
         """Columns of the block that lie too far before row ``r``, from the thread's first."""
-        return self._level(r) - self.window.left - (n_block * self.tile_n + self.col)
+        return self.level(r) - self.window.left - (n_block * self.tile_n + self.col)
 
-    def _level(self, r: int) -> Int32:
+    def level(self, r: int) -> Int32:
         """The key that row ``r`` is level with."""
         return self.row + r * ROW_STRIDE + self.seqlens.seqlen_k - self.seqlens.seqlen_q
 

@@ -1,13 +1,86 @@
 """Between Q K^T and the softmax: the one place in which a kernel changes scores."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.fast_math import tanh, tanh_approx
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
+
+LOG2_E = math.log2(math.e)
+
+
+def scale_in_base_2(softmax_scale: Float32, caps: tuple[Float32, ...]) -> Float32:
+    """What scores are multiplied by as exponents of 2: softmax_scale, or the cap if ``caps`` has one, times log2(e)."""
+    return (caps[0] if caps else softmax_scale) * Float32(LOG2_E)
+
+
+@dataclass(frozen=True)
+class SoftCap(LoopInvariant):
+    """s becomes c tanh(s / c), s being the scaled score. (Gemma 2's soft-capping.)
+
+    The scores that are left lack the factor c, which the softmax brings in, as its scale. ``factor`` is softmax_scale
+    / c. Without ``is_precise`` the tanh is one instruction, good to 11 bits, which is less than bfloat16 asks for.
+    """
+
+    factor: Float32
+    is_precise: bool
+
+    def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        function = tanh if self.is_precise else tanh_approx
+        for i in range(cute.size(acc_S)):
+            acc_S[i] = function(acc_S[i] * self.factor)
+
+
+@dataclass(frozen=True)
+class Alibi(LoopInvariant):
+    """Adds -slope |i + seqlen_k - seqlen_q - j| to a scaled score (ALiBi).
+
+    ``slope`` is divided by the scale that the softmax brings in. Under a causal mask no visible key is behind its
+    query, so that the distance needs no absolute value.
+    """
+
+    mask: TileMask
+    slope: Float32
+
+    def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        rows = as_rows(acc_S)
+        for r in range(ROWS_PER_THREAD):
+            behind = Float32(n_block * self.mask.tile_n + self.mask.col - self.mask.level(r))
+            for j in range(rows.shape[1][1]):
+                for e in range(rows.shape[1][0]):
+                    distance = behind + Float32(COLUMNS_PER_GROUP * j + e)
+                    if not self.mask.window.is_causal:
+                        distance = -cute.arch.fmax(distance, -distance)
+                    rows[r, (e, j)] = distance * self.slope + rows[r, (e, j)]
+
+
+@dataclass(frozen=True)
+class ScoreRules(LoopInvariant):
+    """What a launch does to scores, made of its arguments.
+
+    ``softcap`` has none or the one for all tiles, ``slopes`` none or the tensor (batch, heads) of ALiBi;
+    ``inverse_scale`` is 1 / the scale that the softmax brings in.
+    """
+
+    softcap: tuple
+    slopes: tuple
+    inverse_scale: Float32 | float
+
+    def for_tile(self, mask: TileMask, head: Int32, batch: Int32) -> tuple[Any, ...]:
+        """What changes the scores of a thread's rows of one tile, in order."""
+        changes = self.softcap
+        for slopes in self.slopes:
+            # Rows that belong to no sequence stand behind the last one.
+            slope = slopes[cutlass.min(batch, slopes.shape[0] - 1), head]
+            changes = (*changes, Alibi(mask, slope * self.inverse_scale))
+        return changes
 
 
 @dataclass(frozen=True)
@@ -15,9 +88,15 @@ class ScoreTile(LoopInvariant):
     """What is done to the scores of a thread's rows of one query tile."""
 
     mask: TileMask
+    changes: tuple[Any, ...] = ()
 
     @cute.jit
     def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
         """Scores of key block ``n_block`` as the softmax takes them; without ``is_masked`` every row sees every key."""
+        self._change(acc_S, n_block)
         if const_expr(is_masked):
             self.mask.apply(acc_S, n_block)
+
+    def _change(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        for change in self.changes:
+            change.apply(acc_S, n_block)

@@ -134,6 +134,33 @@ class RoundingSoftmax(OnlineSoftmax):
         return total - (largest - largest.to(self.dtype).to(Float32))
 
 
+class SinkSoftmax(RoundingSoftmax):
+    """With a sink: a logit a head that joins the row sum and has no value. A row without keys has nothing else.
+
+    ``sinks`` are float32 (heads,), in base e and not scaled.
+    """
+
+    def __init__(self, scale_log2: Float32, dtype: type[cutlass.Numeric], sinks: cute.Tensor):
+        super().__init__(scale_log2, dtype)
+        self.sinks, self.sink_log2 = sinks, cute.make_rmem_tensor(1, Float32)
+
+    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+        self.sink_log2[0] = self.sinks[head] * Float32(math.log2(math.e))
+
+    @cute.jit
+    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
+        """From the larger of a row's maximum and the sink, so that neither exponential overflows."""
+        sink = self.sink_log2[0]
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+            greater = cute.arch.fmax(self.shift[r], sink)
+            shrink, of_sink = exp2(self.shift[r] - greater), exp2(sink - greater)
+            rounded = self._sum_of_rounded(r, total) * shrink + of_sink
+            inverse_sum[r] = shrink * cute.arch.rcp_approx(rounded)
+            log_sum = greater + cute.math.log2(total * shrink + of_sink, fastmath=True)
+            lse[r] = log_sum * Float32(LN_2)
+
+
 @cute.jit
 def scale_rows(acc: cute.Tensor, row_scale: cute.Tensor):
     """Multiply each of the thread's rows of an accumulator by its factor."""

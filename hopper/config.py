@@ -25,6 +25,9 @@ WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
+SCORE_FEATURES = ("softcap", "alibi", "sinks")
+"""Fields of a config for what is done to scores."""
+
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
 
@@ -49,7 +52,8 @@ class ForwardConfig:
     all threads keep the registers of the launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory.
     Such kernels are for comparison, as in the paper's ablation.
     ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
-    ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones.
+    ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
+    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
     """
 
     dtype: str
@@ -67,6 +71,18 @@ class ForwardConfig:
     ctas_per_sm: int = 1
     window: bool = False
     layout: str = DENSE
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
+        return not self.window and self.layout == DENSE and not self.changes_scores
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap or self.alibi or self.sinks
 
     @property
     def consumers(self) -> int:
@@ -150,6 +166,7 @@ class ForwardConfig:
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         return "_".join(parts)
 
 
@@ -179,10 +196,10 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    if (c.window or c.layout != DENSE) and not (c.pipelined and c.warp_specialized):
+    if not c.is_plain and not (c.pipelined and c.warp_specialized):
         raise ValueError(
-            f"window is {c.window} and layout {c.layout!r}, allowed without pipelined and warp_specialized: "
-            f"False and {DENSE!r}"
+            f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
+            "sequences and where scores are changed: True"
         )
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:

@@ -69,6 +69,8 @@ class PlanKernel:
             own_rows = seqlen_k if of_keys == 1 else seqlen_q
             own_cost = seqlen_q if of_keys == 1 else seqlen_k
             own_cost = Int32(0) if is_last else own_cost
+            first_entry = PLAN_HEADER + RECORD * (batch + 1)
+            capacity = (plan.shape[0] - first_entry) // ENTRY
             before, of_all = Int32(0), Int32(0)
             for i in cutlass.range(lane, batch + 1, LANES, unroll=1):
                 tiles, cost = Int32(0), Int32(0)
@@ -79,12 +81,11 @@ class PlanKernel:
                 cost = Int32(0) if i == batch else cost
                 tiles = ceil_div(rows, tile)
                 comes_before = cost > own_cost or (cost == own_cost and i < own)
-                before += tiles if comes_before else Int32(0)
-                of_all += tiles
+                # No further than there is room: those of overlapping sequences might be more than 32 bits hold.
+                before = minimum(before + (tiles if comes_before else Int32(0)), capacity)
+                of_all = minimum(of_all + tiles, capacity)
             before = cute.arch.warp_reduction_sum(before)
             of_all = cute.arch.warp_reduction_sum(of_all)
-            first_entry = PLAN_HEADER + RECORD * (batch + 1)
-            capacity = (plan.shape[0] - first_entry) // ENTRY
             if lane == 0:
                 if is_last:
                     plan[0] = minimum(of_all, capacity)

@@ -10,7 +10,7 @@ from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kernel import Fp8ForwardKernel
-from hopper.forward.kernel import ForwardKernel, KernelParts, PackedForwardKernel, WindowForwardKernel
+from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel, KernelParts
 
 
 def compile_forward(config: ForwardConfig, options: str = ""):
@@ -23,11 +23,11 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
-    With ``window``, ``fn(..., softmax_scale, window_left, window_right, num_ctas)``. With the layout "varlen",
-    ``fn(q, k, v, out, lse, tile_counter, plan, sequences, softmax_scale, window_left, window_right, num_ctas)``: q and
-    out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
-    ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``); the sides of the window are read only
-    with ``window``.
+    Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
+    window_right, plan, sequences, softcap, alibi_slopes, sinks, num_ctas)``, as ``GeneralForwardKernel`` has them, with
+    None for what the config has no use for. With the layout "varlen" q and out are (total_q, h, ...), k and v (total_k,
+    hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with ``sequences`` sequences, one more than the
+    caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride of b may be 0; sinks float32 (h,).
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -36,13 +36,24 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """
     parts = KernelParts.of_16_bits(config)
-    sides, scale, ctas = (Int32(0), Int32(0)), Float32(0.0), Int32(0)
-    if config.layout == VARLEN:
-        arguments = (*_packed_tensors(config), words(2), plan_argument(), Int32(0), scale, *sides, ctas)
-        return compile_for_torch(PackedForwardKernel(config, parts), *arguments, options=options)
-    arguments = (*_dense_tensors(config), words(2), scale, *(sides if config.window else ()), ctas)
-    kind = WindowForwardKernel if config.window else ForwardKernel
-    return compile_for_torch(kind(config, parts), *arguments, options=options)
+    c, scale, ctas = config, Float32(0.0), Int32(0)
+    if c.is_plain:
+        kernel = ForwardKernel(c, parts)
+        return compile_for_torch(kernel, *_dense_tensors(c), words(2), scale, ctas, options=options)
+    is_packed = c.layout == VARLEN
+    return compile_for_torch(
+        GeneralForwardKernel(c, parts),
+        *(_packed_tensors(c) if is_packed else _dense_tensors(c)),
+        words(2),
+        scale,
+        *((Int32(0), Int32(0)) if c.window else (None, None)),
+        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        Float32(0.0) if c.softcap else None,
+        strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
+        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        ctas,
+        options=options,
+    )
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:

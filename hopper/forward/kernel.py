@@ -24,7 +24,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreTile
+from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
@@ -74,11 +74,13 @@ class KernelParts:
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, and the sides of a ``window``."""
+    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap`` and the ``slopes`` of ALiBi."""
 
     extras: tuple = ()
     plan: tuple = ()
     window: tuple = ()
+    softcap: tuple = ()
+    slopes: tuple = ()
 
 
 class ForwardKernel:
@@ -160,17 +162,21 @@ class ForwardKernel:
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
         heads_per_section = batch.heads_per_section(mQ, mK)
+        # Scores that are capped come without a factor, which is the cap.
+        scale = options.softcap[0] if const_expr(c.softcap) else softmax_scale
         self.kernel(
             PerOperand(atom_Q, atom_K, atom_V, atom_O),
             PerOperand(tma_Q, tma_K, tma_V, tma_O),
             mLSE,
             tile_counter,
             options.extras,
-            softmax_scale * Float32(math.log2(math.e)),
+            scale * Float32(math.log2(math.e)),
             batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             heads_per_section,
             options.window,
+            tuple(softmax_scale / cap for cap in options.softcap),
+            options.slopes,
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -192,6 +198,8 @@ class ForwardKernel:
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
         sides: tuple,
+        caps: tuple,
+        slopes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -224,7 +232,12 @@ class ForwardKernel:
         order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = self.parts.batch.seqlens(lengths)
-        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head)
+        is_precise = self.dtype is cutlass.Float16
+        inverse_scale = 1.0
+        if const_expr(c.alibi):
+            inverse_scale = Float32(math.log2(math.e)) / scale_log2
+        rules = ScoreRules(tuple(SoftCap(factor, is_precise) for factor in caps), slopes, inverse_scale)
+        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
             scales = precision.make_scales(scale_log2, extras, storage)
@@ -282,7 +295,8 @@ class ForwardKernel:
             loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
             seqlens = work.seqlens.of(batch)
-            scores = ScoreTile(TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block))
+            mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
+            scores = ScoreTile(mask, work.rules.for_tile(mask, head, batch))
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
@@ -375,8 +389,8 @@ class ForwardKernel:
         )
 
 
-class WindowForwardKernel(ForwardKernel):
-    """``ForwardKernel`` with a sliding window: a tile visits no block in which none of its rows sees a key."""
+class GeneralForwardKernel(ForwardKernel):
+    """``ForwardKernel`` with whatever its config asks for beside a causal mask."""
 
     @cute.jit
     def __call__(
@@ -388,39 +402,30 @@ class WindowForwardKernel(ForwardKernel):
         mLSE: cute.Tensor,
         tile_counter: cute.Tensor,
         softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
+        sinks: cute.Tensor | None,
         num_ctas: Int32,
         stream,
     ):
-        """Launch. The sides of the window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right
-        one is 0, whatever is given."""
-        tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(window=(window_left, window_right))
+        """Launch. What the config has no use for is None.
+
+        The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
+        whatever is given. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
+        0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
+        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
+        """
+        c = self.config
+        options = LaunchOptions(
+            extras=(sinks,) if const_expr(c.sinks) else (),
+            plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
+            window=(window_left, window_right) if const_expr(c.window) else (),
+            softcap=(softcap,) if const_expr(c.softcap) else (),
+            slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
+        )
+        tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
-
-
-class PackedForwardKernel(ForwardKernel):
-    """``ForwardKernel`` on packed sequences."""
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        tile_counter: cute.Tensor,
-        plan: cute.Tensor,
-        sequences: Int32,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0). ``plan`` is of query tiles,
-        for ``sequences`` - 1 sequences of the caller's. The sides of the window are read where there is one."""
-        window = (window_left, window_right) if const_expr(self.config.window) else ()
-        options = LaunchOptions(plan=(plan, sequences), window=window)
-        self._launch(PerOperand(mQ, mK, mV, mO), mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

@@ -10,6 +10,7 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
+from cute_kernels.score_tile import ScoreRules
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
@@ -45,13 +46,15 @@ class Mmas(NamedTuple):
 
 @dataclass(frozen=True)
 class Work(LoopInvariant):
-    """The tiles of a launch: who hands them out, in which order, and which key blocks each visits."""
+    """The tiles of a launch: who hands them out, in which order, and which key blocks each visits, and
+    what is done to scores."""
 
     scheduler: TileScheduler
     order: TileOrder | PackedTileOrder
     block_range: BlockRange
     seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
+    rules: ScoreRules
 
     def key_blocks(self, m_block: Int32, batch: Int32) -> KeyBlocks:
         return self.block_range.of(m_block, self.seqlens.of(batch))

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax
+from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax, SinkSoftmax
 from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
@@ -20,8 +20,8 @@ from hopper.forward.unscaled import NoCorrection, NoScales
 class SixteenBits(LoopInvariant):
     """Inputs in float16 or bfloat16, and scores in float32.
 
-    ``extras`` are arguments of a launch beyond the six tensors of every forward kernel: none here. ``storage`` is the
-    shared memory of ``ForwardKernel``, of which ``scale_floats`` float32 are for scales.
+    ``extras`` are arguments of a launch beyond the six tensors of every forward kernel: the sinks, if there are any.
+    ``storage`` is the shared memory of ``ForwardKernel``, of which ``scale_floats`` float32 are for scales.
     """
 
     config: ForwardConfig
@@ -32,7 +32,12 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        return RoundingSoftmax(scale_log2, DSL_DTYPES[self.config.dtype])
+        dtype = DSL_DTYPES[self.config.dtype]
+        return (
+            SinkSoftmax(scale_log2, dtype, *extras)
+            if self.config.sinks
+            else RoundingSoftmax(scale_log2, dtype)
+        )
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

@@ -12,18 +12,20 @@ from cute_kernels.ampere.backward.config import (
     select_ampere_backward_config,
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     Choice,
     Target,
+    check_scores_in_kernel,
     how_to_go_faster,
-    missing_in_kernel,
     why_not_ampere,
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import PLAIN, ScoreKind
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
@@ -33,7 +35,8 @@ class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
-    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` as in ``AttentionProblem``.
+    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` and ``scores`` as in
+    ``AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -43,6 +46,7 @@ class BackwardProblem(NamedTuple):
     causal: bool
     deterministic: bool = False
     has_window: bool = False
+    scores: ScoreKind = PLAIN
 
     @property
     def kind(self) -> GradientProblem:
@@ -55,6 +59,7 @@ class BackwardProblem(NamedTuple):
             head_dim_v,
             self.causal,
             has_window=self.has_window,
+            scores=self.scores,
             deterministic=self.deterministic,
         )
 
@@ -72,9 +77,6 @@ def choose_for(problem: GradientProblem, target: Target, requested: str | None) 
 
     ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
     problem of the forward has one.
-
-    Raises:
-        NotImplementedError: the kernel is to be given problems of this kind, and does not do them yet.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
@@ -138,16 +140,16 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
-        NotImplementedError: the kernel does not do problems of this kind.
     """
     p = problem
-    if p.is_packed:
-        raise missing_in_kernel("the gradient of variable-length attention", backend)
+    # A sink is in the LSE, which is all that a backward kernel sees of it.
+    check_scores_in_kernel(
+        p.scores._replace(has_sinks=False), backend, "the gradient of attention with {name}"
+    )
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
+    features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     if backend == "hopper":
-        return select_backward_config(*options, p.deterministic, p.has_window)
-    if p.has_window:
-        raise missing_in_kernel("the gradient of sliding-window attention (window_size)", backend)
+        return select_backward_config(*options, *features)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -155,4 +157,4 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(*options, arch, p.deterministic)
+    return select_ampere_backward_config(*options, arch, *features)

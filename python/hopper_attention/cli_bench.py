@@ -38,6 +38,7 @@ DEFAULT_KIND = "forward"
 SMALL_SHAPE = "bf16-b1-s256-h2-d64-full"
 
 Precision = Literal["float16", "bfloat16", "fp8"]
+Inputs = Literal["normal", "peaky"]
 Shapes = Annotated[
     str,
     typer.Option(
@@ -298,6 +299,63 @@ def scaling(
 
                 print_path(console, "plot", plot_scaling(report, Path(plot)))
             write_json_text(dump_scaling(report), json_path, console)
+        end_if_lost(lost, console)
+
+
+@bench_app.command()
+def features(
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Workloads with this in their name; * is anything.")
+    ] = "",
+    inputs: Annotated[Inputs, typer.Option(help="N(0, 1); or with queries times 4.")] = "normal",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 120.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Packed sequences and windows, forward and backward: us of each peer, and ours over the best. Report:
+    features_<gpu>.json, page: features.md."""
+    with one_line_errors():
+        where = device_to_measure(device)
+        from hopper_attention.experiments.bench.peers import Setting
+        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.features.peers import parse_feature_peers
+        from hopper_attention.experiments.features.results import (
+            FeatureReport,
+            dump_features,
+            feature_targets,
+        )
+        from hopper_attention.experiments.features.run import WorkloadLostError, run_features
+        from hopper_attention.experiments.features.spec import pick_workloads
+        from hopper_attention.experiments.features.tables import feature_problems, feature_table
+        from hopper_attention.experiments.tables import target_table
+
+        workloads, rows = pick_workloads(only), parse_feature_peers(peers)
+        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
+        console = console_for(json_path, WIDE_PIPE)
+        latest: list[FeatureReport] = []
+        lost = ""
+        with progress_bar() as bar:
+            start = line_progress(bar, len(workloads))
+            try:
+                run_features(
+                    workloads, rows, setting, effort, family=inputs, progress=start, save=latest.append
+                )
+            except WorkloadLostError as error:
+                lost = f"stopped at {error}"
+        report = latest[-1]
+        console.print(feature_table(report))
+        targets = feature_targets(report)
+        if targets:
+            console.print(target_table(targets))
+        show_problems(feature_problems(report), console)
+        if plot != NO_FILE and report.cells:
+            from hopper_attention.experiments.features.plot import plot_features
+
+            print_path(console, "plot", plot_features(report, Path(plot)))
+        write_json_text(dump_features(report), json_path, console)
         end_if_lost(lost, console)
 
 

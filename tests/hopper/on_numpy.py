@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
@@ -48,7 +50,7 @@ def program_of(config: Any) -> Program:
 
 
 def storage_of(tensor: Tensor) -> np.ndarray:
-    """The memory of a tensor that has all of its own, as unsigned integers of its width; shared, not copied."""
+    """The memory that a tensor lies in, as unsigned integers of its width; shared, not copied."""
     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return flat.numpy().view(f"u{tensor.element_size()}")
 
@@ -99,7 +101,8 @@ class Arguments:
         """A pointer with the sizes and strides that are not fixed when compiling."""
         base = BUFFER_STEP * (len(self.memory) + 1)
         self.memory[base] = storage_of(tensor).view(np.uint8)
-        head = struct.pack(f"<Q{len(sizes)}i", base, *sizes)
+        first = base + tensor.storage_offset() * tensor.element_size()
+        head = struct.pack(f"<Q{len(sizes)}i", first, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
     def launch(
@@ -112,6 +115,18 @@ class Arguments:
             run(program, *ctas)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
+
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+NO_RULES = Rules()
+
+
 def forward_on_numpy(
     config: ForwardConfig,
     q: Tensor,
@@ -121,6 +136,7 @@ def forward_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     sides: tuple[int, int] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the 16-bit kernel of ``config`` leaves them; ``sides`` are those of a window."""
     c = config
@@ -132,8 +148,14 @@ def forward_on_numpy(
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values[:4] = maps
-    _finish_forward(arguments, q, k, softmax_scale)
+    if rules.sinks is not None:
+        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+    _finish_forward(arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
+    if rules.softcap:
+        arguments.add(softmax_scale / rules.softcap)
+    if rules.slopes is not None:
+        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -176,8 +198,9 @@ def ampere_forward_on_numpy(
     v: Tensor,
     softmax_scale: float,
     timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the kernel of ``config`` without WGMMA leaves them."""
+    """out and lse as the kernel of ``config`` without WGMMA leaves them; ``sides`` are those of its window."""
     batch, seqlen_q, heads, _ = q.shape
     out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full((batch, heads, seqlen_q), math.nan)
@@ -185,8 +208,32 @@ def ampere_forward_on_numpy(
     for tensor in (q, k, v, out):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
     arguments.tensor(lse, tuple(lse.shape), lse.stride()[:2])
-    arguments.add(softmax_scale * LOG2_E, heads // k.shape[2], heads)
+    arguments.add(softmax_scale * LOG2_E, heads // k.shape[2], heads, *sides)
     tiles = -(-seqlen_q // config.tile_m) * heads * batch
+    arguments.launch(program_of(config), (tiles, 1, 1), timing)
+    return out, lse
+
+
+def packed_ampere_forward_on_numpy(
+    config: AmpereForwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
+    sequences: int,
+    softmax_scale: float,
+    timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
+    wants_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of packed (q, k, v) by the kernel of ``config`` without WGMMA, NaN where it writes nothing."""
+    q, k, v = inputs
+    total_q, heads, _ = q.shape
+    out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=q.dtype)
+    lse = torch.full((heads, total_q if wants_lse else 0), math.nan)
+    arguments = Arguments()
+    for tensor in (q, k, v, out, lse, plan):
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+    arguments.add(sequences, softmax_scale * LOG2_E, *sides)
+    tiles = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * heads
     arguments.launch(program_of(config), (tiles, 1, 1), timing)
     return out, lse
 
@@ -261,7 +308,7 @@ def backward_on_numpy(
 
     if isinstance(config, AmpereBackwardConfig):
         tensors = (q, k, v, dout, lse_log2, delta, sums, dk, dv, backward_counter(config, sums))
-        _launch_ampere_gradients(config, tensors, softmax_scale, timing)
+        _launch_ampere_gradients(config, tensors, (softmax_scale, *sides), timing)
     else:
         arguments = Arguments()
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
@@ -297,18 +344,42 @@ def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tens
 
 
 def _launch_ampere_gradients(
-    config: AmpereBackwardConfig, tensors: tuple[Tensor, ...], softmax_scale: float, timing: Timing
+    config: AmpereBackwardConfig,
+    tensors: tuple[Tensor, ...],
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing,
 ) -> None:
     """The kernel between prepare and finish, of its arguments in their order; all CTAs beside each other if they may
     wait for each other."""
+    softmax_scale, *sides = scale_and_sides
     q, k = tensors[:2]
     arguments = Arguments()
     for tensor in tensors:
         # Dq's parts and words are fixed when compiling.
         sizes = tensor.shape[:3] if tensor.dim() == 5 else tensor.shape
         arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
-    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2])
+    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2], *sides)
     ctas = -(-k.shape[1] // config.tile_n) * k.shape[2] * k.shape[0]
+    arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
+
+
+def launch_packed_ampere_gradients(
+    config: AmpereBackwardConfig,
+    tensors: tuple[Tensor, ...],
+    plan: Tensor,
+    sequences: int,
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing = AT_ONCE,
+) -> None:
+    """The same of packed sequences: from q to the counter, and a plan of key tiles."""
+    softmax_scale, *sides = scale_and_sides
+    arguments = Arguments()
+    for tensor in tensors:
+        sizes = tensor.shape[:2] if tensor.dim() == 4 else tensor.shape
+        arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
+    arguments.tensor(plan, (len(plan),), ())
+    arguments.add(sequences, softmax_scale, softmax_scale * LOG2_E, *sides)
+    ctas = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * tensors[1].shape[1]
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 
 

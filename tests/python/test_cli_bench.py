@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner, Result
 from hopper_attention.cli import app
 from hopper_attention.experiments.bench import latency as bench_latency
 from hopper_attention.experiments.bench.results import dump_forward
+from hopper_attention.experiments.features import spec as features_spec
+from hopper_attention.experiments.features.spec import Workload
 from hopper_attention.experiments.reports import dump_figures
 from tests.python.experiments.bench.test_results import LATENCY, fake_report
 
@@ -32,7 +35,7 @@ def succeed(*arguments: object) -> Result:
 
 def test_help_names_every_kind() -> None:
     output = succeed("--help").output
-    for kind in ("forward", "fp8", "backward", "latency", "scaling", "quantize", "compare"):
+    for kind in ("forward", "fp8", "backward", "latency", "scaling", "quantize", "features", "compare"):
         assert kind in output
 
 
@@ -45,6 +48,7 @@ def test_help_names_every_kind() -> None:
         ("latency", "latency_", "forward.md"),
         ("scaling", "scaling_", "scaling.md"),
         ("quantize", "prepass_", "prepass.md"),
+        ("features", "features_", "features.md"),
     ],
 )
 def test_help_names_the_report_and_its_page(kind: str, report: str, page: str) -> None:
@@ -95,6 +99,25 @@ def test_quantization_of_a_small_problem() -> None:
     assert "share of the copy" in result.stderr and "share of a copy's bandwidth" in result.stderr
 
 
+def test_features_of_small_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = Workload(lengths=(40, 24), heads=2, heads_kv=1, head_dim=16, is_packed=True)
+    window = replace(packed, lengths=(50,), is_packed=False, window=(7, 0))
+    monkeypatch.setattr(features_spec.pick_workloads, "__defaults__", ((packed, window),))
+    out, plot = tmp_path / "features.json", tmp_path / "features.svg"
+    run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
+    output = succeed("features", *run, "--inputs", "peaky").output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "features" and set(data["peers"]) == {"ours", "ours_dense", "fa3", "fa4"}
+    assert [cell["name"].split("-")[1] for cell in data["cells"]] == ["packed", "1x50"]
+    assert (
+        all(cell["peers"]["ours"]["ok"] for cell in data["cells"])
+        and "queries times 4" in data["method"]["inputs"]
+    )
+    assert "fa4: needs a CUDA device" in output and "window 8" in output and "Windows" in plot.read_text()
+    succeed("features", "--only", "window", *run)
+    assert [cell["workload"]["window"] for cell in json.loads(out.read_text())["cells"]] == [[7, 0]]
+
+
 def test_backward_of_a_small_problem(tmp_path: Path) -> None:
     out, plot = tmp_path / "backward.json", tmp_path / "backward.svg"
     run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
@@ -120,9 +143,10 @@ def test_reports_are_compared(words: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @ON_CPU_ONLY
-@pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize"])
+@pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize", "features"])
 def test_without_a_gpu_the_default_run_is_refused_before_anything_else(kind: str) -> None:
-    for mistakes in ((), ("--shapes" if kind != "scaling" else "--lengths", "no such")):
+    option = {"scaling": "--lengths", "features": "--only"}.get(kind, "--shapes")
+    for mistakes in ((), (option, "no such")):
         result = call(kind, *mistakes)
         assert result.exit_code == 2, result.output
         (line,) = result.stderr.splitlines()
@@ -151,6 +175,9 @@ def test_the_small_problem_that_is_advised_without_a_gpu_runs() -> None:
         (("latency", "--calls", 0, "--device", "cpu"), "calls is 0, rounds is 11, allowed: 1 or more"),
         (("fp8", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
         (("backward", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
+        (("features", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
+        (("features", "--only", "sinks", "--device", "cpu"), "only is 'sinks', allowed: a part of a name"),
+        (("features", "--device", "cpu"), "device is cpu, allowed there: small ones"),
         (("compare", "absent.json", "absent.json"), "absent.json"),
         (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
     ],

@@ -1,12 +1,14 @@
 """Compile a backward kernel for any sizes and strides, with or without a GPU."""
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
-from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
+from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel, PackedAmpereBackwardKernel
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.plan.compile import plan_argument
+from cute_kernels.problem import VARLEN
 
 
 def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
@@ -17,12 +19,33 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     padded to a multiple of tile_m, dq float32 (b, h, query tiles, dq_parts, dq_words), zeros, added to in the order of
     ``config.dq_order``. Only with ``config.ordered`` is counter read: two zeros, and
     ``config.counts_per_tile`` for each query tile of all heads, which are not zero afterwards.
+
+    With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
+    none; the right one counts for nothing in a causal kernel.
+
+    With ``layout`` "varlen" it is ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, plan, sequences, softmax_scale,
+    ...)``: q (total_q, h, d), k (total_k, hk, d), and so on. Sequence i has query tiles of its own, from ``offset_q //
+    tile_m + i`` on (``SeqlenInfo.first_query_tile``), of ``total_q // tile_m + b + 1`` in all: lse and delta are (h,
+    query tiles * tile_m), dq is (h, query tiles, dq_parts, dq_words). plan is int32, that of tiles of ``tile_n`` rows
+    of K (``cute_kernels.plan``, with ``of_keys``); sequences int32, b + 1. dk and dv of keys behind all sequences are
+    0; rows in no sequence of the plan are neither read nor written.
     """
+    tensors = packed_tensors(config) if config.layout == VARLEN else dense_tensors(config)
+    counter, scale = words(cute.sym_int()), Float32(0.0)
+    sides = (Int32(0), Int32(0)) if config.window else ()
+    if config.layout == VARLEN:
+        kernel, plan = PackedAmpereBackwardKernel(config), (plan_argument(), Int32(0))
+        return compile_for_torch(kernel, *tensors, counter, *plan, scale, *sides, options=options)
+    kernel = AmpereBackwardKernel(config)
+    return compile_for_torch(kernel, *tensors, counter, scale, *sides, options=options)
+
+
+def dense_tensors(config: AmpereBackwardConfig) -> tuple:
+    """From q to dv, with a dimension for the batch."""
     dtype = DSL_DTYPES[config.dtype]
     b, sq, sk, h, hk, padded, tiles = (cute.sym_int() for _ in range(7))
     d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return compile_for_torch(
-        AmpereBackwardKernel(config),
+    return (
         strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
@@ -32,7 +55,22 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
         strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
-        words(cute.sym_int()),
-        Float32(0.0),
-        options=options,
+    )
+
+
+def packed_tensors(config: AmpereBackwardConfig) -> tuple:
+    """The same of packed sequences."""
+    dtype = DSL_DTYPES[config.dtype]
+    total_q, total_k, h, hk, padded, tiles = (cute.sym_int() for _ in range(6))
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    return (
+        strided(dtype, (total_q, h, d), VECTOR_ELEMENTS),
+        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
+        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
+        strided(Float32, (h, padded), 4),
+        strided(Float32, (h, padded), 4),
+        strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
+        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
     )

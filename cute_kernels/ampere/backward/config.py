@@ -19,7 +19,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -38,7 +38,8 @@ class AmpereBackwardConfig:
     the keys of S^T and dP^T, the others along the queries; ``gradient_warps`` along the keys of dK and dV, the others
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
-    depend on timing.
+    depend on timing. With ``window`` the kernel is given the sides of a sliding window. ``layout`` says how sequences
+    lie in the tensors.
     """
 
     dtype: str
@@ -56,7 +57,18 @@ class AmpereBackwardConfig:
     ctas_per_sm: int
     dq_passes: int = 1
     ordered: bool = False
+    window: bool = False
     layout: str = DENSE
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some blocks are masked, of keys past the end too."""
+        return self.causal or self.window
+
+    @property
+    def can_miss_queries(self) -> bool:
+        """Whether there may be key tiles that no query sees."""
+        return self.window or self.layout != DENSE
 
     @property
     def threads(self) -> int:
@@ -131,9 +143,11 @@ class AmpereBackwardConfig:
     def step_name(self, step: str) -> str:
         """Of "prepare" or "finish": the same for two configs only where their machine code is."""
         parts = ["ampere_bwd", step, self.arch, SHORT_NAMES[self.dtype]]
+        layout = [] if self.layout == DENSE else [self.layout]
         if step == "prepare":
-            return "_".join([*parts, f"d{self.head_dim_v}", f"m{self.tile_m}"])
-        return "_".join([*parts, f"d{self.head_dim}", f"m{self.tile_m}w{self.warps}dq{self.dq_warps}"])
+            return "_".join([*parts, f"d{self.head_dim_v}", f"m{self.tile_m}", *layout])
+        tile = f"m{self.tile_m}w{self.warps}dq{self.dq_warps}"
+        return "_".join([*parts, f"d{self.head_dim}", tile, *layout])
 
     @property
     def counts_per_tile(self) -> int:
@@ -192,6 +206,8 @@ class AmpereBackwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}_{warps}_s{self.stages}c{self.ctas_per_sm}"]
         parts += [f"p{self.dq_passes}"] if self.dq_passes > 1 else []
         parts += ["ordered"] if self.ordered else []
+        parts += ["window"] if self.window else []
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
 
@@ -206,6 +222,8 @@ def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
         raise ValueError(
             f"head_dim is {c.head_dim} and head_dim_v {c.head_dim_v}, allowed: the same, one of {NATIVE_HEAD_DIMS}"
         )
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     if c.warps not in (4, 8):
         raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
     for name in ("tile_m", "tile_n"):
@@ -296,9 +314,17 @@ def tilings_of(arch: str) -> dict[int, Tiling]:
 
 @lru_cache(maxsize=4096)
 def select_ampere_backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, arch: str, ordered: bool = False
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    arch: str,
+    ordered: bool = False,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> AmpereBackwardConfig:
-    """The config that serves a problem. Reads sizes only, never a tensor; cached.
+    """The config that serves a problem; the tiles are those of its mask without a window. Reads sizes only, never a
+    tensor; cached.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
@@ -309,14 +335,22 @@ def select_ampere_backward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    return make_config(dtype, arch, fits[0], causal, tilings_of(arch)[fits[0]], ordered)
+    return make_config(dtype, arch, fits[0], causal, tilings_of(arch)[fits[0]], ordered, window, layout)
 
 
 def make_config(
-    dtype: str, arch: str, head_dim: int, causal: bool, tiling: Tiling, ordered: bool = False
+    dtype: str,
+    arch: str,
+    head_dim: int,
+    causal: bool,
+    tiling: Tiling,
+    ordered: bool = False,
+    window: bool = False,
+    layout: str = DENSE,
 ) -> AmpereBackwardConfig:
     """The config of a tiling, validated."""
-    config = AmpereBackwardConfig(dtype, arch, head_dim, head_dim, causal, **vars(tiling), ordered=ordered)
+    options = {**vars(tiling), "ordered": ordered, "window": window, "layout": layout}
+    config = AmpereBackwardConfig(dtype, arch, head_dim, head_dim, causal, **options)
     validate_ampere_backward_config(config)
     return config
 
@@ -341,7 +375,8 @@ def check_ampere_backward_size(
 def shipped_ampere_backward_configs(
     archs: tuple[str, ...] = tuple(ARCHS),
 ) -> tuple[AmpereBackwardConfig, ...]:
-    """Every config that ``select_ampere_backward_config`` can return for these archs, each once."""
+    """Every config without a window and of dense sequences that ``select_ampere_backward_config`` can return for these
+    archs, each once."""
     return tuple(
         make_config(dtype, arch, head_dim, causal, tiling, ordered)
         for arch in archs

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_kernels.ampere.backward.batch import DenseTiles, PackedTiles
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.key_tile import KeyTile
 from cute_kernels.ampere.config import WARP_THREADS
@@ -23,9 +24,9 @@ WORD_BYTES = 4
 class GradientOfQ(LoopInvariant):
     """Adds a warp's part of dQ of a block to global memory.
 
-    ``mdQ`` is float32 (batch, heads, query tiles, parts, words), zero before the launch. With ``ordered``, ``turns`` is
-    int32 (batch, heads, query tiles, parts), zero before the launch: how many key tiles have added to each part;
-    they do so in the order of their turns.
+    ``mdQ`` is float32 (batch, heads, query tiles, parts, words), or packed without the first, zero before the launch.
+    With ``ordered``, ``turns`` is int32 (batch, heads, query tiles, parts), zero before the launch: how many key tiles
+    have added to each part; they do so in the order of their turns. ``tiles`` finds those of the sequence in both.
     """
 
     def __init__(
@@ -34,14 +35,16 @@ class GradientOfQ(LoopInvariant):
         mdQ: cute.Tensor,
         turns: cute.Tensor,
         key_tile: KeyTile,
+        tiles: DenseTiles | PackedTiles,
         warp_and_lane: tuple[Int32, Int32],
     ):
         self.config, self.mdQ, self.turns, self.key_tile = config, mdQ, turns, key_tile
+        self.tiles = tiles
         self.warp, self.lane = warp_and_lane
 
     @cute.jit
     def add(self, make: Callable[[int], list[cute.Tensor]], place: tuple):
-        """Add to the tile at ``place``, (batch, head, query tile), what ``make`` gives for each of ``dq_passes`` parts
+        """Add to the tile at ``place``, (head, query tile), what ``make`` gives for each of ``dq_passes`` parts
         of the columns: accumulators of bands of 16 rows."""
         for part in cutlass.range_constexpr(self.config.dq_passes):
             accs = make(part)
@@ -56,16 +59,18 @@ class GradientOfQ(LoopInvariant):
                 count_up(*self._count_and_turn(place))
 
     def _pinned(self, place: tuple) -> tuple[Int32, ...]:
-        """(batch, head, query tile, warp), or else addresses are computed before the loop over blocks and held in
-        registers throughout. Where dQ takes fewer, in passes, those for the warp are affordable, and it is faster."""
-        return (*(pin(x, Int32) for x in place), self._pinned_if_scarce(self.warp))
+        """Where a warp's part lies, or else addresses are computed before the loop over blocks and held in registers
+        throughout. Where dQ takes fewer, in passes, those for the warp are affordable, and it is faster."""
+        return (*self.tiles.pinned(*place), self._pinned_if_scarce(self.warp))
 
     def _pinned_if_scarce(self, x: Int32) -> Int32:
         return pin(x, Int32) if self.config.dq_passes == 1 else x
 
     def _count_and_turn(self, place: tuple) -> tuple[cute.Pointer, Int32]:
         place = self._pinned(place)
-        return self.turns.iterator + self.turns.layout(place), self.key_tile.turn(place[2])
+        return self.turns.iterator + self.turns.layout(place), self.key_tile.turn(
+            self.tiles.m_block_of(place)
+        )
 
     def _add_part(self, accs: list[cute.Tensor], place: tuple, part: int) -> None:
         c = self.config

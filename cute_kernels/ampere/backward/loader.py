@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_kernels.ampere.backward.batch import DenseQueries, PackedQueries
 from cute_kernels.ampere.backward.config import FLOAT_BYTES, AmpereBackwardConfig
 from cute_kernels.ampere.backward.operands import SharedMemory
 from cute_kernels.ampere.config import CHUNK_BYTES
@@ -14,14 +15,15 @@ from cute_kernels.invariant import LoopInvariant
 
 
 class QueryLoader(LoopInvariant):
-    """Loads query tiles of one batch into the buffers of Q, dO, LSE and delta.
+    """Loads query tiles of one sequence into the buffers of Q, dO, LSE and delta.
 
-    ``rows`` are Q and dO, (seqlen_q, heads, columns), ``vectors`` LSE and delta, (heads, seqlen_q in whole tiles). Some
-    of the threads load LSE, the next ones delta.
+    Some of the threads load LSE, the next ones delta.
     """
 
-    def __init__(self, config: AmpereBackwardConfig, smem: SharedMemory, rows: tuple, vectors: tuple):
-        self.config, self.smem, self.rows, self.vectors = config, smem, rows, vectors
+    def __init__(
+        self, config: AmpereBackwardConfig, smem: SharedMemory, queries: DenseQueries | PackedQueries
+    ):
+        self.config, self.smem, self.queries = config, smem, queries
 
     @cute.jit
     def load(self, head: Int32, m_block: Int32, stage: Int32):
@@ -29,17 +31,17 @@ class QueryLoader(LoopInvariant):
         c, smem = self.config, self.smem
         # Pinned, or else addresses are computed before the loop over blocks and held in registers throughout.
         thread, head = pin(cute.arch.thread_idx()[0], Int32), pin(head, Int32)
-        if const_expr(c.ordered or not c.causal):
+        if const_expr(c.ordered or not c.has_mask):
             m_block = pin(m_block, Int32)
         first_row = m_block * c.tile_m
-        for source, target in zip(self.rows, (smem.q, smem.q + c.do_offset), strict=True):
-            rows = source[None, head, None]
+        targets = smem.q, smem.q + c.do_offset
+        for target, rows in zip(targets, self.queries.head_rows(head), strict=True):
             loader = TileLoader(SharedTile(c.head_dim), c.tile_m, c.threads, target, rows, thread)
             loader.load(first_row, stage * c.stage_bytes, True)
         chunks = c.vector_bytes // CHUNK_BYTES
         if thread < 2 * chunks:
             is_lse = thread < chunks
-            lse, delta = (Int64(vector[head, None].iterator.toint()) for vector in self.vectors)
+            lse, delta = self.queries.head_vectors(head)
             source = (lse if is_lse else delta) + Int64(first_row) * FLOAT_BYTES
             target = Int32(smem.lse.toint()) if is_lse else Int32(smem.delta.toint())
             place = thread % chunks * CHUNK_BYTES

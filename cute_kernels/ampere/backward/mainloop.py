@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.dq import GradientOfQ
+from cute_kernels.ampere.backward.key_tile import UnmaskedTiles
 from cute_kernels.ampere.backward.operands import SharedMemory, WarpOperands, WarpShare
 from cute_kernels.ampere.config import MMA_ROWS
 from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
@@ -64,20 +65,20 @@ class Mainloop(LoopInvariant):
         self,
         place: tuple,
         stage: Int32,
-        unmasked: Int32,
+        unmasked: UnmaskedTiles,
     ):
-        """The query tile at ``place``, (batch, head, query tile), whose Q and dO lie in buffer ``stage``; those from
-        ``unmasked`` on need no mask. All warps of the CTA meet once inside."""
-        m_block = place[2]
+        """The query tile at ``place``, (head, query tile), whose Q and dO lie in buffer ``stage``; it needs a mask if
+        it is not one of the ``unmasked``. All warps of the CTA meet once inside."""
+        m_block = place[1]
         acc_S, acc_dP = self._make_scores(), self._make_scores()
         operands = self._operands_in(m_block, stage)
         self._score(acc_S, operands.k, operands.q)
         lse = read_vector(self.lse, stage, self.lane, self.config.score_queries)
-        if const_expr(self.config.causal):
-            if m_block < unmasked:
+        if const_expr(self.config.has_mask):
+            if unmasked.lacks(m_block):
                 self._mask(acc_S, m_block)
         for band in cutlass.range_constexpr(self.config.score_bands):
-            make_probabilities(acc_S[band], lse, self.scale_log2, clamps=not self.config.causal)
+            make_probabilities(acc_S[band], lse, self.scale_log2, clamps=not self.config.has_mask)
         p = self._round(acc_S)
         if const_expr(not self.config.keeps_probabilities):
             self._share(words_of(p), operands.p_target)
@@ -86,7 +87,7 @@ class Mainloop(LoopInvariant):
         for band in cutlass.range_constexpr(self.config.score_bands):
             make_gradient_of_rounded(acc_dP[band], p[band], delta)
         ds = self._round(acc_dP)
-        if const_expr(not self.config.causal and self.dtype is cutlass.Float16):
+        if const_expr(not self.config.has_mask and self.dtype is cutlass.Float16):
             self._hide(words_of(ds), m_block)
         self._share(words_of(ds), operands.ds_target)
         if const_expr(self.config.keeps_probabilities):
@@ -109,7 +110,7 @@ class Mainloop(LoopInvariant):
         multiply(accs, steps, self.dtype, keys.block, queries.block)
 
     def _hide(self, bands: list[cute.Tensor], m_block: Int32) -> None:
-        """Without a causal mask: zero dS of keys past the end. Were it too large for float16, their K, which is zero,
+        """Without a mask: zero dS of keys past the end. Were it too large for float16, their K, which is zero,
         would make NaN of it. (bfloat16 has the range of float32.)"""
         key = self.mask.key + self._zero(m_block)
         for band, words in enumerate(bands):

@@ -23,7 +23,7 @@ class Walk(LoopInvariant):
     key_tile: KeyTile
 
     @cute.jit
-    def head(self, batch: Int32, head: Int32):
+    def head(self, head: Int32):
         """All query tiles of a head that see the keys."""
         begin, end = self.key_tile.begin(), self.key_tile.end()
         # All have done with the buffers, if there was a head before.
@@ -37,7 +37,7 @@ class Walk(LoopInvariant):
             if const_expr(self.config.stages == 2):
                 if m_block + 1 < end:
                     self.loader.load(head, m_block + 1, following)
-            self.mainloop.block((batch, head, m_block), stage, self.key_tile.unmasked())
+            self.mainloop.block((head, m_block), stage, self.key_tile.unmasked())
             if const_expr(self.config.stages == 1):
                 cute.arch.sync_threads()
                 if m_block + 1 < end:

@@ -104,9 +104,8 @@ class AmpereForwardKernel:
             heads_per_section,
             longest_first=c.longest_first,
         )
-        m_block, head, batch = order.coordinates(cute.arch.block_idx()[0])
-        seqlens = DenseSeqlens(seqlen_q, seqlen_k).of(batch)
-        tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
+        lengths, number = DenseSeqlens(seqlen_q, seqlen_k), cute.arch.block_idx()[0]
+        tile = QueryTile(c, order, lengths, window_of(c.causal, sides), number, heads_per_kv_head)
         tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
 
@@ -167,9 +166,8 @@ class PackedAmpereForwardKernel:
                 c.tile_m,
                 c.longest_first,
             )
-            m_block, head, sequence = order.coordinates(number)
-            seqlens = PackedSeqlens(plan).of(sequence)
-            tile = QueryTile(c, seqlens, window_of(c.causal, sides), m_block, head, heads_per_kv_head)
+            lengths, window = PackedSeqlens(plan), window_of(c.causal, sides)
+            tile = QueryTile(c, order, lengths, window, number, heads_per_kv_head)
             tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
 

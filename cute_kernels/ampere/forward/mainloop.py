@@ -12,10 +12,12 @@ from cute_kernels.ampere.forward.shift import ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.instructions import as_fragment
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.window import Window
 
@@ -24,7 +26,8 @@ from cute_kernels.window import Window
 class WarpBlocks(LoopInvariant):
     """The part of a CTA's key blocks that the rows of one warp see: from ``end`` - 1 down to ``begin``, at least one.
 
-    A band needs a mask from its one of ``unmasked_ends`` on, and below its one of ``left_masked_ends``.
+    A band needs a mask from its one of ``unmasked_ends`` on, and below its one of ``left_masked_ends``; one number is
+    that of all bands.
     """
 
     of_cta: KeyBlocks
@@ -35,20 +38,21 @@ class WarpBlocks(LoopInvariant):
 
     @staticmethod
     def of(of_cta: KeyBlocks, of_warp: KeyBlocks, bands: tuple[KeyBlocks, ...]) -> "WarpBlocks":
+        if not of_cta.window.has_left:
+            return WarpBlocks(of_cta, of_warp.end, 0, tuple(band.unmasked for band in bands), (0,))
         # Rows past the last query may see no block at all.
-        begin = minimum(of_warp.begin, of_warp.last) if of_cta.window.has_left else 0
-        unmasked_ends = tuple(band.unmasked for band in bands)
-        return WarpBlocks(
-            of_cta, of_warp.end, begin, unmasked_ends, tuple(band.left_masked for band in bands)
-        )
+        begin = minimum(of_warp.begin, of_warp.last)
+        # For all bands alike, which takes fewer registers.
+        return WarpBlocks(of_cta, of_warp.end, begin, (of_warp.unmasked,), (of_warp.left_masked,))
 
     @property
     def window(self) -> Window:
         return self.of_cta.window
 
     def needs_mask(self, band: int, n_block: Int32) -> Boolean:
-        needs = n_block >= self.unmasked_ends[band]
-        return needs | (n_block < self.left_masked_ends[band]) if self.window.has_left else needs
+        if not self.window.has_left:
+            return n_block >= self.unmasked_ends[band]
+        return n_block >= 0
 
 
 def columns_of(acc: cute.Tensor, step: int) -> cute.Tensor:
@@ -75,11 +79,12 @@ class Mainloop(LoopInvariant):
         self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
 
     @cute.jit
-    def attend(self, scores: list[ScoreTile], blocks: WarpBlocks):
+    def attend(self, scores: list[ScoreTile], blocks: WarpBlocks) -> tuple[Int32, Int32]:
         """Leave O, not yet normalised, in ``acc_O`` and the row statistics in ``softmax``.
 
         The ring must have been filled from the CTA's last block on; all warps go from there down to its first
-        together, and each computes what its own rows see.
+        together, and each computes what its own rows see. With a left side of a window it ends before the blocks that
+        need its mask: for ``attend_left_side`` it returns the next block, and the slot of its K.
         """
         for band in cutlass.range_constexpr(self.config.bands):
             self.softmax[band].start()
@@ -89,36 +94,46 @@ class Mainloop(LoopInvariant):
             self.tiles.keep_q()
         slot = Int32(0)
         n_block = blocks.of_cta.last
+        if const_expr(self.config.layout == VARLEN):
+            # Or else it is worked out again from the length, which takes more registers than there are.
+            n_block = pin(n_block, Int32)
         if const_expr(blocks.window.has_right):
             for _ in cutlass.range(blocks.of_cta.end - blocks.end, unroll=1):
-                slot = self._pass_by(n_block, slot)
+                slot = self._pass_by(n_block, slot, True)
                 n_block -= 1
         masked = blocks.end - blocks.unmasked_ends[0]
         if const_expr(blocks.window.has_left):
             masked = blocks.end - cutlass.max(blocks.unmasked_ends[0], blocks.begin)
         for _ in cutlass.range(masked, unroll=1):
-            slot = self._block(scores, blocks, n_block, slot, True)
+            slot = self._block(scores, blocks, n_block, slot, True, True)
             n_block -= 1
         unmasked_begin = blocks.left_masked_ends[-1]
         for _ in cutlass.range(n_block + 1 - unmasked_begin, unroll=1):
-            slot = self._block(scores, blocks, n_block, slot, False)
+            slot = self._block(scores, blocks, n_block, slot, False, False)
             n_block -= 1
-        if const_expr(blocks.window.has_left):
-            for _ in cutlass.range(n_block + 1 - blocks.begin, unroll=1):
-                slot = self._block(scores, blocks, n_block, slot, True)
-                n_block -= 1
-            for _ in cutlass.range(n_block + 1 - blocks.of_cta.begin, unroll=1):
-                slot = self._pass_by(n_block, slot)
-                n_block -= 1
+        return n_block, slot
 
     @cute.jit
-    def _pass_by(self, n_block: Int32, k_slot: Int32) -> Int32:
-        """A block that a causal mask keeps from this warp, which still loads its share of what others need."""
+    def attend_left_side(self, scores: list[ScoreTile], blocks: WarpBlocks, n_block: Int32, slot: Int32):
+        """The blocks from ``n_block`` down to the CTA's first, which hide keys too far before a query.
+
+        None of them reaches past the end: that was the one visited first, which is not among them.
+        """
+        for _ in cutlass.range(n_block + 1 - blocks.begin, unroll=1):
+            slot = self._block(scores, blocks, n_block, slot, True, False)
+            n_block -= 1
+        for _ in cutlass.range(n_block + 1 - blocks.of_cta.begin, unroll=1):
+            slot = self._pass_by(n_block, slot, False)
+            n_block -= 1
+
+    @cute.jit
+    def _pass_by(self, n_block: Int32, k_slot: Int32, is_guarded: cutlass.Constexpr[bool]) -> Int32:
+        """A block that its mask keeps from this warp, which still loads its share of what others need."""
         self.ring.await_item()
-        self.ring.refill(0, n_block, k_slot, True)
+        self.ring.refill(0, n_block, k_slot, is_guarded)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()
-        self.ring.refill(1, n_block, v_slot, True)
+        self.ring.refill(1, n_block, v_slot, is_guarded)
         return self.ring.next_slot(v_slot)
 
     @cute.jit
@@ -129,11 +144,12 @@ class Mainloop(LoopInvariant):
         n_block: Int32,
         k_slot: Int32,
         is_masked: cutlass.Constexpr[bool],
+        is_guarded: cutlass.Constexpr[bool],
     ) -> Int32:
-        """One key block; returns the slot of the next one's K."""
+        """One key block, which ``is_guarded`` says may reach past the end; returns the slot of the next one's K."""
         acc_S = [make_accumulator(self.config.tile_n) for _ in range(self.config.bands)]
         self.ring.await_item()
-        self.ring.refill(0, n_block, k_slot, is_masked)
+        self.ring.refill(0, n_block, k_slot, is_guarded)
         self._scores(acc_S, k_slot)
         for band in cutlass.range_constexpr(self.config.bands):
             if const_expr(is_masked):
@@ -144,7 +160,7 @@ class Mainloop(LoopInvariant):
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()
-        self.ring.refill(1, n_block, v_slot, is_masked)
+        self.ring.refill(1, n_block, v_slot, is_guarded)
         for band in cutlass.range_constexpr(self.config.bands):
             # Only if a row of the warp has a new maximum, which is exact: the factors are 1 otherwise.
             self.softmax[band].rescale_if_needed(self.acc_O[band])

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from cute_kernels.ampere.config import MMA_ROWS, AmpereForwardConfig
+from cute_kernels.ampere.config import MMA_ROWS, WARP_THREADS, AmpereForwardConfig
 from cute_kernels.ampere.forward.epilogue import Epilogue
 from cute_kernels.ampere.forward.mainloop import Mainloop, WarpBlocks
 from cute_kernels.ampere.forward.ring import KeyValueRing
@@ -15,67 +15,123 @@ from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.shared_tile import ALIGNMENT, SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange
+from cute_kernels.key_blocks import BlockRange, KeyBlocks
 from cute_kernels.mask import TileMask
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
+from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreTile
-from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.sequence_rows import numbers_of, rows_of
+from cute_kernels.tile_scheduler import TileOrder
 from cute_kernels.window import Window
 
 
 @dataclass(frozen=True)
-class QueryTile(LoopInvariant):
-    """Tile ``m_block`` of query head ``head`` of a sequence; ``window`` says which keys its queries see."""
+class Place(LoopInvariant):
+    """Tile ``m_block`` of query head ``head`` of a sequence."""
 
-    config: AmpereForwardConfig
-    seqlens: SeqlenInfo
-    window: Window
     m_block: Int32
     head: Int32
+    seqlens: SeqlenInfo
+
+
+@dataclass(frozen=True)
+class QueryTile(LoopInvariant):
+    """Tile ``number`` in ``order``, of sequences of these ``lengths``; ``window`` says which keys a query sees."""
+
+    config: AmpereForwardConfig
+    order: TileOrder | PackedTileOrder
+    lengths: DenseSeqlens | PackedSeqlens
+    window: Window
+    number: Int32
     heads_per_kv_head: Int32
 
     def attend(self, inputs: tuple, outputs: tuple, scale_log2: Float32) -> None:
         """Write O and LSE of the tile. ``inputs`` are Q, K and V of all sequences, ``outputs`` O and LSE."""
-        c, seqlens, m_block = self.config, self.seqlens, self.m_block
-        head_kv = self.head // self.heads_per_kv_head
-        blocks = self._block_range(c.tile_m).of(m_block, seqlens)
-
+        c, place = self.config, self._place(self.number)
+        head_kv = place.head // self.heads_per_kv_head
+        blocks = self._blocks(place)
         sQ, sKV = self._allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        mQ, mK, mV = inputs
+        ring = self._start_loads(place, head_kv, blocks, inputs, (sQ, sKV), thread)
+        first_row = self._first_row(place, warp)
+        scores = self._scores(place, first_row, lane)
+        tiles = WarpTiles(c, sQ, sKV, warp, lane)
+        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, tiles, scale_log2)
+        step = mainloop.attend(scores, self._blocks_of_warp(place, blocks, warp))
+        # Anew: what follows from pinned values is worked out behind the loop, and not held in registers through it.
+        if c.window:
+            place, warp, lane = self._anew()
+            of_warp = self._blocks_of_warp(place, self._blocks(place), warp)
+            scores = self._scores(place, self._first_row(place, warp), lane)
+            mainloop.attend_left_side(scores, of_warp, *step)
+        if c.window or c.layout == VARLEN:
+            place, warp, lane = self._anew()
+            first_row = self._first_row(place, warp)
+        mO, mLSE = outputs
+        Epilogue(c, sQ, warp, lane).store(
+            mainloop,
+            rows_of(mO, place.seqlens.rows_q, place.head),
+            numbers_of(mLSE, place.seqlens.rows_q, place.head),
+            first_row,
+            (head_kv, place.seqlens.batch),
+        )
+
+    def _place(self, number: Int32) -> Place:
+        m_block, head, batch = self.order.coordinates(number)
+        return Place(m_block, head, self.lengths.of(batch))
+
+    def _anew(self) -> tuple[Place, Int32, Int32]:
+        """The place of the tile, warp and lane from pinned values."""
+        thread = pin(cute.arch.thread_idx()[0], Int32)
+        warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
+        return self._place(pin(self.number, Int32)), warp, thread % WARP_THREADS
+
+    def _start_loads(
+        self, place: Place, head_kv: Int32, blocks: KeyBlocks, inputs: tuple, smem: tuple, thread: Int32
+    ) -> KeyValueRing:
+        """Of Q, and of the first key blocks."""
+        c, seqlens, (mQ, mK, mV), (sQ, sKV) = self.config, place.seqlens, inputs, smem
         q_tile, v_tile = SharedTile(c.head_dim), SharedTile(c.head_dim_v)
-        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, rows_of(mQ, seqlens.rows_q, self.head), thread)
+        q_rows = rows_of(mQ, seqlens.rows_q, place.head)
+        q_loader = TileLoader(q_tile, c.tile_m, c.threads, sQ, q_rows, thread)
         ring = KeyValueRing(
             c,
             TileLoader(q_tile, c.tile_n, c.threads, sKV, rows_of(mK, seqlens.rows_k, head_kv), thread),
             TileLoader(v_tile, c.tile_n, c.threads, sKV, rows_of(mV, seqlens.rows_k, head_kv), thread),
             blocks.begin,
         )
-        q_loader.load(m_block * c.tile_m, Int32(0), True)
+        q_loader.load(place.m_block * c.tile_m, Int32(0), True)
         ring.fill(blocks.last)
+        return ring
 
-        first_row = m_block * c.tile_m + warp * c.rows_per_warp
+    def _first_row(self, place: Place, warp: Int32) -> Int32:
+        """Of the warp."""
+        return place.m_block * self.config.tile_m + warp * self.config.rows_per_warp
+
+    def _scores(self, place: Place, first_row: Int32, lane: Int32) -> list[ScoreTile]:
+        """Of each band of the warp."""
         row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
-        scores = [
-            ScoreTile(TileMask(self.window, c.tile_n, seqlens, row + band * MMA_ROWS, column))
-            for band in range(c.bands)
-        ]
-        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, WarpTiles(c, sQ, sKV, warp, lane), scale_log2)
-        of_warp, of_band = self._block_range(c.rows_per_warp), self._block_range(MMA_ROWS)
-        number = m_block * c.warps + warp
-        bands = tuple(of_band.of(c.bands * number + i, seqlens) for i in range(c.bands))
-        mainloop.attend(scores, WarpBlocks.of(blocks, of_warp.of(number, seqlens), bands))
-        mO, mLSE = outputs
-        Epilogue(c, sQ, warp, lane).store(
-            mainloop,
-            rows_of(mO, seqlens.rows_q, self.head),
-            numbers_of(mLSE, seqlens.rows_q, self.head),
-            first_row,
-            (head_kv, seqlens.batch),
+        masks = (
+            TileMask(self.window, self.config.tile_n, place.seqlens, row + band * MMA_ROWS, column)
+            for band in range(self.config.bands)
         )
+        return [ScoreTile(mask) for mask in masks]
+
+    def _blocks(self, place: Place) -> KeyBlocks:
+        """Of the CTA."""
+        return self._block_range(self.config.tile_m).of(place.m_block, place.seqlens)
+
+    def _blocks_of_warp(self, place: Place, of_cta: KeyBlocks, warp: Int32) -> WarpBlocks:
+        c = self.config
+        of_warp, of_band = self._block_range(c.rows_per_warp), self._block_range(MMA_ROWS)
+        number = place.m_block * c.warps + warp
+        bands = tuple(of_band.of(c.bands * number + i, place.seqlens) for i in range(c.bands))
+        return WarpBlocks.of(of_cta, of_warp.of(number, place.seqlens), bands)
 
     def _block_range(self, rows: int) -> BlockRange:
         return BlockRange(rows, self.config.tile_n, self.window)

@@ -13,7 +13,7 @@ from cute_kernels.ampere.backward.config import (
 )
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
 from hopper.compile import compile_kernel
-from hopper.inspection import ResourceUsage
+from hopper.inspection import ResourceUsage, resource_usage
 from tests.compile_pool import usage_of_each
 from tests.cute_kernels.ampere.test_forward_compile import NEWER
 
@@ -30,6 +30,24 @@ def test_shipped_config_compiles_without_spills(config, usages) -> None:
     usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads * config.ctas_per_sm <= 65_536
+
+
+WITH_WINDOW_OR_PACKED = [
+    select_ampere_backward_config("bfloat16", head_dim, head_dim, causal, "sm_80", ordered, window, layout)
+    for head_dim, causal, ordered, window, layout in (
+        (64, True, False, False, "varlen"),
+        (64, False, True, True, "varlen"),
+        (128, False, False, False, "varlen"),
+        (128, True, False, True, "dense"),
+        (256, True, True, True, "varlen"),
+    )
+]
+
+
+@pytest.mark.parametrize("config", WITH_WINDOW_OR_PACKED, ids=lambda config: config.name)
+def test_windows_and_packed_sequences_compile_without_spills(config: AmpereBackwardConfig) -> None:
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
 def test_kernels_have_no_instruction_newer_than_sm_80(tmp_path) -> None:

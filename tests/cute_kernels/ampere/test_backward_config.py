@@ -50,6 +50,22 @@ def test_a_fixed_order_of_dq_is_a_config_of_its_own() -> None:
     assert ordered.counts_per_tile == ordered.dq_parts == ordered.warps
 
 
+def test_windows_and_packed_sequences_have_the_tiles_of_their_mask() -> None:
+    for ordered in (False, True):
+        dense = select_ampere_backward_config("bfloat16", 128, 128, True, "sm_80", ordered)
+        assert (dense.window, dense.layout, dense.can_miss_queries) == (False, "dense", False)
+        for window, layout in ((True, "dense"), (False, "varlen"), (True, "varlen")):
+            config = select_ampere_backward_config(
+                "bfloat16", 128, 128, True, "sm_80", ordered, window, layout
+            )
+            assert config == replace(dense, window=window, layout=layout) and config.can_miss_queries
+            assert config.name == dense.name + "_window" * window + "_varlen" * (layout == "varlen")
+            # A window makes no difference to the steps, packed sequences do.
+            for step in ("prepare", "finish"):
+                name = dense.step_name(step)
+                assert config.step_name(step) == name + "_varlen" * (layout == "varlen")
+
+
 def test_what_is_too_wide_is_refused() -> None:
     with pytest.raises(ValueError, match="head_dim 264 and head_dim_v 64: both may be at most 256"):
         select_ampere_backward_config("float16", 264, 64, True, "sm_80")
@@ -69,6 +85,7 @@ def test_what_is_too_wide_is_refused() -> None:
         ({"gradient_warps": 16}, "gradient_warps is 16, allowed with these tiles and 8 warps: [1, 2, 4, 8]"),
         ({"dq_warps": 8}, "dq_warps is 8, allowed with these tiles and 8 warps: [1, 2, 4]"),
         ({"stages": 3}, "stages is 3, allowed: 1 or 2"),
+        ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
         ({"ctas_per_sm": 2}, "2 CTAs of "),
         ({"arch": "sm_86"}, "of shared memory, allowed on sm_86: 101376 each and 102400 in all"),
     ],

@@ -52,6 +52,7 @@ def test_small_shared_memory_gets_smaller_tiles() -> None:
         ({"tile_m": 192}, "tile_m is 192, allowed with 4 warps: 64 or 128"),
         ({"tile_n": 24}, "tile_n is 24, allowed: multiples of 16"),
         ({"stages": 1}, "stages is 1, allowed: 2 to 8"),
+        ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
         (
             {"stages": 4},
             "2 CTAs of 98304 bytes of shared memory, allowed on sm_80: 166912 each and 167936 in all",
@@ -62,6 +63,22 @@ def test_small_shared_memory_gets_smaller_tiles() -> None:
 def test_invalid_configs_name_the_field(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         validate_ampere_forward_config(replace(BASE, **change))
+
+
+def test_windows_and_packed_sequences_have_the_tiles_of_their_mask() -> None:
+    for arch in ARCHS:
+        for causal in (False, True):
+            dense = select_ampere_forward_config("bfloat16", 64, 64, causal, arch)
+            assert (dense.window, dense.layout, dense.longest_first) == (False, "dense", causal)
+            options = [(True, "dense"), (False, "varlen"), (True, "varlen")]
+            names = {dense.name}
+            for window, layout in options:
+                config = select_ampere_forward_config("bfloat16", 64, 64, causal, arch, window, layout)
+                assert config == replace(dense, window=window, layout=layout)
+                assert config.longest_first == (causal and not window)
+                assert config.name.endswith("_window" * window + "_varlen" * (layout == "varlen"))
+                names.add(config.name)
+            assert len(names) == 4
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])

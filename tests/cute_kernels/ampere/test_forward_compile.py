@@ -12,7 +12,7 @@ from cute_kernels.ampere.config import (
     shipped_ampere_forward_configs,
 )
 from hopper.compile import compile_kernel
-from hopper.inspection import ResourceUsage
+from hopper.inspection import ResourceUsage, resource_usage
 from tests.compile_pool import usage_of_each
 
 SHIPPED = shipped_ampere_forward_configs(("sm_80", "sm_86", "sm_89", "sm_120"))
@@ -28,6 +28,25 @@ def test_shipped_config_compiles_without_spills(config, usages) -> None:
     usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads * config.ctas_per_sm <= 65_536
+
+
+WITH_WINDOW_OR_PACKED = [
+    select_ampere_forward_config(dtype, head_dim, head_dim, causal, arch, window, layout)
+    for dtype, head_dim, causal, arch, window, layout in (
+        ("bfloat16", 64, True, "sm_80", False, "varlen"),
+        ("bfloat16", 96, False, "sm_80", True, "varlen"),
+        ("bfloat16", 128, False, "sm_80", False, "varlen"),
+        ("float16", 128, True, "sm_80", True, "dense"),
+        ("bfloat16", 128, True, "sm_86", True, "varlen"),
+        ("bfloat16", 256, True, "sm_80", True, "varlen"),
+    )
+]
+
+
+@pytest.mark.parametrize("config", WITH_WINDOW_OR_PACKED, ids=lambda config: config.name)
+def test_windows_and_packed_sequences_compile_without_spills(config: AmpereForwardConfig) -> None:
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
 NEWER = r"wgmma|mbarrier|bulk|stmatrix|setmaxnreg|elect\.sync|cluster|griddepcontrol|tensormap"

@@ -98,6 +98,17 @@ def quantize_figures(text: str, kind: str) -> Iterable[Figure]:
                 yield Figure(cell.problem.name, name, entry.median_us, "us")
 
 
+def feature_figures(text: str, kind: str) -> Iterable[Figure]:
+    from hopper_attention.experiments.features.results import load_features
+
+    for cell in load_features(text).cells:
+        for peer in cell.peers:
+            if not math.isnan(cell.us(peer)):
+                yield Figure(cell.workload.name, peer, cell.us(peer), "us")
+        if not math.isnan(cell.ratio):
+            yield Figure(cell.workload.name, OVER_BEST, cell.ratio, "", True)
+
+
 READERS: Mapping[str, Callable[[str, str], Iterable[Figure]]] = {
     "forward": throughput_figures,
     "fp8": throughput_figures,
@@ -106,6 +117,7 @@ READERS: Mapping[str, Callable[[str, str], Iterable[Figure]]] = {
     "latency": latency_figures,
     "scaling": scaling_figures,
     "prepass": quantize_figures,
+    "features": feature_figures,
 }
 
 

@@ -212,13 +212,18 @@ def positional_arguments(schema: Any, given: dict[str, Any]) -> list[Any]:
 
 def prepare_fa3(problem: Problem, inputs: Inputs, setting: Setting, **more: Any) -> Prepared:
     """``more``: further arguments of the operator, by name."""
+    return Prepared(call_of_fa3(inputs, problem.causal, **more))
+
+
+def call_of_fa3(inputs: Inputs, causal: bool, **more: Any) -> Launch:
+    """A launch of FA3's operator. ``more`` goes over the neutral values, and fills what is optional."""
     operator = torch.ops.sgl_kernel.fwd.default
     names = {argument.name for argument in operator._schema.arguments}
     given = {name: value for name, value in FA3_NEUTRAL.items() if name in names}
-    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": problem.causal, **more}
-    given["softmax_scale"] = 1 / math.sqrt(problem.head_dim)
+    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": causal, **more}
+    given["softmax_scale"] = 1 / math.sqrt(inputs.q.shape[-1])
     arguments = positional_arguments(operator._schema, given)
-    return Prepared(lambda: operator(*arguments)[0])
+    return lambda: operator(*arguments)[0]
 
 
 # FlashAttention-4, in the CuTe DSL

@@ -13,10 +13,10 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -30,7 +30,14 @@ from hopper_attention.experiments.bench.machine import (
     repository_root,
     today,
 )
-from hopper_attention.experiments.bench.peers import Inputs, Limits, Peer, Setting, inspect_peers
+from hopper_attention.experiments.bench.peers import (
+    Inputs,
+    Limits,
+    Peer,
+    Prepared,
+    Setting,
+    inspect_peers,
+)
 from hopper_attention.experiments.bench.results import (
     Cell,
     Failed,
@@ -76,6 +83,29 @@ def ignore_progress(line: str) -> None:
     """The progress callback that shows nothing."""
 
 
+class Work(Protocol):
+    """A problem, as far as measuring it goes: a name, operations, and bytes of q, k and v."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def input_bytes(self) -> int: ...
+
+
+class Row(Protocol):
+    """A peer, as far as measuring it goes: a name, and what is entered once around a batch of launches."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context(self) -> Callable[[], AbstractContextManager[Any]]: ...
+
+
 def draw_inputs(problem: Problem, seed: int, device: str) -> Inputs:
     """One set of N(0, 1) inputs, made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -89,7 +119,7 @@ def draw_inputs(problem: Problem, seed: int, device: str) -> Inputs:
     return Inputs(*(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes))
 
 
-def check_affordable(problems: Sequence[Problem], device: str, repeats: int = 1) -> None:
+def check_affordable(problems: Sequence[Work], device: str, repeats: int = 1) -> None:
     """Refuse what would take hours.
 
     Raises:
@@ -104,7 +134,7 @@ def check_affordable(problems: Sequence[Problem], device: str, repeats: int = 1)
         )
 
 
-def count_input_sets(problem: Problem, l2_bytes: int, compression: int = 1) -> int:
+def count_input_sets(problem: Work, l2_bytes: int, compression: int = 1) -> int:
     """Sets of q, k, v to rotate over, so that a launch finds nothing of its inputs in L2."""
     wanted = L2_MULTIPLE * l2_bytes * compression / problem.input_bytes
     return max(1, min(MAX_INPUT_SETS, math.ceil(wanted)))
@@ -134,7 +164,7 @@ def exit_with_lost_gpu() -> NoReturn:
 class Entry:
     """A peer that gave the right output: its launches, one an input set, and what is known before timing."""
 
-    peer: Peer
+    peer: Row
     launches: list[Launch]
     note: str
     error: float
@@ -182,23 +212,37 @@ class Bench:
         oracles_of: Callable[[Rounding], Sequence[Any]],
     ) -> Entry | Failed:
         """Prepare a peer and check its output. What the peer itself raises becomes a failure of its own."""
+
+        def judge(prepared: Prepared, out: Any) -> tuple[float, str]:
+            oracles = oracles_of(peer.rounding)
+            return self.suite.check.compare(problem, prepared.read(out), oracles, peer.limits(problem.dtype))
+
+        return self.try_out(
+            peer, lambda: [peer.prepare(problem, inputs, self.setting) for inputs in sets], judge
+        )
+
+    def try_out(
+        self,
+        row: Row,
+        prepare: Callable[[], list[Prepared]],
+        judge: Callable[[Prepared, Any], tuple[float, str]],
+    ) -> Entry | Failed:
+        """Prepare a row, launch it once, and have the result judged: its error, and what is wrong with it."""
         try:
             with self.budget.pause():
-                prepared = [peer.prepare(problem, inputs, self.setting) for inputs in sets]
-                with peer.context():
+                prepared = prepare()
+                with row.context():
                     out = prepared[0].launch()
                 self.stopwatch.synchronize()
-            oracles = oracles_of(peer.rounding)
-            result, limits = prepared[0].read(out), peer.limits(problem.dtype)
-            error, wrong = self.suite.check.compare(problem, result, oracles, limits)
+            error, wrong = judge(prepared[0], out)
         except GpuLostError as lost:
-            raise GpuLostError(f"{peer.name}: {lost}") from lost
+            raise GpuLostError(f"{row.name}: {lost}") from lost
         except Exception as raised:
             self.stopwatch.synchronize()
             return Failed(describe_error(raised))
         if wrong:
             return Failed(f"wrong result: {wrong}")
-        return Entry(peer, [p.launch for p in prepared], prepared[0].note, error)
+        return Entry(row, [p.launch for p in prepared], prepared[0].note, error)
 
     def plan(self, entry: Entry) -> Turn:
         with entry.peer.context():
@@ -269,9 +313,7 @@ class Bench:
         gauges = self.sampler.window((i.start, i.stop) for intervals in taken.values() for i in intervals)
         return Cell(problem, admitted.sets, *gauges, {peer.name: results[peer.name] for peer in peers})
 
-    def summarize(
-        self, problem: Problem, entry: Entry, turn: Turn, intervals: Sequence[Interval]
-    ) -> Measured:
+    def summarize(self, problem: Work, entry: Entry, turn: Turn, intervals: Sequence[Interval]) -> Measured:
         seconds = [interval.seconds for interval in intervals]
         median = statistics.median(seconds)
         clock, power = self.sampler.window((interval.start, interval.stop) for interval in intervals)

@@ -1,0 +1,1 @@
+"""What models use beyond dense attention: packed sequences and windows, against the installed peers."""

@@ -1,0 +1,157 @@
+"""Results of the features' benchmark held against float64: whole heads of a few sequences, by chunks of queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
+from hopper_attention.experiments.bench.checks import CHECKED_SCORES
+from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
+from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
+from hopper_attention.experiments.features.spec import Workload
+
+LEAST_CHECKED = 64
+"""A sequence shorter than this is not checked if there are others: its gradients nearly vanish, and rounding is most of
+what is left."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Float64 values of some rows and heads of one tensor of a result: (rows, heads, head_dim)."""
+
+    name: str
+    tensor: int
+    rows: slice
+    heads: slice
+    right: Tensor
+
+
+def draw_output_gradient(workload: Workload, device: str) -> Tensor:
+    """dout (tokens, heads, head_dim), N(0, 1): the same numbers at every call."""
+    generator = torch.Generator(device).manual_seed(DOUT_SEED)
+    shape = workload.tokens, workload.heads, workload.head_dim
+    return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, workload.dtype))
+
+
+def limits_of(workload: Workload) -> Limits:
+    """Allowed errors, as in the benchmarks of dense attention."""
+    return (GRADIENT_LIMITS if workload.is_backward else ERROR_LIMITS)[workload.dtype]
+
+
+def checked_places(workload: Workload) -> list[tuple[int, int]]:
+    """(sequence, kv head) of those that are checked: a short, a middle and the longest sequence, on different heads."""
+    lengths, last = workload.lengths, workload.heads_kv - 1
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    order = [i for i in order if lengths[i] >= LEAST_CHECKED] or order[-1:]
+    return list(dict.fromkeys([(order[0], 0), (order[len(order) // 2], last // 2), (order[-1], last)]))
+
+
+def compute_pieces(
+    workload: Workload, inputs: Inputs, chunk_scores: int = CHECKED_SCORES
+) -> tuple[Piece, ...]:
+    """What is compared with: out, or dq, dk and dv for ``draw_output_gradient``; about ``chunk_scores`` scores at a
+    time. ``inputs`` are (tokens, heads, head_dim)."""
+    device, group = inputs.q.device, workload.heads // workload.heads_kv
+    dout = draw_output_gradient(workload, str(device)) if workload.is_backward else torch.empty(0)
+    pieces: list[Piece] = []
+    for sequence, head_kv in checked_places(workload):
+        start = sum(workload.lengths[:sequence])
+        rows = slice(start, start + workload.lengths[sequence])
+        of_q, of_k = slice(head_kv * group, (head_kv + 1) * group), slice(head_kv, head_kv + 1)
+        k, v = inputs.k[rows, head_kv].double(), inputs.v[rows, head_kv].double()
+        q = inputs.q[rows, of_q].double()
+        if workload.is_backward:
+            found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), chunk_scores)
+            places = zip(NAMES, (of_q, of_k, of_k), found, strict=True)
+            pieces += [Piece(name, i, rows, of, right) for i, (name, of, right) in enumerate(places)]
+        else:
+            pieces.append(Piece("out", 0, rows, of_q, attend(workload, (q, k, v), chunk_scores)))
+    return tuple(pieces)
+
+
+def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries of a sequence, the keys that they see together, and which of these each does not see.
+
+    ``like`` has a row for each query, on the device that is wanted.
+    """
+    length, device = like.shape[0], like.device
+    left, right = workload.sides(length)
+    size = max(1, math.isqrt(scores) if workload.has_window else scores // length)
+    for first in range(0, length, size):
+        stop = min(first + size, length)
+        begin, end = workload.key_range(length, first, stop)
+        queries = torch.arange(first, stop, device=device)
+        distance = torch.arange(begin, end, device=device) - queries[:, None]
+        yield slice(first, stop), slice(begin, end), (distance < -left) | (distance > right)
+
+
+def weigh(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """softmax(q k^T scale) of one head, (rows, keys)."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(scores.masked_fill_(hidden, -math.inf), -1)
+
+
+def attend(workload: Workload, tensors: tuple[Tensor, Tensor, Tensor], scores: int) -> Tensor:
+    """Output (rows, group, head_dim) of one key/value head."""
+    q, k, v = tensors
+    out = torch.empty_like(q)
+    for rows, keys, hidden in chunks(workload, q, scores):
+        for i in range(q.shape[1]):
+            out[rows, i] = weigh(q[rows, i], k[keys], hidden) @ v[keys]
+    return out
+
+
+def attend_backward(
+    workload: Workload, tensors: tuple[Tensor, Tensor, Tensor, Tensor], scores: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head."""
+    q, k, v, dout = tensors
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys, hidden in chunks(workload, q, scores):
+        for i in range(q.shape[1]):
+            weights, do = weigh(q[rows, i], k[keys], hidden), dout[rows, i]
+            ds = do @ v[keys].mT
+            ds -= (weights * ds).sum(-1, keepdim=True)
+            ds.mul_(weights).div_(math.sqrt(q.shape[-1]))
+            dq[rows, i] = ds @ k[keys]
+            dk[keys] += ds.mT @ q[rows, i]
+            dv[keys] += weights.mT @ do
+    return dq, dk[:, None], dv[:, None]
+
+
+def errors_of(found: Tensor, right: Tensor) -> tuple[float, float]:
+    """Relative error of the whole (Frobenius), and of the worst row. A row smaller than rows are on average counts as
+    one of average size: where a query sees few keys its dq nearly vanishes, and the rounding of out does not."""
+    difference, norms = found.double() - right, right.norm(dim=-1)
+    average = norms.square().mean().sqrt().clamp_min(1e-30)
+    rows = difference.norm(dim=-1) / norms.clamp_min(average)
+    return (difference.norm() / norms.norm().clamp_min(1e-30)).item(), rows.max().item()
+
+
+def check_result(
+    workload: Workload, result: Sequence[Tensor], pieces: Sequence[Piece], limits: Limits
+) -> tuple[float, str]:
+    """Relative error of the worst piece, and what is wrong with the result (empty if nothing is)."""
+    w = workload
+    heads = (w.heads, w.heads_kv, w.heads_kv) if w.is_backward else (w.heads,)
+    names = NAMES if w.is_backward else ("out",)
+    for name, tensor, of in zip(names, result, heads, strict=True):
+        if tuple(tensor.shape) != (w.tokens, of, w.head_dim):
+            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.head_dim)}"
+        wrong = int((~tensor.isfinite()).sum())
+        if wrong:
+            return math.inf, f"{wrong} of {tensor.numel()} of {name} are not finite"
+    worst = 0.0
+    for piece in pieces:
+        error, row_error = errors_of(result[piece.tensor][piece.rows, piece.heads], piece.right)
+        worst = max(worst, error)
+        if not (error <= limits.head and row_error <= limits.row):
+            where = f"{piece.name} of rows {piece.rows.start} to {piece.rows.stop}, heads from {piece.heads.start}"
+            found = f"{error:.2e} in all and {row_error:.2e} of a row against float64"
+            return worst, f"{where}: error {found}, allowed {limits.head:.1e} and {limits.row:.1e}"
+    return worst, ""

@@ -1,0 +1,325 @@
+"""The peers of the features' benchmark, as rows of a registry.
+
+For a workload a peer makes launches of its forward out of q, k and v, which come in the form that it takes. Backward,
+the launch is ``torch.autograd.grad`` of what one of the forward returned. A new peer is one more row in
+``FEATURE_PEERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+from hopper_attention import explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
+from hopper_attention.backends import target_of
+from hopper_attention.backward_rules import choose_for, select_for
+from hopper_attention.experiments.bench import peers as bench_peers
+from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
+from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
+from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
+from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
+from hopper_attention.experiments.bench.timing import Launch
+from hopper_attention.experiments.features.checks import draw_output_gradient
+from hopper_attention.experiments.features.results import OURS_DENSE
+from hopper_attention.experiments.features.spec import UNLIMITED, Workload
+from hopper_attention.problem import GradientProblem
+
+Binding = Callable[[Tensor, Tensor, Tensor], Launch]
+"""From q, k and v to a launch of the forward on them, which returns out."""
+
+
+def every_workload(workload: Workload) -> bool:
+    return True
+
+
+def as_given(workload: Workload, x: Tensor) -> Tensor:
+    """(tokens, heads, head_dim) of packed sequences, else (batch, seqlen, heads, head_dim)."""
+    return x if workload.is_packed else as_batch(workload, x)
+
+
+def as_batch(workload: Workload, x: Tensor) -> Tensor:
+    return x.unflatten(0, (len(workload.lengths), -1))
+
+
+def heads_second(workload: Workload, x: Tensor) -> Tensor:
+    """(batch, heads, seqlen, head_dim); packed sequences are a batch of 1."""
+    batched = x[None] if workload.is_packed else as_batch(workload, x)
+    return batched.transpose(1, 2).contiguous()
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """(tokens, heads, head_dim) of what ``as_given`` or ``as_batch`` gave."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
+
+
+def tokens_of_heads(x: Tensor) -> Tensor:
+    """(tokens, heads, head_dim) of what ``heads_second`` gave."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class FeaturePeer:
+    """A row.
+
+    Attributes:
+        why_unavailable: an empty string where the peer can run, else the reason.
+        bind: its forward on a workload.
+        takes: which workloads it is meant for; of the others it is no row.
+        note: what will run, where the peer can tell.
+        enter, leave: from (tokens, heads, head_dim) to what its forward takes, and back.
+        context: entered once around a batch of launches.
+    """
+
+    name: str
+    title: str
+    why_unavailable: Callable[[Setting], str]
+    version: Callable[[Setting], str]
+    bind: Callable[[Workload, Setting], Binding]
+    takes: Callable[[Workload], bool] = field(default=every_workload)
+    note: Callable[[Workload, Inputs, Setting], str] = field(default=lambda workload, inputs, setting: "")
+    enter: Callable[[Workload, Tensor], Tensor] = field(default=as_given)
+    leave: Callable[[Tensor], Tensor] = field(default=as_tokens)
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+    def prepare(self, workload: Workload, inputs: Inputs, setting: Setting) -> Prepared:
+        """A launch on inputs of (tokens, heads, head_dim). Its ``read`` gives a tuple: out, or dq, dk and dv."""
+        note = self.note(workload, inputs, setting)
+        bind = self.bind(workload, setting)
+        q, k, v = (self.enter(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+        if not workload.is_backward:
+            return Prepared(bind(q, k, v), note, lambda out: (self.leave(out),))
+        leaves = leaves_of(q, k, v)
+        out = bind(*leaves)()
+        dout = self.enter(workload, draw_output_gradient(workload, setting.device))
+        return Prepared(gradients_of(out, leaves, dout), note, lambda found: tuple(map(self.leave, found)))
+
+
+@lru_cache(maxsize=4)
+def offsets_of(workload: Workload, device: str) -> Tensor:
+    """int32 (sequences + 1,): where each begins."""
+    lengths = torch.tensor((0, *workload.lengths))
+    return lengths.cumsum(0).to(torch.int32).to(device)
+
+
+# ours
+
+
+def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if not workload.is_packed:
+        return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
+    offsets, longest = offsets_of(workload, setting.device), workload.longest
+    lengths = offsets, offsets, longest, longest
+    return lambda q, k, v: partial(flash_attn_varlen_func, q, k, v, *lengths, **options)
+
+
+def bind_dense(workload: Workload, setting: Setting) -> Binding:
+    """The batch of equal lengths, without the offsets that say so."""
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window}
+    return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
+
+
+def describe_ours(
+    workload: Workload, inputs: Inputs, setting: Setting, backend: str | None = None, dense: bool = False
+) -> str:
+    """What will run.
+
+    Raises:
+        NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
+    """
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if workload.is_packed and not dense:
+        offsets, longest = offsets_of(workload, setting.device), workload.longest
+        plan = explain_varlen(inputs.q, inputs.k, inputs.v, offsets, offsets, longest, longest, **options)
+    else:
+        q, k, v = (as_batch(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+        plan = explain(q, k, v, **options)
+    if setting.is_cuda and plan.backend == "reference":
+        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    if not (setting.is_cuda and workload.is_backward):
+        return plan.config.name
+    return describe_gradient(workload, inputs, backend, workload.is_packed and not dense)
+
+
+def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, is_packed: bool) -> str:
+    """The kernel of the backward pass.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    dtype, head_dim = inputs.q.dtype, workload.head_dim
+    problem = GradientProblem(
+        dtype,
+        dtype,
+        head_dim,
+        head_dim,
+        workload.causal,
+        has_window=workload.has_window,
+        is_packed=is_packed,
+    )
+    target = target_of(inputs.q.device)
+    choice = choose_for(problem, target, backend)
+    if choice.backend == "reference":
+        raise NotImplementedError(choice.reason)
+    return select_for(problem, choice.backend, target.capability).name
+
+
+# FlashAttention-3, the CUDA C++ library
+
+
+def bind_fa3(workload: Workload, setting: Setting) -> Binding:
+    """Its operator, with the window and the offsets as further arguments."""
+    if workload.is_backward:
+        raise NotImplementedError(why_no_fa3_backward(setting))
+    more: dict[str, Any] = {}
+    if workload.has_window:
+        left, right = workload.window
+        more |= {"window_size_left": left, "window_size_right": 0 if workload.causal else right}
+    if workload.is_packed:
+        offsets, longest = offsets_of(workload, setting.device), workload.longest
+        more |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        more |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    is_causal = workload.causal and not workload.has_window
+    return lambda q, k, v: bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, **more)
+
+
+# FlashAttention-4, in the CuTe DSL
+
+
+def bind_fa4(workload: Workload, setting: Setting) -> Binding:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": workload.causal and not workload.has_window}
+    if workload.has_window:
+        left, right = workload.window[0], 0 if workload.causal else workload.window[1]
+        options["window_size"] = tuple(None if side == UNLIMITED else side for side in (left, right))
+    function = flash_attn_func
+    if workload.is_packed:
+        function, offsets = flash_attn_varlen_func, offsets_of(workload, setting.device)
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        options |= {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest}
+
+    def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        def launch() -> Tensor:
+            result = function(q, k, v, **options)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out
+
+        return launch
+
+    return bind
+
+
+# torch's FlexAttention, compiled
+
+
+@lru_cache(maxsize=1)
+def compile_flex(workload: Workload) -> Callable[..., Tensor]:
+    """FlexAttention compiled for one workload: each starts anew, as Dynamo keeps only a few versions."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@lru_cache(maxsize=1)
+def flex_mask(workload: Workload, device: str) -> Any:
+    """The block mask: sequences, mask and window in one. None where nothing is hidden."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if not (workload.is_packed or workload.causal or workload.has_window):
+        return None
+    rows = workload.tokens if workload.is_packed else workload.longest
+    left, right = workload.sides(workload.longest)
+    lengths = torch.tensor(workload.lengths if workload.is_packed else (rows,), device=device)
+    documents = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (query - key <= left) & (key - query <= right)
+        return near & (documents[query] == documents[key])
+
+    return create_block_mask(sees, None, None, rows, rows, device=device)
+
+
+def bind_flex(workload: Workload, setting: Setting) -> Binding:
+    """What the backward reads is kept, since it runs many times."""
+    attention, mask = compile_flex(workload), flex_mask(workload, setting.device)
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": workload.heads != workload.heads_kv}
+    if not workload.is_backward:
+        return lambda q, k, v: partial(attention, q, k, v, **options)
+
+    def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        def launch() -> Tensor:
+            with functorch_config.patch(donated_buffer=False):
+                return attention(q, k, v, **options)
+
+        return launch
+
+    return bind
+
+
+def is_dense_batch(workload: Workload) -> bool:
+    return workload.is_packed and workload.has_equal_lengths
+
+
+FEATURE_PEERS: dict[str, FeaturePeer] = {
+    peer.name: peer
+    for peer in (
+        FeaturePeer(
+            OURS, "hopper-attention", bench_peers.always_available, bench_peers.our_version, bind_ours,
+            note=describe_ours,
+        ),
+        FeaturePeer(
+            OURS_DENSE, "hopper-attention, equal lengths as a dense batch", bench_peers.always_available,
+            bench_peers.our_version, bind_dense, takes=is_dense_batch, note=partial(describe_ours, dense=True),
+            enter=as_batch,
+        ),
+        FeaturePeer(
+            "fa3", "FlashAttention-3 (CUDA C++)", bench_peers.why_no_fa3, bench_peers.fa3_version, bind_fa3,
+        ),
+        FeaturePeer(
+            "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
+        ),
+        FeaturePeer(
+            "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,
+            bind_flex, enter=heads_second, leave=tokens_of_heads,
+        ),
+        FeaturePeer(
+            AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
+            partial(bind_ours, backend="ampere"), note=partial(describe_ours, backend="ampere"),
+        ),
+    )
+}  # fmt: skip
+
+DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, "fa3", "fa4")
+
+
+def parse_feature_peers(
+    text: str, registry: Mapping[str, FeaturePeer] = FEATURE_PEERS
+) -> tuple[FeaturePeer, ...]:
+    """Comma-separated names of rows, in their order; the usual ones if empty.
+
+    Raises:
+        ValueError: a name is not in the registry.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(DEFAULT_FEATURE_PEERS)
+    unknown = [name for name in names if name not in registry]
+    if unknown:
+        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
+    return tuple(registry[name] for name in dict.fromkeys(names))
+
+
+def inspect_feature_peers(peers: tuple[FeaturePeer, ...], setting: Setting) -> dict[str, PeerInfo]:
+    """Title, version and availability of each peer on this machine."""
+    infos = {}
+    for peer in peers:
+        reason = peer.why_unavailable(setting)
+        infos[peer.name] = PeerInfo(peer.title, "" if reason else peer.version(setting), reason)
+    return infos

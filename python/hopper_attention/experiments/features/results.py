@@ -1,0 +1,161 @@
+"""What a run of the features' benchmark measured, as data: cells, JSON, and the promises held against them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hopper_attention.experiments.bench.results import AMPERE, OURS, Failed, Measured, PeerInfo, PeerResult
+from hopper_attention.experiments.features.spec import WORKLOADS, Workload
+from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
+
+KIND = "features"
+OURS_DENSE = "ours_dense"
+"""Our dense call on packed sequences of equal lengths."""
+
+OWN = (OURS, OURS_DENSE, AMPERE)
+LEAST_RATIO = 1.05
+"""Ours over the best peer, promised wherever no other promise is."""
+
+LEAST_OF_DENSE = 0.97
+"""Of the speed of our dense call, promised for packed sequences of equal lengths."""
+
+SHORT_WINDOW = 128
+MOST_US = {("forward", 128): 85.0, ("forward", 64): 110.0, ("backward", 128): 280.0}
+"""Microseconds, by pass and head_dim, with a window of SHORT_WINDOW keys at 16k tokens: there the host and the edges
+decide, and no multiple of a peer."""
+
+
+@dataclass(frozen=True)
+class FeatureCell:
+    """All peers on one workload, interleaved, launches rotating over ``input_sets`` sets of q, k, v."""
+
+    workload: Workload
+    input_sets: int
+    clock_mhz: float | None
+    power_w: float | None
+    peers: dict[str, PeerResult]
+
+    def us(self, peer: str) -> float:
+        """Microseconds of a peer; NaN if it has no figure."""
+        result = self.peers.get(peer)
+        return 1e3 * result.median_ms if isinstance(result, Measured) else math.nan
+
+    def tflops(self, peer: str) -> float:
+        """Useful TFLOP/s of a peer; NaN if it has no figure."""
+        result = self.peers.get(peer)
+        return result.tflops if isinstance(result, Measured) else math.nan
+
+    def over(self, peer: str) -> float:
+        """How many times as fast as a peer ours is; NaN where either has no figure."""
+        return self.us(peer) / self.us(OURS)
+
+    @property
+    def best_peer(self) -> str:
+        """The fastest row that is not ours; empty if there is none."""
+        others = [name for name in self.peers if name not in OWN and not math.isnan(self.us(name))]
+        return min(others, key=self.us, default="")
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the best peer ours is; NaN where either has no figure."""
+        return self.over(self.best_peer)
+
+    @property
+    def share_of_limit(self) -> float:
+        """Of the speed that the GPU's peak rates allow, what ours reaches; NaN without a figure."""
+        return self.workload.limit_us / self.us(OURS)
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """One run on one machine; ``head`` is what ``describe_run`` says, with the method."""
+
+    head: dict[str, Any]
+    cells: tuple[FeatureCell, ...]
+
+    @property
+    def peers(self) -> dict[str, PeerInfo]:
+        return {name: PeerInfo(**entry) for name, entry in self.head["peers"].items()}
+
+    @property
+    def available(self) -> list[str]:
+        """Peers that were there."""
+        return [name for name, info in self.peers.items() if not info.unavailable]
+
+
+# Promises
+
+
+def feature_targets(report: FeatureReport) -> list[Target]:
+    """What is promised of these workloads, as far as this report can answer."""
+    targets = [target for cell in report.cells for target in cell_targets(cell)]
+    failed = [c.workload.name for c in report.cells if isinstance(c.peers.get(OURS), Failed)]
+    if failed:
+        targets.append(
+            Target("every workload right", "no failure of ours", f"failed: {', '.join(failed)}", False)
+        )
+    return targets
+
+
+def cell_targets(cell: FeatureCell) -> list[Target]:
+    """Of a workload of the list: a time, or a ratio to the best peer, and one to our dense call."""
+    if cell.workload not in WORKLOADS or math.isnan(cell.us(OURS)):
+        return []
+    w, name = cell.workload, cell.workload.name
+    targets = []
+    if w.window[0] == SHORT_WINDOW - 1:
+        most = MOST_US.get((w.direction, w.head_dim), math.nan) if w.lengths == (16_384,) else math.nan
+        if not math.isnan(most):
+            targets.append(
+                Target(name, f"<= {most:.0f} us", f"{cell.us(OURS):.1f} us", cell.us(OURS) <= most)
+            )
+    elif cell.best_peer and OURS_DENSE not in cell.peers:
+        measured = f"{cell.ratio:.3f} of {cell.best_peer}"
+        targets.append(Target(name, f">= {LEAST_RATIO:.2f}", measured, cell.ratio >= LEAST_RATIO))
+    of_dense = cell.over(OURS_DENSE)
+    if not math.isnan(of_dense):
+        required, measured = f">= {LEAST_OF_DENSE:.2f} of our dense call", f"{of_dense:.3f}"
+        targets.append(Target(name, required, measured, of_dense >= LEAST_OF_DENSE))
+    return targets
+
+
+# JSON
+
+
+def cell_record(cell: FeatureCell) -> dict[str, Any]:
+    w = cell.workload
+    derived = {"name": w.name, "flops": w.flops, "moved_bytes": w.moved_bytes, "limit_us": w.limit_us}
+    gauges = {"input_sets": cell.input_sets, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
+    peers = {name: {"ok": isinstance(r, Measured), **asdict(r)} for name, r in cell.peers.items()}
+    workload = {**asdict(w), "lengths": list(w.lengths), "window": list(w.window)}
+    return rounded({**derived, "workload": workload, **gauges, "peers": peers})
+
+
+def read_cell(record: dict[str, Any]) -> FeatureCell:
+    def read_peer(entry: dict[str, Any]) -> PeerResult:
+        fields = {key: value for key, value in entry.items() if key != "ok"}
+        return Measured(**fields) if entry["ok"] else Failed(**fields)
+
+    fields = record["workload"]
+    lists = {"lengths": tuple(fields["lengths"]), "window": tuple(fields["window"])}
+    peers = {name: read_peer(entry) for name, entry in record["peers"].items()}
+    gauges = record["input_sets"], record["clock_mhz"], record["power_w"]
+    return FeatureCell(Workload(**{**fields, **lists}), *gauges, peers)
+
+
+def dump_features(report: FeatureReport) -> str:
+    """JSON text of a report, one line a cell, with the lengths of its sequences."""
+    return dump_rows(report.head, "cells", [cell_record(cell) for cell in report.cells])
+
+
+def load_features(text: str) -> FeatureReport:
+    """Read what :func:`dump_features` wrote.
+
+    Raises:
+        ValueError: the text is not a report of this kind and schema.
+    """
+    data = load_figures(text, KIND)
+    cells = tuple(read_cell(record) for record in data["cells"])
+    return FeatureReport({key: value for key, value in data.items() if key != "cells"}, cells)

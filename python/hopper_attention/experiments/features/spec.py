@@ -1,0 +1,230 @@
+"""The workloads of the features' benchmark, as data. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from hopper_attention.experiments.bench.spec import LONG_DTYPES
+from hopper_attention.experiments.reports import short_length
+
+PEAK_FLOPS = 989e12
+"""Of an H200 in 16 bits, a second."""
+
+COPY_BYTES = 4.25e12
+"""What a copy moves on an H200, a second."""
+
+Direction = Literal["forward", "backward"]
+PASSES: tuple[Direction, ...] = ("forward", "backward")
+UNLIMITED = -1
+FULL_WINDOW = (UNLIMITED, UNLIMITED)
+
+BACKWARD_WORK = 2.5
+"""Operations of a backward pass over those of the forward: five matrix products for two."""
+
+TOKENS = 32_768
+SEQUENCES = 32
+SEED = 5
+"""Of the skewed lengths. Their mean square is near that of an exponential distribution, twice the mean's square."""
+
+
+def skewed_lengths(tokens: int = TOKENS, sequences: int = SEQUENCES, seed: int = SEED) -> tuple[int, ...]:
+    """Lengths of 1 or more with this sum, exponentially distributed: a few long sequences among many short ones."""
+    generator = random.Random(seed)
+    weights = [generator.expovariate(1.0) for _ in range(sequences)]
+    lengths = [max(1, round(weight / sum(weights) * tokens)) for weight in weights]
+    lengths[lengths.index(max(lengths))] += tokens - sum(lengths)
+    return tuple(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Self-attention of a batch of sequences, forward or backward.
+
+    Attributes:
+        lengths: of the sequences. Unless they are packed, all are equal.
+        is_packed: the sequences lie one after another in one tensor, as ``flash_attn_varlen_func`` has them.
+        window: (left, right) as ``flash_attn_func`` takes it; with ``causal`` the right side is 0 whatever it says.
+        direction: which pass is timed.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    heads_kv: int
+    head_dim: int
+    causal: bool = True
+    window: tuple[int, int] = FULL_WINDOW
+    is_packed: bool = False
+    direction: Direction = "forward"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
+            raise ValueError(f"lengths is {self.lengths}, allowed: 1 or more, all equal unless packed")
+        if self.direction not in PASSES:
+            raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        return min(self.lengths) == self.longest
+
+    @property
+    def is_backward(self) -> bool:
+        return self.direction == "backward"
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a side is limited beyond what ``causal`` says."""
+        return self.window[0] != UNLIMITED or (self.window[1] != UNLIMITED and not self.causal)
+
+    def key_range(self, length: int, first: int, stop: int) -> tuple[int, int]:
+        """Keys of a sequence of this length, from and to, that some query from ``first`` to before ``stop`` sees."""
+        left, right = self.sides(length)
+        return max(0, first - left), min(length, stop + right)
+
+    def sides(self, length: int) -> tuple[int, int]:
+        """Keys before and after its own that a query of a sequence of this length sees at most."""
+        left, right = self.window
+        right = 0 if self.causal else right
+        return (length if left == UNLIMITED else left), (length if right == UNLIMITED else right)
+
+    @property
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, in all sequences."""
+        return sum(visible_pairs(length, *self.sides(length)) for length in self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Useful operations: those of visible pairs alone."""
+        forward = 4.0 * self.heads * self.head_dim * self.visible
+        return BACKWARD_WORK * forward if self.is_backward else forward
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of q, k and v together."""
+        size = 4 if self.dtype == "float32" else 2
+        return self.tokens * (self.heads + 2 * self.heads_kv) * self.head_dim * size
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a pass reads and writes at least: q, k, v and out; backward also the gradients of all four."""
+        size = 4 if self.dtype == "float32" else 2
+        forward = self.tokens * 2 * (self.heads + self.heads_kv) * self.head_dim * size
+        return 2 * forward if self.is_backward else forward
+
+    @property
+    def limit_us(self) -> float:
+        """Microseconds below which an H200 cannot go: the larger of operations and bytes at their peak rates."""
+        return 1e6 * max(self.flops / PEAK_FLOPS, self.moved_bytes / COPY_BYTES)
+
+    @property
+    def batch_name(self) -> str:
+        """Tokens and sequences, such as 32k in 32 skewed, or 4 x 8k."""
+        if self.is_packed:
+            kind = "equal" if self.has_equal_lengths else "skewed"
+            return f"{short_length(self.tokens)} in {len(self.lengths)} {kind}"
+        return f"{len(self.lengths)} x {short_length(self.longest)}"
+
+    @property
+    def mask_name(self) -> str:
+        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides."""
+        if not self.has_window:
+            return "causal" if self.causal else "full"
+        if self.causal:
+            return f"window {self.window[0] + 1}"
+        left, right = ("all" if side == UNLIMITED else str(side) for side in self.window)
+        return f"window {left}, {right}"
+
+    @property
+    def heads_name(self) -> str:
+        return f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+
+    @property
+    def name(self) -> str:
+        """Such as ``bf16-packed-32k-in-32-skewed-h16-d128-causal-forward``."""
+        parts = [LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
+        parts += [self.batch_name.replace(" x ", "x"), f"h{self.heads_name.replace('/', '-hk')}"]
+        parts += [f"d{self.head_dim}", self.mask_name.replace(", ", "-"), self.direction]
+        return "-".join(parts).replace(" ", "-")
+
+
+def visible_pairs(length: int, left: int, right: int) -> int:
+    """Pairs of a query and a key of one sequence that are at most ``left`` and ``right`` apart."""
+    left, right = min(left, length - 1), min(right, length - 1)
+    before, after = length - 1 - left, length - 1 - right
+    return length * length - before * (before + 1) // 2 - after * (after + 1) // 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """How inputs are drawn: N(0, 1), queries times ``query_factor``."""
+
+    words: str
+    query_factor: float
+
+
+FAMILIES = {
+    "normal": Family("N(0, 1)", 1.0),
+    "peaky": Family("N(0, 1), queries times 4: most of a row's weight on a few keys", 4.0),
+}
+
+SKEWED = Workload(lengths=skewed_lengths(), heads=16, heads_kv=16, head_dim=128, is_packed=True)
+EQUAL = replace(SKEWED, lengths=(TOKENS // SEQUENCES,) * SEQUENCES)
+GROUPED = replace(SKEWED, heads=32, heads_kv=8)
+PACKED = (
+    SKEWED,
+    replace(SKEWED, causal=False),
+    GROUPED,
+    replace(SKEWED, heads=32, heads_kv=32, head_dim=64),
+    replace(SKEWED, heads=8, heads_kv=8, head_dim=256),
+    EQUAL,
+    replace(EQUAL, causal=False),
+)
+WINDOWED = tuple(
+    Workload(lengths=(length,), heads=heads, heads_kv=heads, head_dim=head_dim, window=(keys - 1, 0))
+    for keys in (4096, 128)
+    for length in (16_384, 65_536)
+    for heads, head_dim in ((16, 128), (32, 64))
+)
+
+
+def backward_of(*workloads: Workload) -> tuple[Workload, ...]:
+    return tuple(replace(workload, direction="backward") for workload in workloads)
+
+
+def of_16k_d128(workload: Workload) -> bool:
+    return workload.lengths == (16_384,) and workload.head_dim == 128
+
+
+WORKLOADS = (*PACKED, *backward_of(*PACKED), *WINDOWED, *backward_of(*filter(of_16k_d128, WINDOWED)))
+"""What is measured, in this order. A new row is one more workload here."""
+
+TOPICS: dict[str, Callable[[Workload], bool]] = {
+    "Packed sequences": lambda workload: workload.is_packed,
+    "Windows": lambda workload: workload.has_window and not workload.is_packed,
+}
+"""Parts of a report, by title: which workloads each has."""
+
+
+def pick_workloads(pattern: str, workloads: tuple[Workload, ...] = WORKLOADS) -> tuple[Workload, ...]:
+    """Those with ``pattern`` in their name, as a shell has it: ``*`` stands for anything, ``?`` for a character.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = tuple(workload for workload in workloads if fnmatchcase(workload.name, f"*{pattern}*"))
+    if not found:
+        names = ", ".join(workload.name for workload in workloads)
+        raise ValueError(f"only is {pattern!r}, allowed: a part of a name, * for anything; names are {names}")
+    return found

@@ -1,0 +1,103 @@
+"""Runs a backward kernel on packed sequences: a plan of their key tiles, and the three kernels that go by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.backward.step import BackwardStep
+from cute_kernels.plan.config import check_packed_size, plan_entries
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backward_rules import KernelConfig
+from hopper_attention.launch import backward
+from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.launch.packed_forward import OF_KEYS, Planner, find_planner
+from hopper_attention.layout import make_packed_addressable
+from hopper_attention.masks import kernel_sides
+
+
+@dataclass(frozen=True)
+class PackedBackwardLauncher(Launcher):
+    """The three kernels of a backward pass: one before and one after that of ``config``.
+
+    ``grid`` has the CTAs of a persistent grid, or nothing. ``always_has_sides`` is of kernels that take the sides of a
+    window without having one.
+    """
+
+    config: KernelConfig
+    planner: Planner
+    prepare: Kernel
+    kernel: Kernel
+    finish: Kernel
+    grid: tuple[int, ...]
+    always_has_sides: bool
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        if self.device_index != torch.cuda.current_device():
+            bounds, window = (max_seqlen_q, max_seqlen_k), (window_left, window_right)
+            tensors = dout, dlse, q, k, v, out, lse
+            dq, dk, dv = self.call_there(*tensors, *lengths, *bounds, softmax_scale, *window)
+            return dq, dk, dv
+        c, totals = self.config, (q.shape[0], k.shape[0])
+        sequences = cu_seqlens_q.shape[0]
+        check_packed_size("backward kernel", q.shape[1], sequences - 1, totals, c.tile_m)
+        lse_log2, delta, sums = self._work(q, sequences - 1)
+        dq, dk, dv = backward.empty_gradients(q, k, v)
+        if seqused_k is not None:
+            # The kernel writes the keys of sequences, and those behind the last one.
+            dk.zero_()
+            dv.zero_()
+        dout, out, q, k, v = map(make_packed_addressable, (dout, out, q, k, v))
+        plan = self.planner(*lengths, totals, c.tile_n, OF_KEYS)
+        dlse = lse.new_empty(lse.shape[0], 0) if dlse is None else dlse.contiguous()
+        self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
+        counter = backward.backward_counter(c, sums)
+        sides = kernel_sides(window_left, window_right) if c.window or self.always_has_sides else ()
+        options = counter, plan, sequences, softmax_scale, *sides, *self.grid
+        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, *options)
+        self.finish(sums, dq, plan, sequences, softmax_scale)
+        return dq, dk, dv
+
+    def _work(self, q: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence."""
+        c, (total_q, heads, _) = self.config, q.shape
+        tiles = plan_entries(total_q, batch, c.tile_m)
+        lse_log2, delta = torch.empty(
+            2, heads, tiles * c.tile_m, dtype=torch.float32, device=q.device
+        ).unbind()
+        sums = torch.zeros(heads, tiles, c.dq_parts, c.dq_words, dtype=torch.float32, device=q.device)
+        return lse_log2, delta, sums
+
+
+def make_packed_backward_launcher(config: KernelConfig, device: torch.device) -> PackedBackwardLauncher:
+    """The launcher of the kernels of ``config``, which are compiled or loaded."""
+    index = index_of(device)
+    prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
+    before, between, after = (compile_cache.get_backward(part) for part in (prepare, config, finish))
+    is_hopper = not hasattr(config, "arch")
+    grid = (count_ctas(index),) if config.is_persistent else ()
+    return PackedBackwardLauncher(
+        index, config, find_planner(config), before, between, after, grid, is_hopper
+    )

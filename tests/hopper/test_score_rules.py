@@ -1,0 +1,131 @@
+"""Windows, packed sequences and what is done to scores, on the Hopper forward kernel from its PTX, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.forward.tilings import select_forward_config
+from tests.hopper.on_numpy import NO_RULES, Rules, forward_on_numpy, packed_forward_on_numpy
+from tests.hopper.test_kernels_on_numpy import EPSILON, LATE, draw, relative
+from tests.plans import Packed, plan_of
+
+EVERYTHING = (None, None)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], rules: Rules = NO_RULES
+) -> tuple[Tensor, Tensor]:
+    """out (rows, heads, columns) and lse (heads, rows) of one sequence, in float64."""
+    (seqlen_q, heads, head_dim), (seqlen_k, kv_heads, _) = q.shape, k.shape
+    keys, values = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * head_dim**-0.5
+    if rules.softcap:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    distance = torch.arange(seqlen_k) - (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q)
+    if rules.slopes is not None:
+        scores = scores - rules.slopes[0].double()[:, None, None] * distance.abs()
+    left, right = window
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    hidden |= False if left is None else distance < -left
+    hidden |= False if right is None else distance > right
+    scores = scores.masked_fill(hidden, -math.inf)
+    total = scores.logsumexp(-1)
+    if rules.sinks is not None:
+        total = torch.logaddexp(total, rules.sinks.double()[:, None])
+    p = torch.exp(scores - total[..., None]).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", p, values), total
+
+
+def check(out: Tensor, lse: Tensor, exact: tuple[Tensor, Tensor], lse_error: float = 3e-6) -> None:
+    visible = exact[1] > -math.inf
+    assert bool((lse[~visible] == -math.inf).all()) and bool((out.transpose(0, 1)[~visible] == 0).all())
+    if visible.any() and exact[0].norm() > 0:
+        assert relative(out, exact[0]) < EPSILON[out.dtype]
+        assert (lse.double() - exact[1])[visible].abs().max() < lse_error
+
+
+@pytest.mark.parametrize(
+    "head_dim,causal,sides,seqlens",
+    [
+        (64, True, (50, 0), (300, 400)),
+        (128, False, (30, 70), (200, 300)),
+        (128, True, (500, 0), (150, 900)),
+        (96, False, (10, 5), (300, 130)),
+        (256, True, (0, 0), (70, 170)),
+    ],
+)
+def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: tuple[int, int]) -> None:
+    config = select_forward_config("bfloat16", head_dim, head_dim, causal, sides[0], window=True)
+    q, k, v = draw(torch.bfloat16, seqlens, (2, 1), head_dim)
+    # With a causal mask the right side counts for nothing.
+    out, lse = forward_on_numpy(
+        config, q, k, v, head_dim**-0.5, 2, LATE, (sides[0], 99 if causal else sides[1])
+    )
+    check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
+
+
+Q = Packed.of((70, 0, 200, 5), behind=9, used=(70, 0, 150, 5))
+K = Packed.of((90, 33, 0, 300), behind=3)
+
+
+@pytest.mark.parametrize("head_dim,causal,sides", [(64, True, ()), (128, False, ()), (96, True, (40, 0))])
+def test_packed_sequences(head_dim: int, causal: bool, sides: tuple[int, ...]) -> None:
+    config = select_forward_config(
+        "bfloat16", head_dim, head_dim, causal, 300, window=bool(sides), layout="varlen"
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = (Q.total, 2, head_dim), (K.total, 1, head_dim), (K.total, 1, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    # In V, NaN times a P of 0 is NaN, if a tile reaches into it.
+    for tensor, packed in ((q, Q), (k, K), (v, K)):
+        tensor[packed.cu_seqlens[-1] :] = math.nan
+    plan = plan_of(Q, K, config.tile_m)
+    scale = head_dim**-0.5
+    out, lse = packed_forward_on_numpy(config, (q, k, v), plan, Q.batch + 1, scale, 2, LATE, sides)
+    window = sides or (None, 0 if causal else None)
+    for sequence in range(Q.batch + 1):
+        (row, rows), (key, keys) = Q.rows(sequence), K.rows(sequence)
+        keys = 0 if sequence == Q.batch else keys
+        exact = exact_attention(q[row : row + rows], k[key : key + keys], v[key : key + keys], window)
+        check(out[row : row + rows], lse[:, row : row + rows], exact)
+    # Rows that a sequence does not use are left alone.
+    assert out[220:270].isnan().all() and lse[:, 220:270].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "all"])
+def test_rules(name: str, causal: bool) -> None:
+    q, k, v = draw(torch.bfloat16, (150, 200), (4, 2), 64)
+    slopes = torch.tensor([[0.5, 0.25, 0.03, 0.0]]) if name in ("alibi", "all") else None
+    sinks = torch.tensor([-30.0, 0.0, 2.0, 60.0]) if name in ("sinks", "all") else None
+    rules = Rules(1.5 if name in ("softcap", "all") else 0.0, slopes, sinks)
+    plain = select_forward_config("bfloat16", 64, 64, causal, 200)
+    config = replace(plain, softcap=bool(rules.softcap), alibi=slopes is not None, sinks=sinks is not None)
+    out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
+    exact = exact_attention(q[0], k[0], v[0], (None, 0 if causal else None), rules)
+    # NumPy's tanh is exact; that of the GPU is good to 11 bits.
+    check(out[0], lse[0], exact, 1e-5)
+
+
+def test_a_sink_is_all_that_a_row_without_keys_has() -> None:
+    q, k, v = draw(torch.float16, (100, 40), (2, 1), 64)
+    config = replace(select_forward_config("float16", 64, 64, True, 40), sinks=True)
+    rules = Rules(sinks=torch.tensor([3.0, -1e4]))
+    out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
+    assert bool((out[0, :60] == 0).all())
+    torch.testing.assert_close(lse[0, :, :60], rules.sinks[:, None].expand(2, 60), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_key_at_a_large_scale_is_its_value(dtype: str) -> None:
+    # P is 2^r for what rounding took from the scaled maximum, and 1 as an operand of P V.
+    torch_dtype = getattr(torch, dtype)
+    q, k, v = draw(torch_dtype, (64, 1), (1, 1), 64)
+    config = select_forward_config(dtype, 64, 64, False, 1)
+    out, _ = forward_on_numpy(config, q, k, v, 370.0, timing=LATE)
+    assert torch.equal(out, v.expand_as(out))

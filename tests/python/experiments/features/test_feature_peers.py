@@ -1,0 +1,159 @@
+"""The peers of the features' benchmark: what each is called with, and that ours and torch's agree with float64."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
+from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.features import checks, peers
+from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
+from hopper_attention.experiments.features.run import draw_tokens
+from hopper_attention.experiments.features.spec import FAMILIES, Workload, backward_of
+from tests.python.experiments.bench.test_run import FA3_SCHEMA
+from tests.python.fake_gpu import H200
+
+CPU, GPU = Setting("cpu"), Setting("cuda:0")
+PACKED = Workload(lengths=(90, 1, 70), heads=4, heads_kv=2, head_dim=16, is_packed=True)
+EQUAL = replace(PACKED, lengths=(80, 80))
+WINDOWED = Workload(lengths=(150, 150), heads=2, heads_kv=1, head_dim=16, window=(20, 0))
+TWO_SIDED = replace(WINDOWED, causal=False, window=(-1, 30))
+FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
+
+
+def errors_of(peer: FeaturePeer, workload: Workload) -> str:
+    """Prepare, launch and check a peer on the CPU; what is wrong."""
+    inputs = draw_tokens(workload, FAMILIES["normal"], 0, "cpu")
+    prepared = peer.prepare(workload, inputs, CPU)
+    pieces = checks.compute_pieces(workload, inputs)
+    result = prepared.read(prepared.launch())
+    return checks.check_result(workload, result, pieces, checks.limits_of(workload))[1]
+
+
+@pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
+def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
+    assert errors_of(FEATURE_PEERS["ours"], workload) == ""
+    dense = FEATURE_PEERS["ours_dense"]
+    assert dense.takes(workload) == (workload.lengths == (80, 80))
+    if dense.takes(workload):
+        assert errors_of(dense, workload) == ""
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
+def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
+    assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
+
+
+class FakeFa3:
+    """Stands for ``torch.ops.sgl_kernel.fwd.default``: its schema, our reference."""
+
+    _schema = torch._C.parse_schema(FA3_SCHEMA)
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *values: object) -> tuple[Tensor, ...]:
+        c = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
+        self.calls.append(c)
+        q, k, v = c["q"], c["k"], c["v"]
+        options = {"causal": c["is_causal"], "window_size": (c["window_size_left"], c["window_size_right"])}
+        if c["cu_seqlens_q"] is None:
+            return (flash_attn_func(q, k, v, **options),)
+        lengths = (c[f"{name}_{side}"] for name in ("cu_seqlens", "max_seqlen") for side in "qk")
+        return (flash_attn_varlen_func(q, k, v, *lengths, **options),)
+
+
+@pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
+def test_fa3_gets_lengths_and_windows_by_name(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFa3()
+    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    assert errors_of(FEATURE_PEERS["fa3"], workload) == ""
+    (call,) = fake.calls
+    assert call["is_causal"] == (workload.causal and not workload.has_window)
+    if workload is WINDOWED:
+        assert (call["window_size_left"], call["window_size_right"]) == (20, 0)
+    if workload is PACKED:
+        assert call["cu_seqlens_k"].tolist() == [0, 90, 91, 161] and call["max_seqlen_k"] == 90
+        assert (call["window_size_left"], call["window_size_right"], call["num_splits"]) == (-1, -1, 1)
+    with pytest.raises(NotImplementedError, match="has the forward alone"):
+        errors_of(FEATURE_PEERS["fa3"], *backward_of(workload))
+
+
+@pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
+def test_fa4_gets_no_limit_as_none(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, *, window_size=(None, None), causal=False
+    ) -> tuple[Tensor, None]:
+        calls.append({"window_size": window_size, "causal": causal})
+        window = tuple(-1 if side is None else side for side in window_size)
+        return flash_attn_func(q, k, v, window_size=window, causal=causal), None
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, *, causal=False, **lengths: Any) -> tuple[Tensor, None]:
+        calls.append({"causal": causal, **lengths})
+        return flash_attn_varlen_func(q, k, v, causal=causal, **lengths), None
+
+    module = ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    assert errors_of(FEATURE_PEERS["fa4"], workload) == ""
+    if workload.has_window:
+        expected = (20, 0) if workload.causal else (None, 30)
+        assert calls[0] == {"window_size": expected, "causal": False}
+    else:
+        assert calls[0]["causal"] == workload.causal
+        assert calls[0]["max_seqlen_q"] == calls[0]["max_seqlen_k"] == workload.longest
+
+
+def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def described(workload: Workload, **options: Any) -> str:
+        inputs = draw_tokens(workload, FAMILIES["normal"], 0, "cpu")
+        monkeypatch.setattr(peers, "offsets_of", lambda workload, device: offsets)
+        offsets = torch.tensor((0, *workload.lengths)).cumsum(0).to(torch.int32)
+        return peers.describe_ours(workload, inputs, GPU, **options)
+
+    with pytest.raises(NotImplementedError, match="runs on the reference backend here"):
+        described(PACKED)
+    for module in (dispatch, varlen_plan, peers):
+        monkeypatch.setattr(module, "target_of", lambda device: H200)
+    forward = {described(w) for w in (PACKED, EQUAL, WINDOWED)}
+    assert all("reference" not in name for name in forward)
+    assert described(EQUAL, dense=True) != described(EQUAL)
+    assert described(WINDOWED) != described(replace(WINDOWED, direction="backward"))
+
+
+def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
+    assert [p.name for p in peers.parse_feature_peers("")] == ["ours", "ours_dense", "fa3", "fa4"]
+    assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
+    with pytest.raises(
+        ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
+    ):
+        peers.parse_feature_peers("fa9")
+    infos = peers.inspect_feature_peers(tuple(FEATURE_PEERS.values()), CPU)
+    absent = {name for name, info in infos.items() if info.unavailable}
+    assert absent == {"fa3", "fa4", "flex", "ampere"}
+    assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"
+
+
+def test_inputs_are_brought_into_each_peers_form() -> None:
+    x = torch.randn(160, 4, 16)
+    assert torch.equal(peers.as_tokens(peers.as_given(PACKED, x)), x)
+    batch = peers.as_given(replace(EQUAL, is_packed=False), x)
+    assert batch.shape == (2, 80, 4, 16) and torch.equal(peers.as_tokens(batch), x)
+    for workload, shape in ((PACKED, (1, 4, 160, 16)), (replace(EQUAL, is_packed=False), (2, 4, 80, 16))):
+        heads = peers.heads_second(workload, x)
+        assert heads.shape == shape and heads.is_contiguous()
+        assert torch.equal(peers.tokens_of_heads(heads), x)
