@@ -64,7 +64,7 @@ class Courier(LoopInvariant):
     def _turn(self, work: BackwardWork, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """That of a block, worked out anew where lengths and windows would take registers throughout."""
         if self.config.can_miss_queries:
-            return work.anew().turn(pin(n_block, Int32), m_block, batch)
+            return work.anew().turn(n_block, m_block, batch)
         return work.turn(n_block, m_block, batch)
 
     @cute.jit
