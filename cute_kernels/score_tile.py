@@ -1,5 +1,6 @@
 """Between Q K^T and the softmax: the one place in which a kernel changes scores."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,13 @@ from cute_kernels.fast_math import tanh, tanh_approx
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
+
+LOG2_E = math.log2(math.e)
+
+
+def scale_in_base_2(softmax_scale: Float32, caps: tuple[Float32, ...]) -> Float32:
+    """What scores are multiplied by as exponents of 2: softmax_scale, or the cap if ``caps`` has one, times log2(e)."""
+    return (caps[0] if caps else softmax_scale) * Float32(LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,9 @@ class Alibi(LoopInvariant):
             for j in range(rows.shape[1][1]):
                 for e in range(rows.shape[1][0]):
                     distance = behind + Float32(COLUMNS_PER_GROUP * j + e)
-                    if not self._is_causal:
+                    if not self.mask.window.is_causal:
                         distance = -cute.arch.fmax(distance, -distance)
                     rows[r, (e, j)] = distance * self.slope + rows[r, (e, j)]
-
-    @property
-    def _is_causal(self) -> bool:
-        right = self.mask.window.right
-        return isinstance(right, int) and right == 0
 
 
 @dataclass(frozen=True)

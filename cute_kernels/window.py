@@ -30,6 +30,11 @@ class Window(LoopInvariant):
     def has_right(self) -> bool:
         return self.right is not None
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a key behind it, as far as is known when the kernel is compiled."""
+        return isinstance(self.right, int) and self.right == 0
+
 
 EVERYTHING = Window()
 CAUSAL = Window(right=0)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import exp2, minimum_or_nan, pack, pin, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROWS_PER_THREAD, as_rows
@@ -24,20 +24,35 @@ def read_vector(
 
 @cute.jit
 def make_probabilities(
-    acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, clamps: cutlass.Constexpr[bool] = False
+    acc_S: cute.Tensor,
+    lse: cute.Tensor,
+    scale_log2: Float32,
+    clamps: cutlass.Constexpr[bool] = False,
+    biases: tuple = (),
 ):
     """P^T = exp2(scale_log2 S^T - LSE) in place; LSE in base 2 is a number for each column.
 
     With ``clamps`` it is at most 1, as it should be, also for keys that are not there and had no part in the LSE.
+    ``biases`` (``key_score_tile.BlockBias``) join the exponent.
     """
     rows = as_rows(acc_S)
     for j in cutlass.range_constexpr(rows.shape[1][1]):
         for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                exponent = rows[r, (e, j)] * scale_log2 - lse[e, j]
-                rows[r, (e, j)] = exp2(
-                    minimum_or_nan(exponent, Float32(0.0)) if const_expr(clamps) else exponent
-                )
+                subtracted = without_biases(lse[e, j], biases, r, COLUMNS_PER_GROUP * j + e)
+                rows[r, (e, j)] = probability(rows[r, (e, j)] * scale_log2 - subtracted, clamps)
+
+
+def probability(exponent: Float32, clamps: bool) -> Float32:
+    """2 to this, or at most to 0."""
+    return exp2(minimum_or_nan(exponent, Float32(0.0)) if clamps else exponent)
+
+
+def without_biases(lse: Float32, biases: tuple, r: int, column: int) -> Float32:
+    """What is subtracted from a scaled score of key ``r`` of a thread and a query ``column`` behind its first."""
+    for bias in biases:
+        lse = lse - bias.at(r, column)
+    return lse
 
 
 @cute.jit

@@ -11,7 +11,8 @@ from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MaskSpec
-from hopper_attention.plain_calls import wants_only_a_launch
+from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
 """(left, right); see :func:`flash_attn_func`."""
@@ -37,6 +38,8 @@ def flash_attn_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -62,6 +65,8 @@ def flash_attn_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -87,6 +92,8 @@ def flash_attn_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -111,13 +118,15 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
     """softmax(softmax_scale * Q K^T) V, exact, with memory linear in the sequence lengths.
 
     Query head i reads key/value head i // (heads / kv_heads). A query that sees no key gives 0, with LSE
-    -inf. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
+    -inf or its sink. 16-bit inputs are differentiable, once; gradients flow through the output and through the LSE.
     NaN or infinity in K at a key that a query may not see never reaches that query. In V it can, on the Hopper
     kernel, where causal queries share a tile with one that may see the key: 0 times NaN is NaN. Gradients come from
     the backend's backward kernel, and where it cannot give them from the tiled reference, with a warning on a GPU;
@@ -156,8 +165,12 @@ def flash_attn_func(
             as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
         backend: "hopper", "ampere" (runs on Hopper GPUs too), "reference", or None to have one chosen; see
             ``explain``.
-        qv, softcap: FlashAttention-3's features that are not implemented yet; anything but the default raises
-            NotImplementedError.
+        softcap: c above 0, from 1e-30 to 1e30, makes of a scaled score s c tanh(s / c), before masks; 0 is none.
+        alibi_slopes: float32 (heads,) or (batch, heads) on the device of q: the bias
+            -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
+        sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
+            that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
+        qv: FlashAttention-3's feature that is not implemented yet; anything but the default raises NotImplementedError.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse),
@@ -170,7 +183,7 @@ def flash_attn_func(
     """
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
-    window = FULL_WINDOW
+    window, scores = FULL_WINDOW, NO_SCORES
     if (
         qv is not None
         or window_size is not FULL_WINDOW
@@ -178,6 +191,8 @@ def flash_attn_func(
         or softcap != 0.0
         or num_splits != 1
         or pack_gqa is not None
+        or alibi_slopes is not None
+        or sinks is not None
     ):
         mask = features.resolve_mask(
             q,
@@ -186,11 +201,11 @@ def flash_attn_func(
             qv=qv,
             window_size=window_size,
             attention_chunk=attention_chunk,
-            softcap=softcap,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
         )
         causal, window = mask.causal, mask.window
+        scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:
@@ -202,12 +217,18 @@ def flash_attn_func(
     if return_attn_probs is not False:
         return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     no_descales = q_descale is None and k_descale is None and v_descale is None
-    if no_descales and wants_only_a_launch(q, k, v) and q.is_cuda:
+    if (
+        no_descales
+        and wants_only_a_launch(q, k, v)
+        and q.is_cuda
+        and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
+    ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
-        results = run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, return_attn_probs, window)
+        flags = causal, backend, sm_margin, return_attn_probs
+        results = run_forward(q, k, v, softmax_scale, *flags, window, scores)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *window), backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *window), scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
@@ -218,14 +239,14 @@ def _call_operator(
     v: Tensor,
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: tuple[MaskSpec, str | None, int, bool],
+    options: tuple[MaskSpec, Scores, str | None, int, bool],
     two_level: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
-    ``options`` are the mask, backend, sm_margin and deterministic.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
-    mask, backend, sm_margin, deterministic = options
+    mask, scores, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
@@ -233,5 +254,9 @@ def _call_operator(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_window(q.dtype, mask)
+        features.check_fp8_scores(q.dtype, scores)
         return autograd.forward_fp8(q, k, v, *descales, scale, mask.causal, backend, two_level, sm_margin)
-    return autograd.forward(q, k, v, scale, mask.causal, backend, sm_margin, deterministic, *mask.window)
+    if scores is not NO_SCORES:
+        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
+    flags = backend, sm_margin, deterministic
+    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.window, *scores.values)

@@ -9,22 +9,42 @@ from torch import Tensor
 
 from hopper_attention import ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
 from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs[:10]
+    ctx.softcap, alibi_slopes, sinks = inputs[10:]
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
 
 
 def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, alibi_slopes, sinks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window)
-    return *backward(dout, dlse, q, k, v, out, lse, *options), *[None] * 7
+    scores = ctx.softcap, alibi_slopes, sinks
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
+    dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
+    return dq, dk, dv, *[None] * 9, _gradient_of_sinks(ctx, dout, dlse, out, lse, sinks)
+
+
+def _gradient_of_sinks(
+    ctx: Any, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """That of the last argument, if it is wanted. The slopes before it have none.
+
+    Raises:
+        NotImplementedError: that of the slopes is wanted.
+    """
+    of_slopes, of_sinks = ctx.needs_input_grad[-2:]
+    if of_slopes:
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
+    if sinks is None or not of_sinks:
+        return None
+    return sinks_gradient(dout, dlse, out, lse, sinks)
 
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -45,23 +65,32 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths = inputs[:7]
     *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
-    ctx.window = inputs[14:]
-    ctx.save_for_backward(q, k, v, *output, *lengths)
+    *ctx.window, ctx.softcap, alibi_slopes, sinks = inputs[14:]
+    ctx.save_for_backward(q, k, v, *output, *lengths, alibi_slopes, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *lengths = ctx.saved_tensors
+    q, k, v, out, lse, *lengths, alibi_slopes, sinks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window)
+    scores = ctx.softcap, alibi_slopes, sinks
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
-    return *backward_varlen(*tensors, *ctx.max_seqlens, *options), *[None] * 13
+    dq, dk, dv = backward_varlen(*tensors, *ctx.max_seqlens, *options)
+    return dq, dk, dv, *[None] * 15, _gradient_of_sinks(ctx, dout, dlse, out, lse, sinks)
+
+
+def _have_tensors_without_batch(*arguments: Any) -> bool:
+    """Of the operators of one length: whether there are slopes or sinks, which come last."""
+    return any(x is not None for x in arguments[-2:])
 
 
 # What calls the operators, also under torch.func.
-backward = differentiable(ops.backward, refuse_second_derivative)
-forward = differentiable(ops.forward, _forward_gradients, _save_for_backward)
+backward = differentiable(ops.backward, refuse_second_derivative, mixes_samples=_have_tensors_without_batch)
+forward = differentiable(
+    ops.forward, _forward_gradients, _save_for_backward, mixes_samples=_have_tensors_without_batch
+)
 backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_derivative, has_batch=False)
 forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False

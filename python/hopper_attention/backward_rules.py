@@ -18,12 +18,14 @@ from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     Choice,
     Target,
+    check_scores_in_kernel,
     how_to_go_faster,
     why_not_ampere,
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import PLAIN, ScoreKind
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
@@ -33,7 +35,8 @@ class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
-    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` as in ``AttentionProblem``.
+    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` and ``scores`` as in
+    ``AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -43,6 +46,7 @@ class BackwardProblem(NamedTuple):
     causal: bool
     deterministic: bool = False
     has_window: bool = False
+    scores: ScoreKind = PLAIN
 
     @property
     def kind(self) -> GradientProblem:
@@ -55,6 +59,7 @@ class BackwardProblem(NamedTuple):
             head_dim_v,
             self.causal,
             has_window=self.has_window,
+            scores=self.scores,
             deterministic=self.deterministic,
         )
 
@@ -137,6 +142,10 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
     """
     p = problem
+    # A sink is in the LSE, which is all that a backward kernel sees of it.
+    check_scores_in_kernel(
+        p.scores._replace(has_sinks=False), backend, "the gradient of attention with {name}"
+    )
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     if backend == "hopper":

@@ -154,6 +154,22 @@ def check_scale(softmax_scale: Any) -> float:
     return float(softmax_scale)
 
 
+SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
+"""What softcap may be, if not 0: scores over it, scaled or not, fit float32."""
+
+
+def check_softcap(softcap: Any) -> float:
+    """``softcap`` as a float; raise unless it is 0 or a positive number that float32 can divide scores by."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (float, int, numbers.Real)):
+        raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
+    cap = float(softcap)
+    if not (cap == 0.0 or SMALLEST_SOFTCAP <= cap <= LARGEST_SOFTCAP):
+        raise ValueError(
+            f"softcap is {softcap}, allowed: 0, which is none, or {SMALLEST_SOFTCAP} to {LARGEST_SOFTCAP}"
+        )
+    return cap
+
+
 def check_backend(backend: Any) -> None:
     if backend is not None and backend not in BACKENDS:
         allowed = ", ".join(map(repr, BACKENDS))

@@ -21,6 +21,7 @@ from hopper_attention.forward_rules import Config, ReferenceConfig, select_confi
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -125,6 +126,8 @@ def explain(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
@@ -148,10 +151,10 @@ def explain(
         qv=qv,
         window_size=window_size,
         attention_chunk=attention_chunk,
-        softcap=softcap,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
     )
+    scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
@@ -165,6 +168,8 @@ def explain(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     features.check_fp8_window(q.dtype, mask)
+    features.check_fp8_scores(q.dtype, scores)
+    check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
     specs, notes = first_part(whole)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
@@ -173,18 +178,19 @@ def explain(
         choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
-        config = select_config(choice.backend, target.capability, **specs, causal=causal, window=mask.window)
-    notes = _notes(choice.advice, given) + describe_window(mask) + notes
+        where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
+        config = select_config(*where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind)
+    notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
     differentiated = [
-        x for x in (q, k, v, q_descale, k_descale, v_descale) if x is not None and x.requires_grad
+        x for x in (q, k, v, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
     ]
     if torch.is_grad_enabled() and differentiated:
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window)
+        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif is_launched:
@@ -200,6 +206,19 @@ def describe_window(mask: MaskSpec) -> tuple[str, ...]:
     return (
         f"window: a query sees {left} of the keys before its own and {'0' if mask.causal else right} after it",
     )
+
+
+def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
+    """A note on each thing that is done to scores."""
+    notes = (
+        (spec.softcap != 0.0, f"softcap: a score s becomes {spec.softcap} tanh(s / {spec.softcap})"),
+        (
+            spec.has_alibi,
+            "alibi_slopes: scores fall by a slope of their head with the distance of query and key",
+        ),
+        (spec.has_sinks, "sinks: a logit of each head joins the sum of a row"),
+    )
+    return tuple(note for is_there, note in notes if is_there)
 
 
 def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -318,7 +337,7 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
-    if problem.k_shape[1] == 1:
+    if problem.k_shape[1] == 1 and not problem.scores.has_sinks:
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     return describe_gradients(
         lambda: backward_rules.choose_backward(problem, target, requested),

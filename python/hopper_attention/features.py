@@ -1,7 +1,8 @@
-"""FlashAttention-3's arguments for windows, caps and splits: what they ask of attention.
+"""FlashAttention-3's arguments for windows, scores and splits: what they ask of attention.
 
 Many spellings ask for nothing more than attention with or without a causal mask, or are hints that change no result.
-Windows become a ``MaskSpec``. What no backend has raises NotImplementedError by name.
+Windows become a ``MaskSpec``, what is done to scores ``Scores``. What no backend has raises NotImplementedError by
+name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
+from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
+
+SCORE_FEATURES = {
+    "softcap": "tanh soft-capping of the scores",
+    "alibi_slopes": "a bias of the scores (ALiBi)",
+    "sinks": "attention sinks",
+}
+"""What the arguments for scores ask for."""
 
 ALLOWED_WINDOWS = (
     "a pair (left, right) of ints from -1, or None for a side without a limit; (-1, -1) is no window"
@@ -30,7 +39,6 @@ def resolve_mask(
     qv: Any = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: Any = 0,
-    softcap: Any = 0.0,
     num_splits: Any = 1,
     pack_gqa: Any = None,
 ) -> MaskSpec:
@@ -45,7 +53,7 @@ def resolve_mask(
         NotImplementedError: an argument asks for a feature that no backend has.
         ValueError, TypeError: an argument has no meaning.
     """
-    check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    check_hints(qv, num_splits, pack_gqa)
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
@@ -101,13 +109,40 @@ def check_packed_dtype(dtype: torch.dtype) -> None:
         raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
 
 
-def check_scores_and_hints(qv: Any, softcap: Any, num_splits: Any, pack_gqa: Any) -> None:
-    """Raise for what changes scores, which no backend has, and for hints that have no meaning."""
+def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
+    """What is done to scores with these arguments; ``check_scores`` says whether it fits a q.
+
+    Raises:
+        ValueError, TypeError: an argument has no meaning.
+        NotImplementedError: the gradient of the slopes would be wanted.
+    """
+    given = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    checks.check_are_tensors(**{name: x for name, x in given.items() if x is not None})
+    check_slopes_are_constant(alibi_slopes)
+    return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
+
+
+def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
+    """Raise NotImplementedError for e4m3 tensors whose scores something is done to."""
+    if dtype == FP8_DTYPE and scores is not NO_SCORES:
+        name = scores.kind.names[0]
+        value, default = (scores.softcap, 0.0) if name == "softcap" else ("given", None)
+        feature = f"{SCORE_FEATURES[name]} of {FP8_DTYPE} tensors"
+        raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
+
+
+def check_hints(qv: Any, num_splits: Any, pack_gqa: Any) -> None:
+    """Raise for a second query, which no backend has, and for hints that have no meaning.
+
+    The hints say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
+    """
     if qv is not None:
         instead = "qv=None, or concatenate it to q and k"
         raise missing("qv", "given", "a second query that multiplies V", instead)
-    _check_softcap(softcap)
-    _check_hints(num_splits, pack_gqa)
+    if num_splits is not None:
+        _read_count("num_splits", num_splits)
+    if pack_gqa is not None:
+        checks.check_flag("pack_gqa", pack_gqa)
 
 
 def _is_full(window_size: Any) -> bool:
@@ -144,23 +179,6 @@ def _check_chunk(attention_chunk: Any, causal: bool, seqlen_q: int, seqlen_k: in
     holds_all = chunk >= seqlen_k and (causal or seqlen_q <= seqlen_k)
     if chunk and not holds_all:
         raise missing("attention_chunk", chunk, "chunked attention", "attention_chunk=0")
-
-
-def _check_softcap(softcap: Any) -> None:
-    if isinstance(softcap, bool) or not isinstance(softcap, (float, int, numbers.Real)):
-        raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
-    if not float(softcap) >= 0.0:
-        raise ValueError(f"softcap is {softcap}, allowed: 0 or more")
-    if softcap:
-        raise missing("softcap", softcap, "tanh soft-capping of the scores", "softcap=0.0")
-
-
-def _check_hints(num_splits: Any, pack_gqa: Any) -> None:
-    """How FlashAttention-3 shares out its work: no hint changes what is computed, and no kernel here needs one."""
-    if num_splits is not None:
-        _read_count("num_splits", num_splits)
-    if pack_gqa is not None:
-        checks.check_flag("pack_gqa", pack_gqa)
 
 
 def _read_count(name: str, value: Any) -> int:

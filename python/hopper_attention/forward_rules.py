@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels import problem as sizes
 from cute_kernels.ampere.config import (
@@ -13,9 +13,11 @@ from cute_kernels.ampere.config import (
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
+from hopper_attention.backends import check_scores_in_kernel
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
+from hopper_attention.scores import PLAIN, ScoreKind
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,25 @@ def select_config(
     v: TensorSpec,
     causal: bool,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: ScoreKind = PLAIN,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
-        NotImplementedError: the kernel cannot count sizes as large as these.
+        NotImplementedError: the kernel cannot count sizes as large as these, or does not do such problems.
     """
-    config = select_for(problem_of(q, k, v, causal, window), backend, capability)
+    config = select_for(problem_of(q, k, v, causal, window, scores), backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
 
 def problem_of(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, causal: bool, window: tuple[int, int] = FULL_WINDOW
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[int, int] = FULL_WINDOW,
+    scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
     """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
@@ -71,30 +79,42 @@ def problem_of(
         longest_alike(seen),
         is_empty,
         window != FULL_WINDOW,
+        scores=scores,
     )
 
 
-def packed_problem_of(q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool) -> AttentionProblem:
+def packed_problem_of(
+    q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool, scores: ScoreKind = PLAIN
+) -> AttentionProblem:
     """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
     head_dims = q.shape[2], v.shape[2]
-    return AttentionProblem(q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True)
+    return AttentionProblem(
+        q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True, scores=scores
+    )
 
 
 def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, ...]) -> Config:
     """``select_config`` of all problems of a kind, whatever their sizes.
 
     With packed sequences, which have no length here, the tiles are the same for all.
+
+    Raises:
+        NotImplementedError: the kernel does not do problems of this kind.
     """
     if backend == "reference":
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     if backend == "ampere":
+        check_scores_in_kernel(p.scores, backend)
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         return select_ampere_forward_config(
             dtype, p.head_dim, p.head_dim_v, p.causal, arch, p.has_window, layout
         )
-    return select_forward_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_window, layout)
+    options = p.causal, p.longest_k, p.has_window, layout
+    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
+    has_softcap, has_alibi, has_sinks = p.scores
+    return replace(config, softcap=has_softcap, alibi=has_alibi, sinks=has_sinks)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.quantizers import from_descales
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.scores import NO_SCORES, Scores, check_scores
 from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
 
 
@@ -33,14 +34,19 @@ def forward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
     ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
-    window are those of a ``MaskSpec``.
+    window are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
     """
     window = MaskSpec(causal, window_left, window_right).window
-    return run_forward(q, k, v, softmax_scale, causal, backend, sm_margin, window=window)
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    options = softmax_scale, causal, backend, sm_margin
+    return run_forward(q, k, v, *options, window=window, scores=scores)
 
 
 @forward.register_fake
@@ -55,6 +61,9 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -117,30 +126,38 @@ def backward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
-    ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
-    the same bits in every run.
+    That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
+    ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
     mask = MaskSpec(causal, window_left, window_right)
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    if scores is not NO_SCORES:
+        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-    if k.shape[1] == 1:
-        return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale)
+    if k.shape[1] == 1 and sinks is None:
+        return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale, softcap)
     if needs_parts(v.shape[3]):
 
         def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            options = softmax_scale, causal, backend, deterministic, *mask.window
+            options = softmax_scale, causal, backend, deterministic, *mask.window, *scores.values
             return backward(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
+    if scores is not NO_SCORES:
+        problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
         options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.window
-        return run_backward(dout, q, k, v, out, lse, *options)
+        return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
         warn_once(
             f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
@@ -157,6 +174,8 @@ def backward(
         softmax_scale=softmax_scale,
         window_left=window_left,
         window_right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -175,6 +194,9 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

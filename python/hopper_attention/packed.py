@@ -27,6 +27,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -48,6 +50,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -69,6 +73,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -89,6 +95,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -115,6 +123,8 @@ def flash_attn_qkvpacked_func(
         v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
@@ -140,6 +150,8 @@ def flash_attn_kvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -161,6 +173,8 @@ def flash_attn_kvpacked_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -182,6 +196,8 @@ def flash_attn_kvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -202,6 +218,8 @@ def flash_attn_kvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -230,6 +248,8 @@ def flash_attn_kvpacked_func(
         v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,

@@ -43,6 +43,11 @@ def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     )
 
 
+def are_plain_constants(*tensors: Tensor) -> bool:
+    """Whether these, which come with q, k and v, are plain tensors or parameters that nothing differentiates."""
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) and not needs_gradient(*tensors)
+
+
 def is_transformed() -> bool:
     """Whether torch.func or forward mode is at work. torch.compile knows the answer too."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

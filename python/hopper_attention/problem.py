@@ -11,6 +11,7 @@ import torch
 from hopper.forward import tilings
 from hopper.forward.fp8 import tilings as fp8_tilings
 from hopper.forward.tilings import ANY_LENGTH
+from hopper_attention.scores import PLAIN, ScoreKind
 
 ONE_BLOCK = 0
 """``block`` of a tensor in which everything of a head shares a scale."""
@@ -28,6 +29,7 @@ class AttentionProblem:
         is_empty: there is no query or no key.
         has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
+        scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
     """
 
     dtype: torch.dtype
@@ -39,6 +41,7 @@ class AttentionProblem:
     is_empty: bool = False
     has_window: bool = False
     is_packed: bool = False
+    scores: ScoreKind = PLAIN
 
 
 @dataclass(frozen=True)

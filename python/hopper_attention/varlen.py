@@ -13,10 +13,11 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
-from hopper_attention.launch.varlen import run_varlen
+from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
-from hopper_attention.plain_calls import wants_only_a_launch
+from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.scores import NO_SCORES, Scores
 
 
 @overload
@@ -45,6 +46,8 @@ def flash_attn_varlen_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -75,6 +78,8 @@ def flash_attn_varlen_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -105,6 +110,8 @@ def flash_attn_varlen_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -134,6 +141,8 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
@@ -141,10 +150,11 @@ def flash_attn_varlen_func(
     Sequence b has the rows of q from cu_seqlens_q[b] up to cu_seqlens_q[b + 1], and those of k and v from
     cu_seqlens_k[b] up to cu_seqlens_k[b + 1]. Any sequence may be empty, and no sequence sees another. Rows behind the
     last sequence, and behind the used ones of a sequence, are of none: what they hold is never used, their output is 0
-    with an LSE of -inf, and their gradients are 0. 16-bit inputs are differentiable, once.
+    with an LSE of -inf, sinks or not, and their gradients are 0. 16-bit inputs are differentiable, once.
 
-    The kernels have no variable lengths yet: on a GPU that would run one the call raises NotImplementedError, and
-    ``backend="reference"`` computes it, slowly. The reference reads the lengths, for which it waits for the GPU.
+    The Hopper kernels and those of older GPUs take variable lengths forward and backward. They read the lengths on the
+    GPU: a call waits for nothing, other lengths compile nothing, and a CUDA graph takes the lengths that the tensors
+    hold when it is replayed. The reference reads them on the host, for which it waits for the GPU.
 
     Args:
         q: (total_q, heads, head_dim), float16 or bfloat16; head_dim is a multiple of 8, at most 256. Strides are free.
@@ -160,7 +170,8 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
         attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
-        num_splits, pack_gqa, sm_margin, deterministic, qv, softcap: as for ``flash_attn_func``.
+        num_splits, pack_gqa, sm_margin, deterministic, qv, softcap, sinks: as for ``flash_attn_func``.
+        alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
 
@@ -174,7 +185,10 @@ def flash_attn_varlen_func(
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     check_kinds(lengths)
-    features.check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    features.check_hints(qv, num_splits, pack_gqa)
+    scores = NO_SCORES
+    if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
+        scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
@@ -182,12 +196,17 @@ def flash_attn_varlen_func(
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     descales = (q_descale, k_descale, v_descale)
-    if not any(x is not None for x in descales) and wants_only_a_launch(q, k, v) and q.is_cuda:
-        options = softmax_scale, mask.causal, backend, sm_margin, return_attn_probs, mask.window
-        results = run_varlen(q, k, v, lengths, *options)
+    if (
+        not any(x is not None for x in descales)
+        and wants_only_a_launch(q, k, v)
+        and q.is_cuda
+        and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
+    ):
+        flags = mask.causal, backend, sm_margin, return_attn_probs
+        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.window, scores)
     else:
-        flags = (backend, sm_margin, deterministic)
-        results = _call_operator(q, k, v, lengths, softmax_scale, descales, mask, flags)
+        options = (mask, scores, backend, sm_margin, deterministic)
+        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
     return results if return_attn_probs else results[0]
 
 
@@ -198,14 +217,21 @@ def _call_operator(
     lengths: Lengths,
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    mask: MaskSpec,
-    flags: tuple[str | None, int, bool],
+    options: tuple[MaskSpec, Scores, str | None, int, bool],
 ) -> tuple[Tensor, Tensor]:
-    """Through torch's dispatcher. ``flags`` are backend, sm_margin and deterministic."""
+    """Through torch's dispatcher.
+
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
+    """
+    mask, scores, *flags = options
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
     features.check_packed_dtype(q.dtype)
     checks.check_descales(q, k, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.window)
+    if scores is not NO_SCORES:
+        check_packed_scores(scores, q, lengths)
+    return autograd.forward_varlen(
+        q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
+    )

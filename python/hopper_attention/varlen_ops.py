@@ -10,6 +10,7 @@ from torch import Tensor
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import MaskSpec
+from hopper_attention.scores import Scores
 from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
 
 
@@ -31,14 +32,20 @@ def forward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
 
-    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``.
+    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``;
+    ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
     """
     window = MaskSpec(causal, window_left, window_right).window
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    return run_varlen(q, k, v, lengths, softmax_scale, causal, backend, sm_margin, window=window)
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    options = softmax_scale, causal, backend, sm_margin
+    return run_varlen(q, k, v, lengths, *options, window=window, scores=scores)
 
 
 @forward_varlen.register_fake
@@ -59,6 +66,9 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]))
@@ -86,16 +96,20 @@ def backward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward_varlen``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
-    ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
-    the same bits in every run.
+    That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
+    ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
     window = MaskSpec(causal, window_left, window_right).window
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = softmax_scale, causal, backend, in_order, window
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    options = softmax_scale, causal, backend, in_order, window, scores
 
     def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
         return run_varlen_backward(dout, dlse, q, k, v, out, lse, lengths, *options)
@@ -126,6 +140,9 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv

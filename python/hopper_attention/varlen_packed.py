@@ -32,6 +32,8 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -54,6 +56,8 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -76,6 +80,8 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -97,6 +103,8 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
@@ -130,6 +138,8 @@ def flash_attn_varlen_qkvpacked_func(
         v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
@@ -158,6 +168,8 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -182,6 +194,8 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = ...,
     *,
     return_attn_probs: Literal[True],
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -206,6 +220,8 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = ...,
     return_attn_probs: bool = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -229,6 +245,8 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with K and V in one tensor; nothing is copied to take them apart.
@@ -260,6 +278,8 @@ def flash_attn_varlen_kvpacked_func(
         v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,

@@ -16,6 +16,7 @@ from hopper_attention.dispatch import (
     check_margin,
     describe_copies,
     describe_gradients,
+    describe_scores,
     describe_window,
     first_part,
     imagined_target,
@@ -23,6 +24,7 @@ from hopper_attention.dispatch import (
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, GradientProblem
+from hopper_attention.scores import check_scores
 
 
 def explain_varlen(
@@ -50,6 +52,8 @@ def explain_varlen(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -67,7 +71,8 @@ def explain_varlen(
     checks.check_are_tensors(q=q, k=k, v=v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     check_kinds(lengths)
-    features.check_scores_and_hints(qv, softcap, num_splits, pack_gqa)
+    features.check_hints(qv, num_splits, pack_gqa)
+    scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
@@ -79,21 +84,28 @@ def explain_varlen(
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
     check_packed(**whole, lengths=lengths.specs)
     features.check_packed_dtype(q.dtype)
+    check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     specs, notes = first_part(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    problem = forward_rules.packed_problem_of(specs["q"], specs["v"], mask.causal, mask.has_window)
+    masked = mask.causal, mask.has_window
+    problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     choice = choose_backend(target, problem.dtype, backend)
     config = forward_rules.select_for(problem, choice.backend, target.capability)
     if not isinstance(config, ReferenceConfig):
         totals = specs["q"].shape[0], specs["k"].shape[0]
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
-    notes = ((choice.advice,) if choice.advice else ()) + describe_window(mask) + notes
+    notes = (
+        ((choice.advice,) if choice.advice else ())
+        + describe_window(mask)
+        + describe_scores(scores.spec)
+        + notes
+    )
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None):
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
             notes += (_note_on_gradients(problem, in_order, target, backend),)
     copies = casts + describe_copies(config, specs, tensors)
@@ -111,6 +123,7 @@ def _note_on_gradients(
         forward.causal,
         has_window=forward.has_window,
         is_packed=True,
+        scores=forward.scores,
         deterministic=deterministic,
     )
     return describe_gradients(

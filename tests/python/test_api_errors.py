@@ -150,8 +150,9 @@ BAD_OPTIONS = [
     (call(attention_chunk=-1), ValueError, "attention_chunk is -1, allowed: 0 or more"),
     (call(attention_chunk=0.5), TypeError, "attention_chunk is a float, 0.5, allowed: an int"),
     (call(softcap="no"), TypeError, "softcap is a str, 'no', allowed: a number"),
-    (call(softcap=-1.0), ValueError, "softcap is -1.0, allowed: 0 or more"),
-    (call(softcap=math.nan), ValueError, "softcap is nan, allowed: 0 or more"),
+    (call(softcap=-1.0), ValueError, "softcap is -1.0, allowed: 0, which is none, or 1e-30 to 1e+30"),
+    (call(softcap=math.nan), ValueError, "softcap is nan, allowed: 0, which is none"),
+    (call(softcap=math.inf), ValueError, "softcap is inf, allowed: 0, which is none"),
     (call(num_splits=-1), ValueError, "num_splits is -1, allowed: 0 or more"),
     (call(num_splits=2.0), TypeError, "num_splits is a float, 2.0, allowed: an int"),
     (call(num_splits=False), TypeError, "num_splits is a bool, False, allowed: an int"),
@@ -193,7 +194,6 @@ BAD_FP8 = [
 MISSING = [
     ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
     ({"attention_chunk": 6}, "attention_chunk is 6: chunked attention is not", "attention_chunk=0"),
-    ({"softcap": 30.0}, "softcap is 30.0: tanh soft-capping of the scores is not", "softcap=0.0"),
 ]
 
 
@@ -285,8 +285,8 @@ def test_bad_kvpacked() -> None:
         flash_attn_kvpacked_func(Q, Q.new_zeros(2, 7, 3, 2, 64))
     with pytest.raises(TypeError, match=r"kv is a tuple, allowed: a torch\.Tensor"):
         flash_attn_kvpacked_func(Q, (KV, KV))
-    with pytest.raises(NotImplementedError, match="softcap is 20"):
-        flash_attn_kvpacked_func(Q, torch.stack([KV, KV], 2), softcap=20)
+    with pytest.raises(ValueError, match="softcap is -20"):
+        flash_attn_kvpacked_func(Q, torch.stack([KV, KV], 2), softcap=-20)
 
 
 @pytest.mark.parametrize(

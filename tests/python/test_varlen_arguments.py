@@ -183,7 +183,7 @@ BAD_OPTIONS = [
         ValueError,
         "window_size is (-2, 0), allowed: a pair (left, right) of ints from",
     ),
-    ({"softcap": -1.0}, ValueError, "softcap is -1.0, allowed: 0 or more"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0, allowed: 0, which is none"),
     ({"attention_chunk": -1}, ValueError, "attention_chunk is -1, allowed: 0 or more"),
     ({"num_splits": 1.5}, TypeError, "num_splits is a float, 1.5, allowed: an int"),
     ({"pack_gqa": 4}, ValueError, "pack_gqa is 4, allowed: True or False"),
@@ -204,7 +204,6 @@ MISSING = [
         "the dtype of q is torch.float8_e4m3fn: variable-length attention",
     ),
     ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet"),
-    ({"softcap": 30.0}, "softcap is 30.0: tanh soft-capping of the scores is not"),
     ({"attention_chunk": 10, "causal": True}, "attention_chunk is 10: chunked attention is not"),
     ({"attention_chunk": 100}, "attention_chunk is 100: chunked attention is not"),
     ({"window_size": (3, 3), "max_seqlen_q": LONG}, "window_size is given for 536870913 queries and 11 keys"),
@@ -308,9 +307,9 @@ BAD_PACKED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "kv has shape (20, 2, 64), allowed: (total_k, 2, kv_heads, head_dim)",
     ),
     (
-        lambda: flash_attn_varlen_kvpacked_func(Q, torch.stack([KV, KV], 1), CU_Q, CU_K, 7, 11, softcap=3),
-        NotImplementedError,
-        "softcap is 3: tanh soft-capping",
+        lambda: flash_attn_varlen_kvpacked_func(Q, torch.stack([KV, KV], 1), CU_Q, CU_K, 7, 11, softcap=-3),
+        ValueError,
+        "softcap is -3, allowed: 0, which is none",
     ),
 ]
 

@@ -62,7 +62,8 @@ def test_autocast_and_meta_tensors() -> None:
         ({"seqused_k": torch.ones(4)}, TypeError, "seqused_k has dtype torch.float32"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1.0"),
-        ({"softcap": 3.0}, NotImplementedError, "softcap is 3.0"),
+        ({"softcap": -3.0}, ValueError, "softcap is -3.0, allowed: 0, which is none"),
+        ({"sinks": torch.ones(3)}, ValueError, r"sinks has shape \(3,\), allowed: \(heads,\), \(4,\)"),
         ({"q_descale": torch.ones(4, 2)}, ValueError, "q_descale is given but q has dtype torch.bfloat16"),
         ({"device_capability": 9}, ValueError, "device_capability is 9, allowed"),
         (

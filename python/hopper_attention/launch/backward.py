@@ -31,6 +31,7 @@ from hopper_attention.launch.base import (
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import kernel_sides
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,15 @@ class BackwardLauncher(Launcher):
         softmax_scale: float,
         dlse: Tensor | None,
         *window: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, ...]:
-        """As ``run_backward``. A kernel with a window takes its sides after the scale."""
+        """As ``run_backward``.
+
+        A kernel with a window takes its sides after the scale, and then one of a kind of scores that is not plain takes
+        ``Scores.for_kernel``.
+        """
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window)
+            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
         lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
         delta = torch.empty_like(lse_log2)
         sums = zero_dq(self.config, q)
@@ -70,7 +76,9 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        options = softmax_scale, *kernel_sides(*window), *self.grid
+        batch, _, heads, _ = q.shape
+        terms = () if scores is NO_SCORES else scores.for_kernel(batch, heads)
+        options = softmax_scale, *kernel_sides(*window), *terms, *self.grid
         self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *options)
         self.finish(sums, dq, softmax_scale)
         return dq, dk, dv
@@ -130,10 +138,18 @@ def _find_flat(
     device: torch.device,
     backend: str | None,
     has_window: bool = False,
+    scores: ScoreKind = PLAIN,
 ) -> BackwardLauncher:
     """``find`` by the parts of a problem, which costs less than to make one at every call."""
     problem = GradientProblem(
-        dtype, dtype, head_dim, head_dim_v, causal, has_window=has_window, deterministic=deterministic
+        dtype,
+        dtype,
+        head_dim,
+        head_dim_v,
+        causal,
+        has_window=has_window,
+        scores=scores,
+        deterministic=deterministic,
     )
     return find(problem, device, backend)
 
@@ -151,6 +167,7 @@ def run_backward(
     deterministic: bool = False,
     backend: str | None = None,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention on an NVIDIA GPU, on torch's current stream. No size may be 0.
 
@@ -172,11 +189,15 @@ def run_backward(
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
-        NotImplementedError: the kernel has no windows.
+        NotImplementedError: the kernel has no windows, or does not do what is done to scores.
     """
     has_window = window != FULL_WINDOW
     options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend, has_window
     sides = window if has_window else ()
+    if scores is not NO_SCORES:
+        launch = _find_flat(*options, scores.kind)
+        dq, dk, dv = launch(dout, q, k, v, out, lse, softmax_scale, dlse, *sides, scores=scores)
+        return dq, dk, dv
     dq, dk, dv = _find_flat(*options)(dout, q, k, v, out, lse, softmax_scale, dlse, *sides)
     return dq, dk, dv
 

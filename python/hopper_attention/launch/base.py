@@ -31,13 +31,13 @@ class Launcher(ABC):
     device_index: int
 
     @abstractmethod
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Allocate the results, queue the kernel, return the results; ``call_there`` if another GPU is current."""
 
-    def call_there(self, *arguments: Any) -> Any:
+    def call_there(self, *arguments: Any, **options: Any) -> Any:
         """Call this launcher while ``device_index`` is current, as a kernel starts on the current GPU."""
         with torch.cuda.device(self.device_index):
-            return self(*arguments)
+            return self(*arguments, **options)
 
 
 @dataclass(frozen=True)

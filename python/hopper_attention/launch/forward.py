@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +36,13 @@ from hopper_attention.masks import kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, softmax_scale, wants_lse, *window) -> (out, lse); an lse that is not wanted may come without its rows. No
-scale is head_dim**-0.5. ``window`` is (window_left, window_right) for problems that have one, else nothing."""
+"""(q, k, v, softmax_scale, wants_lse, *window, scores=NO_SCORES) -> (out, lse); an lse that is not wanted may come
+without its rows. No scale is head_dim**-0.5. ``window`` is (window_left, window_right) for problems that have one, else
+nothing. ``scores`` is given for problems whose kind is not plain."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,19 @@ class NoKeysLaunch:
     result: ResultSpec
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        wants_lse: bool,
+        *window: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
-        return self.result.empty_out(q).zero_(), self.result.empty_lse(q).fill_(-math.inf)
+        lse = self.result.empty_lse(q).fill_(-math.inf)
+        if scores.sinks is not None:
+            lse.copy_(scores.sinks[:, None])
+        return self.result.empty_out(q).zero_(), lse
 
 
 @dataclass(frozen=True)
@@ -63,12 +76,20 @@ class ReferenceLaunch:
     default_scale: float
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        wants_lse: bool,
+        *window: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
         scale = self.default_scale if softmax_scale is None else softmax_scale
         sides = dict(zip(("window_left", "window_right"), window, strict=False))
-        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **tiles, **sides)
+        options = tiles | sides | scores.options
+        return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **options)
 
 
 @dataclass(frozen=True)
@@ -78,11 +99,13 @@ class PartsLaunch:
     launches: dict[int, Launch]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
+        self, q: Tensor, k: Tensor, v: Tensor, *options: Any, **scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        return attend_in_parts(
-            v, lambda part: self.launches[part.shape[3]](q, k, part, softmax_scale, wants_lse, *window)
-        )
+        return attend_in_parts(v, lambda part: self.launches[part.shape[3]](q, k, part, *options, **scores))
+
+
+NO_SIDES, NO_PLAN = (None, None), (None, None)
+"""In place of the sides of a window, and of a plan and the number of its sequences."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,8 @@ class ForwardLauncher(Launcher):
 
     ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
     persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
-    takes its sides after the scale.
+    takes its sides after the scale, and then one of a kind of scores that is not plain takes ``Scores.for_kernel``;
+    that of Hopper takes all of these where it takes one (``hopper.forward.kernel.GeneralForwardKernel``).
     """
 
     kernel: Kernel
@@ -101,10 +125,17 @@ class ForwardLauncher(Launcher):
     num_ctas: int
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        wants_lse: bool,
+        *window: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(q, k, v, softmax_scale, wants_lse, *window)
+            return self.call_there(q, k, v, softmax_scale, wants_lse, *window, scores=scores)
         out = self.result.empty_out(q)
         batch, _, heads, _ = q.shape
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, q.device)
@@ -114,15 +145,24 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        if window:
-            window = kernel_sides(*window)
+        options: tuple[Any, ...] = ()
+        if window or scores is not NO_SCORES:
+            options = self._options(batch, heads, window, scores)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            absent = (None,) * 5 if window else ()
-            self.kernel(q, k, v, out, lse, counter, scale, *window, *absent, self.num_ctas)
+            self.kernel(q, k, v, out, lse, counter, scale, *options, self.num_ctas)
         else:
-            self.kernel(q, k, v, out, lse, scale, *window)
+            self.kernel(q, k, v, out, lse, scale, *options)
         return out, lse
+
+    def _options(
+        self, batch: int, heads: int, window: tuple[int, ...], scores: Scores
+    ) -> tuple[int | float | Tensor | None, ...]:
+        """What a kernel takes behind the scale if it is not plain."""
+        sides = kernel_sides(*window)
+        if self.num_ctas:
+            return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
+        return *sides, *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -187,6 +227,7 @@ def find_launch(
     backend: str | None,
     sm_margin: int,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: ScoreKind = PLAIN,
 ) -> Launch:
     """What serves a call with these tensors, checked.
 
@@ -205,11 +246,11 @@ def find_launch(
     checks.check_sm_margin(sm_margin)
     if needs_parts(v_shape[3]):
         shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
-        options = causal, backend, sm_margin, window
+        options = causal, backend, sm_margin, window, scores
         return PartsLaunch(
             {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
         )
-    problem = problem_of(q, k, v, causal, window)
+    problem = problem_of(q, k, v, causal, window, scores)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
@@ -234,12 +275,16 @@ def run_forward(
     sm_margin: int,
     wants_lse: bool = True,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
 
     Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
     ``MaskSpec``.
     """
+    if scores is not NO_SCORES:
+        options = causal, backend, sm_margin, window
+        return _run_with_scores(q, k, v, softmax_scale, wants_lse, scores, options)
     launch = find_launch(
         q.shape,
         q.stride(),
@@ -263,3 +308,22 @@ def run_forward(
     if window != FULL_WINDOW:
         return launch(q, k, v, softmax_scale, wants_lse, *window)
     return launch(q, k, v, softmax_scale, wants_lse)
+
+
+def _run_with_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    wants_lse: bool,
+    scores: Scores,
+    options: tuple[bool, str | None, int, tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """``run_forward`` with scores that are not plain; ``options`` are causal, backend, sm_margin and window."""
+    specs = (*TensorSpec.of(q), *TensorSpec.of(k), *TensorSpec.of(v))
+    launch = find_launch(*specs, *options, scores.kind)
+    check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
+    scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
+    window = options[3]
+    sides = window if window != FULL_WINDOW else ()
+    return launch(q, k, v, scale, wants_lse, *sides, scores=scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import kernel_sides
+from hopper_attention.scores import NO_SCORES, Scores
 
 OF_QUERIES, OF_KEYS = 0, 1
 """Whose rows the tiles of a plan are."""
@@ -56,7 +59,8 @@ def find_planner(config: object) -> Planner:
 class PackedForwardLauncher(Launcher):
     """A forward kernel of 16 bits on packed sequences.
 
-    ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be.
+    ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be. A kernel
+    of a kind of scores that is not plain takes ``Scores.for_kernel`` after the sides of the window.
     """
 
     config: ForwardConfig | AmpereForwardConfig
@@ -80,13 +84,13 @@ class PackedForwardLauncher(Launcher):
         window_left: int,
         window_right: int,
         wants_lse: bool,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds = max_seqlen_q, max_seqlen_k
-            return self.call_there(
-                q, k, v, *lengths, *bounds, softmax_scale, window_left, window_right, wants_lse
-            )
+            rest = softmax_scale, window_left, window_right, wants_lse
+            return self.call_there(q, k, v, *lengths, *bounds, *rest, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
         check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
@@ -99,12 +103,16 @@ class PackedForwardLauncher(Launcher):
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
         sides = kernel_sides(window_left, window_right) if self.config.window else ()
+        options: tuple[Any, ...]
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            options = *(sides or (None, None)), plan, batch + 1, None, None, None, self.num_ctas
-            self.kernel(q, k, v, out, lse, counter, softmax_scale, *options)
+            options = *(sides or NO_SIDES), plan, batch + 1, *scores.for_kernel(batch, heads)
+            self.kernel(q, k, v, out, lse, counter, softmax_scale, *options, self.num_ctas)
         else:
-            self.kernel(q, k, v, out, lse, plan, batch + 1, softmax_scale, *sides)
+            options = softmax_scale, *sides
+            if scores is not NO_SCORES:
+                options = *options, *scores.for_kernel(batch, heads)
+            self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
         return out, lse
 
 

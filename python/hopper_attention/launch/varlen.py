@@ -24,23 +24,26 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import find_config
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
-from hopper_attention.lengths import Lengths, check_packed, read_sequences
+from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 VarlenLaunch = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, *lengths, softmax_scale, window_left, window_right, wants_lse) -> (out, lse), new contiguous tensors.
+"""(q, k, v, *lengths, softmax_scale, window_left, window_right, wants_lse, scores=NO_SCORES) -> (out, lse), new
+contiguous tensors. ``scores`` is given for problems whose kind is not plain.
 
 ``lengths`` are the six of ``Lengths``: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k.
 q is (total_q, heads, head_dim), k and v (total_k, kv_heads, ...); all were checked, and no size is 0 but that of some
 sequences. out is (total_q, heads, head_dim_v), lse float32 (heads, total_q), which may lack its rows where it is not
-wanted. Rows that see no key, or are of no sequence, get 0 and -inf. A launcher reads no tensor on the host.
+wanted. Rows of no sequence get 0 and -inf, those that see no key 0 and their sink, or -inf. A launcher reads no tensor
+on the host.
 """
 
 VarlenGradientLaunch = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, window_left, window_right) -> (dq, dk, dv).
+"""(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, window_left, window_right, scores=NO_SCORES) to gradients.
 
 dout is (total_q, heads, head_dim_v), dlse None or (heads, total_q), both of any strides; the rest as for
 ``VarlenLaunch``. Rows of no sequence get gradients of 0, whatever the other tensors hold there.
@@ -51,10 +54,16 @@ dout is (total_q, heads, head_dim_v), dlse None or (heads, total_q), both of any
 class EmptyVarlen:
     """For problems without a score: no tokens, or none in any sequence. Nothing is launched."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, scores: Scores = NO_SCORES
+    ) -> tuple[Tensor, Tensor]:
         total_q, heads, _ = q.shape
         out = q.new_zeros(total_q, heads, v.shape[2])
-        return out, q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
+        lse = q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
+        if scores.sinks is not None:
+            rows = rows_of_sequences(Lengths(*others[:6]), total_q)
+            lse = torch.where(rows, scores.sinks.float()[:, None], lse)
+        return out, lse
 
 
 EMPTY = EmptyVarlen()
@@ -66,8 +75,10 @@ class PartsVarlen:
 
     launches: dict[int, VarlenLaunch]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        return attend_in_parts(v, lambda part: self.launches[part.shape[2]](q, k, part, *others))
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        return attend_in_parts(v, lambda part: self.launches[part.shape[2]](q, k, part, *others, **scores))
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class ReferenceVarlen:
         window_left: int,
         window_right: int,
         wants_lse: bool,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         return varlen_forward(
@@ -102,6 +114,7 @@ class ReferenceVarlen:
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            **scores.options,
         )
 
 
@@ -129,6 +142,7 @@ class ReferenceVarlenGradient:
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         return varlen_backward(
@@ -144,6 +158,7 @@ class ReferenceVarlenGradient:
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            **scores.options,
         )
 
 
@@ -189,6 +204,7 @@ def find_varlen_launch(
     has_window: bool,
     backend: str | None,
     sm_margin: int,
+    scores: ScoreKind = PLAIN,
 ) -> VarlenLaunch:
     """What serves a call with these tensors, checked; ``lengths`` are ``Lengths.specs``.
 
@@ -202,14 +218,14 @@ def find_varlen_launch(
     checks.check_sm_margin(sm_margin)
     if needs_parts(v.shape[2]):
         shapes = {width: (*v.shape[:2], width) for width in part_widths(v.shape[2])}
-        options = lengths, causal, has_window, backend, sm_margin
+        options = lengths, causal, has_window, backend, sm_margin, scores
         return PartsVarlen(
             {
                 width: find_varlen_launch((q, k, v._replace(shape=shape)), *options)
                 for width, shape in shapes.items()
             }
         )
-    problem = packed_problem_of(q, v, causal, has_window)
+    problem = packed_problem_of(q, v, causal, has_window, scores)
     return find_varlen(problem, q.device, backend, sm_margin)
 
 
@@ -224,6 +240,7 @@ def run_varlen(
     sm_margin: int,
     wants_lse: bool = True,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
 
@@ -231,11 +248,23 @@ def run_varlen(
     ``MaskSpec``.
     """
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    launch = find_varlen_launch(specs, lengths.specs, causal, window != FULL_WINDOW, backend, sm_margin)
+    kind = causal, window != FULL_WINDOW, backend, sm_margin
+    given = {}
+    if scores is NO_SCORES:
+        launch = find_varlen_launch(specs, lengths.specs, *kind)
+    else:
+        launch = find_varlen_launch(specs, lengths.specs, *kind, scores.kind)
+        check_packed_scores(scores, q, lengths)
+        given = {"scores": scores}
     if q.is_cuda and is_empty(q, k, lengths):
         launch = EMPTY
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    return launch(q, k, v, *lengths, scale, *window, wants_lse)
+    return launch(q, k, v, *lengths, scale, *window, wants_lse, **given)
+
+
+def check_packed_scores(scores: Scores, q: Tensor, lengths: Lengths) -> None:
+    """``check_scores`` of sequences of different lengths."""
+    check_scores(scores, lengths.cu_seqlens_q.shape[0] - 1, q.shape[1], q.dtype, q.device)
 
 
 def is_empty(q: Tensor, k: Tensor, lengths: Lengths) -> bool:
@@ -258,11 +287,16 @@ def run_varlen_backward(
     backend: str | None = None,
     deterministic: bool = False,
     window: tuple[int, int] = FULL_WINDOW,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``run_varlen``: dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
 
     ``backend`` is what the forward was asked for. ``deterministic`` asks for the same bits in every run.
     """
+    given = {}
+    if scores is not NO_SCORES:
+        check_packed_scores(scores, q, lengths)
+        given = {"scores": scores}
     if is_empty(q, k, lengths):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         return dq, dk, dv
@@ -274,7 +308,8 @@ def run_varlen_backward(
         causal,
         has_window=window != FULL_WINDOW,
         is_packed=True,
+        scores=scores.kind if given else PLAIN,
         deterministic=deterministic,
     )
     launch = find_varlen_backward(problem, q.device, backend)
-    return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window)
+    return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)

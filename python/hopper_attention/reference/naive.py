@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     Mask,
     Span,
@@ -25,41 +27,70 @@ from hopper_attention.reference.tiles import (
     spans,
     unfold_heads,
 )
-from hopper_attention.shapes import attention_shape
+from hopper_attention.shapes import AttentionShape, attention_shape
 
 CHUNK_SCORES = 1 << 24
 """Scores held at a time, over batch and heads."""
 
-Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], tuple[torch.Tensor, torch.Tensor]
-]
-"""(q rows, keys, values, visible) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
+
+class Chunk(NamedTuple):
+    """Queries ``rows`` that meet all keys ``cols``; which pairs are seen, None if all; what is done to scores."""
+
+    rows: Span
+    cols: Span
+    visible: torch.Tensor | None
+    terms: ScoreTerms
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Chunk], tuple[torch.Tensor, torch.Tensor]]
+"""(q rows, keys, values, chunk) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
 Sides = tuple[bool, int, int]
 """causal, window_left and window_right."""
 
+ScoreOptions = tuple["float | None", float, "torch.Tensor | None", "torch.Tensor | None"]
+"""softmax_scale, softcap, alibi_slopes and sinks."""
+
 
 @ignores_autocast
 def _by_query_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sides: Sides, dtype: torch.dtype, attend: Attend
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sides: Sides,
+    options: ScoreOptions,
+    dtype: torch.dtype,
+    attend: Attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply ``attend`` to chunks of queries, computing in ``dtype``: out (b, sq, h, dv), lse (b, h, sq)."""
     shape = attention_shape(q, k, v)
+    softmax_scale, softcap, alibi_slopes, sinks = options
+    scale = default_scale(softmax_scale, shape.head_dim)
+    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks)
     row_scores = shape.batch * shape.heads * shape.seqlen_k
     if row_scores == 0 or shape.seqlen_q == 0:
-        out = q.new_zeros(shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v, dtype=dtype)
-        return out, out.new_full((shape.batch, shape.heads, shape.seqlen_q), -math.inf)
+        return _without_keys(q, shape, terms, dtype)
     q_rows = fold_heads(q, shape.kv_heads, dtype)
     keys, values = (fold_heads(x, shape.kv_heads, dtype).squeeze(2) for x in (k, v))
     mask = Mask(shape.seqlen_q, shape.seqlen_k, *sides)
     outs, lses = [], []
     for rows in spans(0, shape.seqlen_q, max(1, CHUNK_SCORES // row_scores)):
-        visible = mask.visible(rows, Span(0, shape.seqlen_k), shape.group, q.device)
-        out, lse = attend(query_tile(q_rows, rows), keys, values, visible)
+        cols = Span(0, shape.seqlen_k)
+        chunk = Chunk(rows, cols, mask.visible(rows, cols, shape.group, q.device), terms)
+        out, lse = attend(query_tile(q_rows, rows), keys, values, chunk)
         outs.append(out.unflatten(2, (shape.group, -1)))
         lses.append(lse.squeeze(-1).unflatten(2, (shape.group, -1)))
     return unfold_heads(torch.cat(outs, 3), dtype), torch.cat(lses, 3).flatten(1, 2)
+
+
+def _without_keys(
+    q: torch.Tensor, shape: AttentionShape, terms: ScoreTerms, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out, which is 0, and the LSE, which is the sink alone."""
+    rows = q.new_zeros(shape.batch, shape.kv_heads, shape.group * shape.seqlen_q, 1, dtype=dtype)
+    lse = terms.sink_column(rows).reshape(shape.batch, shape.heads, shape.seqlen_q)
+    return q.new_zeros(shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v, dtype=dtype), lse
 
 
 def attention_naive(
@@ -71,6 +102,9 @@ def attention_naive(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -82,30 +116,37 @@ def attention_naive(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
+        alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
+        sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
-        (batch, heads, seqlen_q). A query that sees no key gives 0 and -inf. Differentiable by torch.
+        (batch, heads, seqlen_q), which includes the sink. A query that sees no key gives 0 and its sink, or -inf.
+        Differentiable by torch, with respect to slopes and sinks too.
 
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together.
         TypeError: q, k and v differ in dtype.
     """
-    scale = default_scale(softmax_scale, q.shape[-1])
 
     def attend(
-        q_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None
+        q_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = masked(q_rows @ keys.mT * scale, visible)
-        row_max = scores.detach().amax(-1, keepdim=True)
-        p = torch.exp(scores - row_max.masked_fill(row_max == -math.inf, 0.0))
-        row_sum = p.sum(-1, keepdim=True)
+        scores = chunk.terms.scores(q_rows @ keys.mT, chunk.rows, chunk.cols)
+        sinks_of_rows = chunk.terms.sink_column(q_rows)
+        scores = masked(scores, chunk.visible)
+        row_max = torch.maximum(scores.detach().amax(-1, keepdim=True), sinks_of_rows.detach())
+        shift = row_max.masked_fill(row_max == -math.inf, 0.0)
+        p = torch.exp(scores - shift)
+        row_sum = p.sum(-1, keepdim=True) + torch.exp(sinks_of_rows - shift)
         no_key = row_sum == 0
         row_sum = row_sum.masked_fill(no_key, 1.0)
-        # The maximum of a row without keys is -inf, and so is its LSE.
-        return masked_matmul(p, values, visible) / row_sum, row_sum.log() + row_max
+        # The maximum of a row without keys and sink is -inf, and so is its LSE.
+        return masked_matmul(p, values, chunk.visible) / row_sum, row_sum.log() + row_max
 
-    return _by_query_chunks(q, k, v, (causal, window_left, window_right), torch.float64, attend)
+    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
 
 
 def attention_standard(
@@ -117,6 +158,9 @@ def attention_standard(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -128,16 +172,23 @@ def attention_standard(
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q; 0 for a query that sees no key.
     """
-    scale = default_scale(softmax_scale, q.shape[-1])
     dtype = q.dtype
     accum = torch.float64 if dtype == torch.float64 else torch.float32
 
     def attend(
-        q_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None
+        q_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = masked(round_to(round_to(q_rows @ keys.mT, dtype) * scale, dtype), visible)
-        no_key = (scores == -math.inf).all(-1, keepdim=True)
-        p = round_to(torch.softmax(scores, -1), dtype).masked_fill(no_key, 0.0)
-        return masked_matmul(p, values, visible), p.sum(-1, keepdim=True)
+        terms = chunk.terms
+        scores = round_to(round_to(q_rows @ keys.mT, dtype) * terms.scale, dtype)
+        if terms.changes_scores:
+            scores = round_to(terms.capped(scores), dtype)
+            scores = round_to(terms.biased(scores, chunk.rows, chunk.cols), dtype)
+        scores, seqlen_k = masked(scores, chunk.visible), keys.shape[2]
+        if sinks is not None:
+            scores = torch.cat([scores, round_to(terms.sink_column(q_rows), dtype)], -1)
+        nothing = (scores == -math.inf).all(-1, keepdim=True)
+        p = round_to(torch.softmax(scores, -1), dtype).masked_fill(nothing, 0.0)[..., :seqlen_k]
+        return masked_matmul(p, values, chunk.visible), p.sum(-1, keepdim=True)
 
-    return _by_query_chunks(q, k, v, (causal, window_left, window_right), accum, attend)[0].to(dtype)
+    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)

@@ -13,6 +13,7 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -29,6 +30,7 @@ from hopper_attention.reference.tiles import (
     spans,
     unfold_heads,
 )
+from hopper_attention.scores import check_slopes_are_constant, sinks_gradient
 from hopper_attention.shapes import attention_shape
 
 
@@ -45,6 +47,9 @@ def tiled_forward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
     shape = attention_shape(q, k, v)
@@ -52,7 +57,8 @@ def tiled_forward(
     accum = accumulator_dtype(q.dtype)
     q_rows = fold_heads(q, shape.kv_heads, accum)
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
-    scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
+    scale = default_scale(softmax_scale, shape.head_dim)
+    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
@@ -64,9 +70,14 @@ def tiled_forward(
         for cols in mask.key_tiles(rows, tile_n):
             k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
             visible = mask.visible(rows, cols, shape.group, q.device)
-            p, rescale = softmax.step(masked(q_i @ k_j.mT * scale_log2, visible))
+            x = terms.scores_log2(q_i @ k_j.mT, rows, cols)
+            p, rescale = softmax.step(masked(x, visible))
             softmax.add(p.sum(-1, keepdim=True), rescale)
             acc_o = acc_o * rescale + masked_matmul(round_to(p, q.dtype), v_j, visible)
+        if sinks is not None:
+            p, rescale = softmax.step(terms.sink_column(q_i) * LOG2_E)
+            softmax.add(p, rescale)
+            acc_o = acc_o * rescale
         out[:, :, :, rows.slice] = softmax.normalize(acc_o).unflatten(2, (shape.group, -1)).to(q.dtype)
         lse[:, :, :, rows.slice] = softmax.lse().unflatten(2, (shape.group, -1))
     return unfold_heads(out, q.dtype), lse.flatten(1, 2)
@@ -104,21 +115,26 @@ class TiledAttention(torch.autograd.Function):
         tile_n: int,
         window_left: int,
         window_right: int,
+        softcap: float,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
         ctx.options |= {"window_left": window_left, "window_right": window_right}
+        ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
         ctx.set_materialize_grads(False)
-        out, lse = tiled_forward(q, k, v, **ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = tiled_forward(q, k, v, **ctx.options, sinks=sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         dout, dlse = gradients
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
-        return *dqkv, *[None] * 6
+        dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
+        return *dqkv, *[None] * 8, dsinks
 
 
 def attention_tiled(
@@ -132,6 +148,9 @@ def attention_tiled(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -149,16 +168,21 @@ def attention_tiled(
         tile_n: keys of a tile.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
+        alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
+        sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
-        (float64 for float64 inputs), (batch, heads, seqlen_q). A query that sees no key gives 0 and -inf.
-        Both are differentiable, once.
+        (float64 for float64 inputs), (batch, heads, seqlen_q), which includes the sink. A query that sees no key gives
+        0 and its sink, or -inf. Both are differentiable, once, but for the slopes.
 
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together, or a tile size is below 1.
         TypeError: q, k and v differ in dtype, or it is not one of the four above.
-        NotImplementedError: the gradients are themselves differentiated.
+        NotImplementedError: the gradients are themselves differentiated, or that of the slopes is wanted.
     """
-    result = TiledAttention.apply(q, k, v, causal, softmax_scale, tile_m, tile_n, window_left, window_right)
+    check_slopes_are_constant(alibi_slopes)
+    options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, softcap, alibi_slopes, sinks
+    result = TiledAttention.apply(q, k, v, *options)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

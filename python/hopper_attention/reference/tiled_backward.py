@@ -8,6 +8,7 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     LOG2_E,
     Mask,
@@ -42,12 +43,14 @@ def tiled_backward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`attention_tiled`, tile by tile (the paper's appendix B.1, Algorithm 3).
 
-    With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D); then dV = P^T dO,
-    dQ = scale * dS K and dK = scale * dS^T Q. P and dS are rounded to the input dtype before these products,
-    which accumulate in float32 (float64 for float64 inputs), over the query heads of a group too. Memory is
+    With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D), times 1 - tanh^2 under a softcap; then
+    dV = P^T dO, dQ = scale * dS K and dK = scale * dS^T Q. P and dS are rounded to the input dtype before these
+    products, which accumulate in float32 (float64 for float64 inputs), over the query heads of a group too. Memory is
     linear in the sequence lengths.
 
     Args:
@@ -56,6 +59,7 @@ def tiled_backward(
         q, k, v: the inputs of the forward pass.
         out, lse: its results.
         causal, softmax_scale, tile_m, tile_n, window_left, window_right: as in the forward pass; the tiles may differ.
+        softcap, alibi_slopes: as in the forward pass. Sinks are in its LSE, and need not be known.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v: new contiguous tensors. A query that sees no key
@@ -68,6 +72,7 @@ def tiled_backward(
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
     scale = default_scale(softmax_scale, shape.head_dim)
+    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
     q_rows, do_rows, o_rows = (fold_heads(x, shape.kv_heads, accum) for x in (q, dout, out))
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
@@ -84,9 +89,11 @@ def tiled_backward(
             q_i, do_i = query_tile(q_rows, rows), query_tile(do_rows, rows)
             visible = mask.visible(rows, cols, shape.group, q.device)
             seen_by = None if visible is None else visible.mT
-            x = masked(q_i @ k_j.mT * (scale * LOG2_E), visible)
+            products = q_i @ k_j.mT
+            x = masked(terms.scores_log2(products, rows, cols), visible)
             p = torch.exp2(x - query_tile(lse_log2, rows))
-            ds = masked(p * (do_i @ v_j.mT - query_tile(delta, rows)), visible, fill=0.0)
+            ds = terms.through_cap(p * (do_i @ v_j.mT - query_tile(delta, rows)), products)
+            ds = masked(ds, visible, fill=0.0)
             p, ds = round_to(p, q.dtype), round_to(ds, q.dtype)
             dv[:, :, cols.slice] += masked_matmul(p.mT, do_i, seen_by)
             dk[:, :, cols.slice] += masked_matmul(ds.mT, q_i, seen_by)

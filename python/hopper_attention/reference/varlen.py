@@ -28,6 +28,9 @@ def varlen_forward(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` of each sequence.
 
@@ -35,15 +38,16 @@ def varlen_forward(
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (..., head_dim_v).
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
-        causal, softmax_scale, window_left, window_right: as there.
+        causal, softmax_scale, window_left, window_right, softcap, sinks: as there.
+        alibi_slopes: as there; the batch of (batch, heads) are the sequences.
 
     Returns:
         out (total_q, heads, head_dim_v) and the LSE (heads, total_q), float32 (float64 for float64 inputs); 0 and -inf
-        for rows that see no key or are of no sequence.
+        for rows that are of no sequence. Rows that see no key have 0 and their sink, or -inf.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator_dtype(q.dtype))
-    for rows, keys in sequences:
+    for b, (rows, keys) in enumerate(sequences):
         q_s, k_s, v_s = q[None, rows.slice], k[None, keys.slice], v[None, keys.slice]
         results = tiled_forward(
             q_s,
@@ -53,6 +57,9 @@ def varlen_forward(
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            softcap=softcap,
+            alibi_slopes=_slopes_of(alibi_slopes, b),
+            sinks=sinks,
         )
         out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
     return out, lse
@@ -73,6 +80,9 @@ def varlen_backward(
     softmax_scale: float,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`varlen_forward`, sequence by sequence as for a batch of one.
 
@@ -81,21 +91,21 @@ def varlen_backward(
         dlse: gradient of lse, (heads, total_q); None means zero.
         q, k, v, sequences: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, window_left, window_right: as there.
+        causal, softmax_scale, window_left, window_right, softcap, alibi_slopes, sinks: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous; 0 for rows of no sequence.
     """
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    for rows, keys in sequences:
+    for b, (rows, keys) in enumerate(sequences):
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
         q_s, dout_s, out_s = (x[None, rows.slice] for x in (q, dout, out))
         k_s, v_s = (x[None, keys.slice] for x in (k, v))
         lse_s = lse[None, :, rows.slice]
         dlse_s = None if dlse is None else dlse[None, :, rows.slice]
-        if keys.stop - keys.start == 1:
-            gradients = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale)
+        if keys.stop - keys.start == 1 and sinks is None:
+            gradients = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, softcap)
         else:
             gradients = tiled_backward(
                 dout_s,
@@ -109,7 +119,14 @@ def varlen_backward(
                 softmax_scale=softmax_scale,
                 window_left=window_left,
                 window_right=window_right,
+                softcap=softcap,
+                alibi_slopes=_slopes_of(alibi_slopes, b),
             )
         for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
             whole[span.slice] = part[0]
     return dq, dk, dv
+
+
+def _slopes_of(alibi_slopes: torch.Tensor | None, sequence: int) -> torch.Tensor | None:
+    """(heads,) slopes of a sequence, from (heads,) or (batch, heads)."""
+    return alibi_slopes[sequence] if alibi_slopes is not None and alibi_slopes.dim() > 1 else alibi_slopes

@@ -1,0 +1,169 @@
+"""What is done to scores between Q K^T and the softmax, and what joins it: softcap, ALiBi and sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopper_attention import checks
+from hopper_attention.checks import TensorSpec
+
+
+class ScoreKind(NamedTuple):
+    """What of it decides on a kernel: what there is, whatever its values. A tuple, as it is a part of keys.
+
+    Attributes:
+        has_softcap, has_alibi, has_sinks: whether ``Scores`` has each.
+    """
+
+    has_softcap: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ask for what there is."""
+        named = zip(("softcap", "alibi_slopes", "sinks"), self, strict=True)
+        return tuple(name for name, is_there in named if is_there)
+
+
+PLAIN = ScoreKind()
+"""Scores go from Q K^T to the softmax as they are, but for scale and mask."""
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """What can be known of ``Scores`` without reading a tensor.
+
+    Attributes:
+        softcap: c of c tanh(score / c); 0 is none.
+        has_alibi, has_sinks: whether there are slopes and sinks.
+    """
+
+    softcap: float = 0.0
+    has_alibi: bool = False
+    has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        checks.check_softcap(self.softcap)
+
+    @property
+    def kind(self) -> ScoreKind:
+        return ScoreKind(self.softcap != 0.0, self.has_alibi, self.has_sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Values of a call. A score s, scaled, becomes c tanh(s / c), then gets its bias; then the mask hides it or not.
+
+    Attributes:
+        softcap: c, above 0; 0 is none.
+        alibi_slopes: float32 (heads,) or (batch, heads), or None: the bias of query i and key j is
+            -slope |i + seqlen_k - seqlen_q - j|.
+        sinks: (heads,), float32 or of q's dtype, or None: a logit of each head, natural log, that joins the sum of a
+            row and has no value. The LSE includes it.
+    """
+
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Scores:
+        """These, or ``NO_SCORES`` itself where nothing is given, so that plain calls are told by identity."""
+        if softcap == 0.0 and alibi_slopes is None and sinks is None:
+            return NO_SCORES
+        return cls(softcap, alibi_slopes, sinks)
+
+    @property
+    def spec(self) -> ScoreSpec:
+        return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None)
+
+    @property
+    def kind(self) -> ScoreKind:
+        return self.spec.kind
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By the names that the functions of ``reference`` take them."""
+        return {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+
+    @property
+    def values(self) -> tuple[float, Tensor | None, Tensor | None]:
+        """In the order in which operators take them."""
+        return self.softcap, self.alibi_slopes, self.sinks
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are given."""
+        return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
+
+    def for_kernel(self, batch: int, heads: int) -> tuple[float | None, Tensor | None, Tensor | None]:
+        """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
+        (heads,), contiguous. None for what there is not."""
+        cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
+        if slopes is not None:
+            slopes = slopes.contiguous().expand(batch, heads)
+        return cap, slopes, None if sinks is None else sinks.float().contiguous()
+
+
+NO_SLOPES_GRADIENT = (
+    "alibi_slopes requires a gradient, which is not implemented; use alibi_slopes.detach(), or "
+    "hopper_attention.reference.attention_naive, which torch differentiates"
+)
+
+NO_SCORES = Scores()
+"""The plain ones."""
+
+
+def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError or TypeError unless the values fit a q of these sizes, dtype and device."""
+    checks.check_softcap(scores.softcap)
+    if scores.alibi_slopes is not None:
+        slopes = TensorSpec.of(scores.alibi_slopes)
+        if slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}, allowed: torch.float32")
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}, allowed: (heads,) or (batch, heads), "
+                f"({heads},) or ({batch}, {heads})"
+            )
+        checks.check_device("alibi_slopes", slopes.device, device)
+    if scores.sinks is not None:
+        sinks = TensorSpec.of(scores.sinks)
+        if sinks.dtype not in (torch.float32, dtype):
+            raise TypeError(
+                f"sinks has dtype {sinks.dtype}, allowed: torch.float32 or the dtype of q, {dtype}"
+            )
+        if tuple(sinks.shape) != (heads,):
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, allowed: (heads,), ({heads},)")
+        checks.check_device("sinks", sinks.device, device)
+
+
+def check_slopes_are_constant(alibi_slopes: Tensor | None) -> None:
+    """Raise NotImplementedError for slopes whose gradient autograd would record."""
+    if alibi_slopes is not None and torch.is_grad_enabled() and alibi_slopes.requires_grad:
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
+
+
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks, of their shape and dtype, from what a forward pass leaves.
+
+    With p = exp(sink - lse), what the sink has of a row: -sum over rows of p (rowsum(dout * out) - dlse). It is
+    computed in float32, or float64 if the LSE is. Rows whose LSE is -inf, as those of no sequence, give nothing.
+
+    Args:
+        dout, out: (..., seqlen_q, heads, head_dim_v).
+        dlse, lse: (..., heads, seqlen_q); no ``dlse`` means zero.
+        sinks: (heads,).
+    """
+    accum = lse.dtype
+    delta = (dout.to(accum) * out.to(accum)).sum(-1).mT
+    if dlse is not None:
+        delta = delta - dlse
+    shares = torch.exp(sinks.to(accum)[:, None] - lse)
+    terms = (shares * delta).masked_fill(lse == -torch.inf, 0.0)
+    return -terms.movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)
