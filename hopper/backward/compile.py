@@ -8,23 +8,17 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.plan.compile import plan_argument
 from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
-from hopper.backward.kernel import BackwardKernel, PackedBackwardKernel, WindowBackwardKernel
-from hopper.backward.pair_kernel import (
-    PackedPairedBackwardKernel,
-    PairedBackwardKernel,
-    WindowPairedBackwardKernel,
-)
+from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
+from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
 
 
 def compile_backward(config: BackwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
-    torch's current stream. Further arguments follow, those that the config asks for, in this order:
-
-    - with ``config.window`` window_left and window_right, the sides of the window, and ``NO_LIMIT`` for none
-      (``cute_kernels.window``); with ``config.causal`` the right one is not read,
-    - where ``config.is_persistent`` num_ctas, as many as there are SMs.
+    torch's current stream, with num_ctas behind where ``config.is_persistent``, as many as there are SMs. Where the
+    config ``is_plain`` no more, softmax_scale is followed by ``window_left, window_right, plan, sequences, softcap,
+    alibi_slopes``, None for what the config has no use for (``BackwardOptions``).
 
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
@@ -34,37 +28,31 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h, query tiles, dq_parts, dq_words), zeros,
     contiguous, is added to in the order of ``config.dq_order``, without softmax_scale.
 
-    With the layout "varlen" it is ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, plan, sequences, softmax_scale,
-    window_left, window_right, num_ctas)``, num_ctas again only where ``config.is_persistent``. The sides of the window
-    are always given, and read only with ``config.window``. q and dout are (total_q, h, ...), k, v, dk and dv (total_k,
-    hk, ...), lse and delta (h, tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of
-    total_q, batch and tile_m: each sequence has whole tiles of its own (``cute_kernels/backward/packed.py``). plan is
+    With the layout "varlen" q and dout are (total_q, h, ...), k, v, dk and dv (total_k, hk, ...), lse and delta (h,
+    tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of total_q, batch and tile_m: each
+    sequence has whole tiles of its own (``cute_kernels/backward/packed.py``). plan is
     int32, made with ``of_keys`` for tiles of ``config.tile_n`` keys, of ``sequences`` sequences, one more than the
     caller's (``cute_kernels/plan``). Rows of dk and dv behind the last sequence are written, with zeros; those between
     the sequences are not.
     """
-    kernel = _kernel_of(config)(config)
-    scale, sides = Float32(0.0), (Int32(0), Int32(0))
-    ctas = (Int32(1),) if config.is_persistent else ()
-    if config.layout == VARLEN:
-        arguments = (*_packed_tensors(config), plan_argument(), Int32(0), scale, *sides, *ctas)
-    else:
-        arguments = (*_dense_tensors(config), scale, *(sides if config.window else ()), *ctas)
-    return compile_for_torch(kernel, *arguments, options=options)
-
-
-def _kernel_of(config: BackwardConfig) -> type:
-    """The class of kernels with the arguments that the config asks for."""
-    dense, with_window, packed = BackwardKernel, WindowBackwardKernel, PackedBackwardKernel
-    if isinstance(config, PairedBackwardConfig):
-        dense, with_window, packed = (
-            PairedBackwardKernel,
-            WindowPairedBackwardKernel,
-            PackedPairedBackwardKernel,
-        )
-    if config.layout == VARLEN:
-        return packed
-    return with_window if config.window else dense
+    c, scale = config, Float32(0.0)
+    is_paired, is_packed = isinstance(c, PairedBackwardConfig), c.layout == VARLEN
+    tensors = _packed_tensors(c) if is_packed else _dense_tensors(c)
+    ctas = (Int32(1),) if c.is_persistent else ()
+    if c.is_plain:
+        kernel = (PairedBackwardKernel if is_paired else BackwardKernel)(c)
+        return compile_for_torch(kernel, *tensors, scale, *ctas, options=options)
+    return compile_for_torch(
+        (GeneralPairedBackwardKernel if is_paired else GeneralBackwardKernel)(c),
+        *tensors,
+        scale,
+        *((Int32(0), Int32(0)) if c.window else (None, None)),
+        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        Float32(0.0) if c.softcap else None,
+        strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
+        *ctas,
+        options=options,
+    )
 
 
 def _dense_tensors(config: BackwardConfig) -> tuple:

@@ -33,7 +33,8 @@ class BackwardConfig:
     tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
     added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
     window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. ``layout`` is "dense", for
-    sequences of one length, or "varlen", for packed ones.
+    sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's
+    bias to them.
     """
 
     dtype: str
@@ -47,6 +48,13 @@ class BackwardConfig:
     ordered: bool = False
     window: bool = False
     layout: str = DENSE
+    softcap: bool = False
+    alibi: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
+        return not (self.window or self.softcap or self.alibi) and self.layout == DENSE
 
     @property
     def consumers(self) -> int:
@@ -146,6 +154,7 @@ class BackwardConfig:
         parts += ["ordered"] if self.ordered else []
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in ("softcap", "alibi") if getattr(self, name)]
         return "_".join(parts)
 
 
@@ -248,8 +257,11 @@ def select_backward_config(
     ordered: bool = False,
     window: bool = False,
     layout: str = DENSE,
+    softcap: bool = False,
+    alibi: bool = False,
 ) -> BackwardConfig:
-    """The config that serves a problem. Windows and packed sequences have the tiles of dense problems.
+    """The config that serves a problem. Windows and packed sequences have the tiles of dense problems, and so have
+    scores that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
@@ -262,7 +274,7 @@ def select_backward_config(
             "backward kernel"
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
-    tile_m = 128 if fits[0] == 64 else 64
+    tile_m = 128 if fits[0] == 64 and not (softcap or alibi) else 64
     config = kind(
         dtype,
         fits[0],
@@ -274,6 +286,8 @@ def select_backward_config(
         ordered=ordered,
         window=window,
         layout=layout,
+        softcap=softcap,
+        alibi=alibi,
     )
     validate_backward_config(config)
     return config

@@ -8,15 +8,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.backward.scores import (
-    make_gradient,
-    make_gradient_of_rounded,
-    make_probabilities,
-    read_vector,
-    round_into,
-)
+from cute_kernels.backward.scores import make_gradient, read_vector, round_into
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import BackwardConfig
 from hopper.backward.dq import GradientOfQ
 from hopper.backward.producer import BackwardPipelines
@@ -73,12 +67,11 @@ class BackwardConsumer(LoopInvariant):
         vectors: tuple[cute.Tensor, cute.Tensor],
         sdS: cute.Tensor,
         dq: GradientOfQ,
-        scale_log2: Float32,
         thread: Int32,
     ):
         self.config, self.mmas, self.fragments, self.pipes = config, mmas, fragments, pipes
         self.sLSE, self.sDelta = vectors
-        self.sdS, self.dq, self.scale_log2, self.thread = sdS, dq, scale_log2, thread
+        self.sdS, self.dq, self.thread = sdS, dq, thread
         c, rows = config, WARPGROUP_ROWS
         dtype = mmas.dv.op.a_dtype
         self.acc_dV = cute.make_rmem_tensor(mmas.dv.partition_shape_C((rows, c.head_dim_v)), Float32)
@@ -94,7 +87,7 @@ class BackwardConsumer(LoopInvariant):
     @cute.jit
     def block(
         self,
-        mask: KeyMask,
+        scores: KeyScoreTile,
         m_block: Int32,
         tile: Int32,
         state: PipelineState,
@@ -120,15 +113,21 @@ class BackwardConsumer(LoopInvariant):
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
         warpgroup.wait_group(1)
+        scores.cap(acc_S)
         if const_expr(is_masked):
-            mask.apply(acc_S, m_block)
-        make_probabilities(acc_S, lse, self.scale_log2)
-        round_into(self.tPrP, acc_S)
+            scores.mask.apply(acc_S, m_block)
+        if const_expr(self.config.rounds_probabilities):
+            scores.make_probabilities(acc_S, lse, m_block)
+            round_into(self.tPrP, acc_S)
+        else:
+            scores.round_probabilities(self.tPrP, acc_S, lse, m_block)
         issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
         delta = read_vector(self.sDelta, stage, self.thread, self.config.tile_m)
         if const_expr(self.config.rounds_probabilities):
-            make_gradient_of_rounded(acc_dP, self.tPrP, delta)
+            if const_expr(scores.is_capped):
+                lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
+            scores.make_gradient_of_rounded(acc_dP, self.tPrP, delta, lse, m_block)
         else:
             make_gradient(acc_dP, acc_S, delta)
         round_into(self.tSrdS, acc_dP)

@@ -56,10 +56,16 @@ class Courier(LoopInvariant):
                 for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
                     if clock & 1 == self.stage:
-                        here = work.anew() if const_expr(self.config.can_miss_queries) else work
-                        self._deliver(clock & 3, first_tile + m_block, here.turn(n_block, m_block, batch))
+                        turn = self._turn(work, n_block, m_block, batch)
+                        self._deliver(clock & 3, first_tile + m_block, turn)
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
             clock += 4
+
+    def _turn(self, work: BackwardWork, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
+        """That of a block, worked out anew where lengths and windows would take registers throughout."""
+        if self.config.can_miss_queries:
+            return work.anew().turn(n_block, m_block, batch)
+        return work.turn(n_block, m_block, batch)
 
     @cute.jit
     def _receive(self, scheduler: TileScheduler, state: PipelineState) -> Int32:

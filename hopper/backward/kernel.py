@@ -1,6 +1,5 @@
 """The Hopper backward kernel for 16-bit inputs."""
 
-import math
 from typing import NamedTuple
 
 import cutlass
@@ -15,6 +14,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileScheduler
 from cute_kernels.window import window_of
 from hopper.backward.batch import batch_of
@@ -24,6 +24,7 @@ from hopper.backward.courier import Courier
 from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ
 from hopper.backward.epilogue import BackwardEpilogue
 from hopper.backward.exchange import state_of
+from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
@@ -104,13 +105,12 @@ class BackwardKernel:
         mCounter int32, zero: two for the scheduler,
         zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, (), softmax_scale, (), num_ctas, stream)
+        self._launch(tensors, NO_OPTIONS, softmax_scale, num_ctas, stream)
 
     def _launch(
-        self, tensors: tuple, plan: tuple, softmax_scale: Float32, sides: tuple, num_ctas: Int32, stream
+        self, tensors: tuple, options: BackwardOptions, softmax_scale: Float32, num_ctas: Int32, stream
     ) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``plan`` that and the number of its sequences or
-        nothing, ``sides`` of the window or nothing."""
+        """``tensors`` are those of ``__call__`` in their order."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c, batch = self.config, self.batch
         mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
@@ -137,10 +137,12 @@ class BackwardKernel:
             batch.view_sums(mdQ),
             mCounter,
             softmax_scale,
-            sides,
-            batch.lengths(mQ, mK, plan),
+            options.window,
+            batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             sizes,
+            options.softcap,
+            options.slopes,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -160,6 +162,8 @@ class BackwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         sizes: tuple[tuple, tuple],
+        caps: tuple,
+        slopes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -214,13 +218,13 @@ class BackwardKernel:
                 (sLSE, sDelta),
                 sdS_wg,
                 OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
-                softmax_scale * Float32(math.log2(math.e)),
                 thread,
             )
+            rules = key_rules(softmax_scale, caps, slopes, self.dtype)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
             epilogue = BackwardEpilogue(c, layouts, memory, targets, softmax_scale, wg)
-            self._consume(work, consumer, epilogue, warp_idx)
+            self._consume(work, consumer, epilogue, rules, warp_idx)
 
     @cute.jit
     def _produce(self, work: BackwardWork, producer: BackwardProducer):
@@ -248,7 +252,12 @@ class BackwardKernel:
 
     @cute.jit
     def _consume(
-        self, work: BackwardWork, consumer: BackwardConsumer, epilogue: BackwardEpilogue, warp_idx: Int32
+        self,
+        work: BackwardWork,
+        consumer: BackwardConsumer,
+        epilogue: BackwardEpilogue,
+        rules: KeyRules,
+        warp_idx: Int32,
     ):
         """A consumer warpgroup: the gradients of its keys of each tile."""
         c, receiving = self.config, pipeline.PipelineUserType.Consumer
@@ -273,15 +282,16 @@ class BackwardKernel:
             consumer.pipes.kv.consumer_wait(kv_state)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                scores = rules.for_head(mask, head_kv * work.heads_per_kv_head + i, batch)
                 for m_block in cutlass.range(visit.begin, visit.unmasked, unroll=1):
-                    consumer.block(mask, m_block, first_tile + m_block, state, True)
+                    consumer.block(scores, m_block, first_tile + m_block, state, True)
                     state.advance()
                 for m_block in cutlass.range(visit.unmasked, visit.left_masked, unroll=1):
-                    consumer.block(mask, m_block, first_tile + m_block, state, False)
+                    consumer.block(scores, m_block, first_tile + m_block, state, False)
                     state.advance()
                 if const_expr(work.window.has_left):
                     for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
-                        consumer.block(mask, m_block, first_tile + m_block, state, True)
+                        consumer.block(scores, m_block, first_tile + m_block, state, True)
                         state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
@@ -413,8 +423,8 @@ class BackwardKernel:
         )
 
 
-class WindowBackwardKernel(BackwardKernel):
-    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+class GeneralBackwardKernel(BackwardKernel):
+    """``BackwardKernel`` with whatever its config asks for beside a causal mask."""
 
     @cute.jit
     def __call__(
@@ -430,40 +440,16 @@ class WindowBackwardKernel(BackwardKernel):
         mdV: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
         num_ctas: Int32,
         stream,
     ):
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, (), softmax_scale, (window_left, window_right), num_ctas, stream)
-
-
-class PackedBackwardKernel(BackwardKernel):
-    """For packed sequences (``PackedBatch``), by a plan of key tiles with so many ``sequences``, one more than the
-    caller's. Of the sides of a window both are read only with `window`, and the right one not with `causal`."""
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mCounter: cute.Tensor,
-        mPlan: cute.Tensor,
-        sequences: Int32,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        sides = (window_left, window_right) if self.config.window else ()
-        self._launch(tensors, (mPlan, sequences), softmax_scale, sides, num_ctas, stream)
+        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

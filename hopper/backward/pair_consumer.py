@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
+from cute_kernels.backward.scores import read_vector, round_into
 from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import PairedBackwardConfig
 from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
@@ -167,14 +167,14 @@ class PairConsumer(LoopInvariant):
 class ScoresConsumer(PairConsumer):
     """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, 1)."""
 
-    def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, scale_log2: Float32, *rest):
+    def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)
-        self.sLSE, self.sP, self.scale_log2 = sLSE, sP, scale_log2
+        self.sLSE, self.sP = sLSE, sP
 
     @cute.jit
     def block(
         self,
-        mask: KeyMask,
+        scores: KeyScoreTile,
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
@@ -193,9 +193,10 @@ class ScoresConsumer(PairConsumer):
         else:
             self._issue_dk_and_dq(block - 1)
             warpgroup.wait_group(2)
+        scores.cap(acc_S)
         if const_expr(is_masked):
-            mask.apply(acc_S, m_block)
-        make_probabilities(acc_S, lse, self.scale_log2)
+            scores.mask.apply(acc_S, m_block)
+        scores.make_probabilities(acc_S, lse, m_block)
         self._publish(acc_S, block)
         self._issue_dv(block)
         if const_expr(not is_first):
@@ -218,14 +219,14 @@ class ScoresConsumer(PairConsumer):
 class GradientConsumer(PairConsumer):
     """The second warpgroup: dP^T = V dO^T and dS^T = P^T (dP^T - delta), which it sends to both CTAs."""
 
-    def __init__(self, sDelta: cute.Tensor, sP: cute.Tensor, *rest):
+    def __init__(self, sDelta: cute.Tensor, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)
-        self.sDelta, self.sP = sDelta, sP
+        self.sDelta, self.sLSE, self.sP = sDelta, sLSE, sP
 
     @cute.jit
     def block(
         self,
-        mask: KeyMask,
+        scores: KeyScoreTile,
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
@@ -246,7 +247,13 @@ class GradientConsumer(PairConsumer):
             self._release_and_add(block - 1, tile_before, turn_before)
         warpgroup.wait_group(0)
         self._issue_dv(block)
-        make_gradient_of_rounded(acc_dP, self._read_probabilities(block), delta)
+        lse = delta
+        if const_expr(scores.is_capped):
+            # The first warpgroup has seen it already, but not on behalf of this one.
+            q_state = self.state("q", block)
+            self.pipes.q.consumer_wait(q_state)
+            lse = read_vector(self.sLSE, q_state.index, self.thread, self.config.tile_m)
+        scores.make_gradient_of_rounded(acc_dP, self._read_probabilities(block), delta, lse, m_block)
         self.exchange.acquire(block)
         self.store_scores(acc_dP, self.exchange.own[None, None, self.exchange.index(block)])
         self.exchange.publish(block, cute.arch.make_warp_uniform(self.thread // cute.arch.WARP_SIZE))

@@ -1,6 +1,5 @@
 """The Hopper backward kernel for wide heads: two CTAs of a cluster work on the same queries."""
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,6 +13,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.query_range import QueryRange
@@ -23,6 +23,7 @@ from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
 from hopper.backward.exchange import Exchange, PairPipelines
 from hopper.backward.kernel import transposed
+from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
 from hopper.backward.pair_batch import pair_batch_of
 from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFragments, ScoresConsumer
 from hopper.backward.pair_producer import PairProducer
@@ -57,7 +58,7 @@ class PairLayouts(NamedTuple):
 
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing."""
+    sequences, or nothing; ``caps`` and ``slopes`` those of ``BackwardOptions``."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
@@ -67,6 +68,8 @@ class Problem(NamedTuple):
     rank: Int32
     queries: QueryRange
     m_ends: tuple
+    caps: tuple
+    slopes: tuple
 
     @property
     def pair(self) -> Any:
@@ -143,11 +146,10 @@ class PairedBackwardKernel:
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
         mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, (), softmax_scale, (), stream)
+        self._launch(tensors, NO_OPTIONS, softmax_scale, stream)
 
-    def _launch(self, tensors: tuple, plan: tuple, softmax_scale: Float32, sides: tuple, stream) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``plan`` that and the number of its sequences or
-        nothing, ``sides`` of the window or nothing."""
+    def _launch(self, tensors: tuple, options: BackwardOptions, softmax_scale: Float32, stream) -> None:
+        """``tensors`` are those of ``__call__`` in their order."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c, batch = self.config, self.batch
         mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
@@ -179,12 +181,14 @@ class PairedBackwardKernel:
             mdQ,
             mTurns,
             softmax_scale,
-            sides,
-            batch.lengths(mQ, mK, plan),
+            options.window,
+            batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             m_ends,
+            options.softcap,
+            options.slopes,
         ).launch(
-            grid=batch.grid(mK, plan),
+            grid=batch.grid(mK, options.plan),
             block=(c.threads, 1, 1),
             cluster=(CLUSTER_CTAS, 1, 1),
             stream=stream,
@@ -203,6 +207,8 @@ class PairedBackwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         m_ends: tuple,
+        caps: tuple,
+        slopes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -226,7 +232,7 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, caps, slopes
         if const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
@@ -262,8 +268,10 @@ class PairedBackwardKernel:
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
         """The problem of a CTA; ``shared`` is what all have of it."""
-        softmax_scale, heads_per_kv_head, rank, queries, m_ends = shared
-        p = Problem(softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends)
+        softmax_scale, heads_per_kv_head, rank, queries, m_ends, *rules = shared
+        p = Problem(
+            softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends, *rules
+        )
         if self.config.ordered and queries.last_keys_first:
             # The last keys first: they are the first to add to their queries, and wait for none.
             p = p._replace(n_block=CLUSTER_CTAS * (p.pairs - 1 - p.pair) + rank)
@@ -284,7 +292,7 @@ class PairedBackwardKernel:
         c, rank = self.config, problem.rank
         (smem, sLSE, sDelta), (atoms, tensors), (mdQ, mTurns) = memory, copies, sums
         pipes, exchange = between
-        softmax_scale, batch = problem.softmax_scale, self.batch.of_sums(problem.seqlens)
+        batch = self.batch.of_sums(problem.seqlens)
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
             if warp_idx == 0:
@@ -310,10 +318,13 @@ class PairedBackwardKernel:
             )
             stores = (atoms[7:], tensors[7:])
             if wg == 0:
-                scale_log2 = softmax_scale * Float32(math.log2(math.e))
-                self._consume(ScoresConsumer(sLSE, smem.p, scale_log2, *shared), problem, smem, stores, 0)
+                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                consumer = ScoresConsumer(sLSE, smem.p, *shared)
+                self._consume(consumer, rules, problem, smem, stores, 0)
             else:
-                self._consume(GradientConsumer(sDelta, smem.p, *shared), problem, smem, stores, 1)
+                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared)
+                self._consume(consumer, rules, problem, smem, stores, 1)
         # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -332,6 +343,7 @@ class PairedBackwardKernel:
     def _consume(
         self,
         consumer: PairConsumer,
+        rules: KeyRules,
         problem: Problem,
         smem: PairLayouts,
         stores: tuple,
@@ -351,24 +363,27 @@ class PairedBackwardKernel:
         consumer.clear()
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         consumer.pipes.kv.consumer_wait(kv_state)
-        consumer.block(mask, m_begin, Int32(0), Int32(0), Int32(0), True, True)
+        first_head = p.head_kv * p.heads_per_kv_head
+        scores = rules.for_head(mask, first_head, p.seqlens.batch)
+        consumer.block(scores, m_begin, Int32(0), Int32(0), Int32(0), True, True)
         tile_before, turn_before = first_tile + m_begin, self._turn(problem, m_begin)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
             tile, block = first_tile + i * tiles, i * blocks - m_begin
+            scores = rules.for_head(mask, first_head + i, p.seqlens.batch)
             begin = m_begin + 1 if i == 0 else m_begin
             middle = cutlass.max(begin, m_unmasked)
             for m_block in cutlass.range(begin, middle, unroll=1):
-                consumer.block(mask, m_block, block + m_block, tile_before, turn_before, True, False)
+                consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
                 tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
             left_masked = (
                 cutlass.max(middle, m_left_masked) if const_expr(p.queries.window.has_left) else m_end
             )
             for m_block in cutlass.range(middle, left_masked, unroll=1):
-                consumer.block(mask, m_block, block + m_block, tile_before, turn_before, False, False)
+                consumer.block(scores, m_block, block + m_block, tile_before, turn_before, False, False)
                 tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
             if const_expr(p.queries.window.has_left):
                 for m_block in cutlass.range(left_masked, m_end, unroll=1):
-                    consumer.block(mask, m_block, block + m_block, tile_before, turn_before, True, False)
+                    consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
                     tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
         consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
         self._store(consumer, smem, stores, problem, wg)
@@ -543,8 +558,8 @@ class PairedBackwardKernel:
         )
 
 
-class WindowPairedBackwardKernel(PairedBackwardKernel):
-    """With a sliding window, whose sides it is given; with `causal` the right one is not read."""
+class GeneralPairedBackwardKernel(PairedBackwardKernel):
+    """``PairedBackwardKernel`` with whatever its config asks for beside a causal mask."""
 
     @cute.jit
     def __call__(
@@ -560,37 +575,15 @@ class WindowPairedBackwardKernel(PairedBackwardKernel):
         mdV: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
+        softcap: Float32 | None,
+        alibi_slopes: cute.Tensor | None,
         stream,
     ):
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, (), softmax_scale, (window_left, window_right), stream)
-
-
-class PackedPairedBackwardKernel(PairedBackwardKernel):
-    """For packed sequences, with the arguments of ``PackedBackwardKernel`` but for the last one."""
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mCounter: cute.Tensor,
-        mPlan: cute.Tensor,
-        sequences: Int32,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        stream,
-    ):
-        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        sides = (window_left, window_right) if self.config.window else ()
-        self._launch(tensors, (mPlan, sequences), softmax_scale, sides, stream)
+        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, stream)

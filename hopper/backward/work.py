@@ -98,6 +98,10 @@ class PackedBackwardWork(BackwardWork):
         """What it knows of a sequence is read from memory each time."""
         return self
 
+    def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
+        """Pinned, or else what is known of the key tile alone is held in one more register."""
+        return super().turn(pin(n_block, Int32), m_block, batch)
+
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         before = self.seqlens.of(batch).first_query_tile(self.config.tile_m)
         return head_kv * self.heads_per_kv_head * self.m_end + before

@@ -146,14 +146,14 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         NotImplementedError: the kernel does not do what is done to scores.
     """
     p = problem
+    options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
+    features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
+    if backend == "hopper":
+        return select_backward_config(*options, *features, p.scores.has_softcap, p.scores.has_alibi)
     # A sink is in the LSE, which is all that a backward kernel sees of it.
     check_scores_in_kernel(
         p.scores._replace(has_sinks=False), backend, "the gradient of attention with {name}"
     )
-    options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
-    features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
-    if backend == "hopper":
-        return select_backward_config(*options, *features)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:

@@ -1,4 +1,4 @@
-"""Packed sequences for tests: their lengths, their plan as plain Python works it out, and as the kernel does."""
+"""Packed sequences for tests: where their rows lie, and the plan that the kernel run on NumPy makes of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA, PlanConfig, plan_words
+from cute_kernels.plan.config import WARPS_PER_CTA, PlanConfig, plan_words
 from tests.hopper.on_numpy import Arguments, program_of
+from tests.plans import Packed, plan_of
 
-UNWRITTEN = -77
+UNWRITTEN = -1
 
 
 @dataclass(frozen=True)
@@ -37,46 +38,26 @@ class Packing:
         """With the one of the rows that belong to none."""
         return len(self.cu_seqlens_q)
 
+    @property
+    def q(self) -> Packed:
+        return Packed(self.cu_seqlens_q, self.total_q, self.seqused_q or None)
+
+    @property
+    def k(self) -> Packed:
+        return Packed(self.cu_seqlens_k, self.total_k, self.seqused_k or None)
+
     def rows_q(self, i: int) -> range:
-        return _rows(self.cu_seqlens_q, self.seqused_q, self.total_q, i)
+        """Rows of Q of sequence ``i``, or behind all of them."""
+        offset, length = self.q.rows(i)
+        return range(offset, offset + length)
 
     def rows_k(self, i: int) -> range:
-        return _rows(self.cu_seqlens_k, self.seqused_k, self.total_k, i)
+        offset, length = self.k.rows(i)
+        return range(offset, offset + length)
 
     def plan(self, tile: int, of_keys: bool = False) -> Tensor:
         """What the kernel should make of it; words that it should not write are ``UNWRITTEN``."""
-        last = self.sequences - 1
-        total = self.total_k if of_keys else self.total_q
-        rows = [(self.rows_q(i), self.rows_k(i)) for i in range(self.sequences)]
-        tiled = [-(-len(pair[of_keys]) // tile) for pair in rows]
-        costs = [len(pair[not of_keys]) for pair in rows[:last]] + [0]
-        plan = torch.full((plan_words(total, last, tile),), UNWRITTEN, dtype=torch.int32)
-        for i, (q, k) in enumerate(rows):
-            lengths = [len(q), len(k)]
-            if i == last:
-                lengths[not of_keys] = 0
-            record = torch.tensor([q.start, lengths[0], k.start, lengths[1]], dtype=torch.int32)
-            plan[PLAN_HEADER + RECORD * i :][:RECORD] = record
-        order = sorted(range(self.sequences), key=lambda i: (-costs[i], i))
-        first_entry = PLAN_HEADER + RECORD * self.sequences
-        capacity = (len(plan) - first_entry) // ENTRY
-        before = 0
-        for i in order:
-            for entry in range(before, min(before + tiled[i], capacity)):
-                plan[first_entry + ENTRY * entry :][:ENTRY] = torch.tensor([i, before])
-            before += tiled[i]
-        plan[0] = min(before, capacity)
-        return plan
-
-
-def _rows(offsets: tuple[int, ...], used: tuple[int, ...], total: int, i: int) -> range:
-    """Of sequence ``i``, or behind all of them; within the tensor, whatever the offsets say."""
-    first = min(max(offsets[i], 0), total)
-    end = total
-    if i + 1 < len(offsets):
-        end = min(max(offsets[i + 1], first), total)
-        end = min(end, first + max(used[i], 0)) if used else end
-    return range(first, end)
+        return plan_of(self.q, self.k, tile, of_keys)
 
 
 def plan_on_numpy(packing: Packing, tile: int, of_keys: bool = False) -> Tensor:

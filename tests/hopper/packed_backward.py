@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import BackwardStep
+from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS
@@ -44,17 +44,26 @@ def packed_backward_on_numpy(
     counter = torch.zeros(2 + q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0), dtype=torch.int32)
     _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing)
 
-    finish = Arguments()
-    finish.tensor(sums, tuple(sums.shape[:2]), sums.stride()[:3])
-    finish.tensor(dq, tuple(dq.shape), dq.stride()[:2])
-    finish.tensor(plan, tuple(plan.shape), ())
-    finish.add(number, scale)
-    finish.launch(program_of(BackwardStep("finish", c)), (tiles, q.shape[1], 1))
+    finish_on_numpy(c, sums, dq, (plan, number), scale)
     return dq, dk, dv
 
 
+def finish_on_numpy(
+    config: SteppedConfig, sums: Tensor, dq: Tensor, plan_and_number: tuple[Tensor, int], softmax_scale: float
+) -> None:
+    """Fill dq from the sums of a backward kernel of ``config``."""
+    plan, number = plan_and_number
+    arguments = Arguments()
+    arguments.tensor(sums, tuple(sums.shape[:2]), sums.stride()[:3])
+    arguments.tensor(dq, tuple(dq.shape), dq.stride()[:2])
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(number, softmax_scale)
+    heads, tiles = sums.shape[:2]
+    arguments.launch(program_of(BackwardStep("finish", config)), (tiles, heads, 1))
+
+
 def prepare_on_numpy(
-    config: BackwardConfig,
+    config: SteppedConfig,
     rows: tuple[Tensor, Tensor, Tensor | None],
     dout: Tensor,
     plan_and_number: tuple[Tensor, int],

@@ -14,7 +14,7 @@ from hopper.backward.config import (
     validate_backward_config,
 )
 from hopper.config import SMEM_BYTES, Registers
-from hopper.inspection import ResourceUsage
+from hopper.inspection import ResourceUsage, resource_usage
 from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
 
@@ -37,6 +37,49 @@ def test_shipped_config_compiles_without_spills(config, usages):
     assert config.smem_bytes <= SMEM_BYTES
     shared_out = 128 * (config.consumers * config.registers.consumer + config.registers.producer)
     assert shared_out <= usage.registers * config.threads <= 65536
+
+
+WINDOWS_AND_PACKED = [
+    select_backward_config("bfloat16", 64, 64, True, True, window=True),
+    select_backward_config("bfloat16", 64, 64, False, True, window=True, layout="varlen"),
+    select_backward_config("bfloat16", 96, 96, False, window=True, layout="varlen"),
+    select_backward_config("float16", 128, 128, False, True, window=True),
+    select_backward_config("bfloat16", 128, 128, True, True, layout="varlen"),
+    select_backward_config("bfloat16", 128, 128, True, window=True, layout="varlen"),
+    select_backward_config("float16", 192, 192, False, True, window=True, layout="varlen"),
+    select_backward_config("bfloat16", 256, 256, True, layout="varlen"),
+]
+"""Those of most registers; couriers have 24."""
+
+
+@pytest.mark.parametrize("config", WINDOWS_AND_PACKED, ids=lambda config: config.name)
+def test_windows_and_packed_sequences_compile_without_spills(config):
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_packed_steps_compile_without_spills(step):
+    config = select_backward_config("bfloat16", 128, 128, True, layout="varlen")
+    kernel = BackwardStep(step, config)
+    usage = resource_usage(kernel)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert kernel.name == f"hopper_bwd_{step}_bf16_d128_m64n128_varlen"
+
+
+def test_windows_and_layouts_have_the_tiles_of_dense_problems_and_names_of_their_own():
+    for head_dim in (64, 128, 256):
+        dense = select_backward_config("bfloat16", head_dim, head_dim, True)
+        window = select_backward_config("bfloat16", head_dim, head_dim, True, window=True)
+        packed = select_backward_config("bfloat16", head_dim, head_dim, True, window=True, layout="varlen")
+        assert window == replace(dense, window=True) and packed == replace(window, layout="varlen")
+        pair = "_pair" if head_dim == 256 else ""
+        stem = dense.name.removesuffix("_pair")
+        assert (window.name, packed.name) == (f"{stem}_window{pair}", f"{stem}_window_varlen{pair}")
+        assert (dense.can_miss_queries, dense.least_blocks) == (False, 0)
+        assert [c.least_blocks for c in (window, packed, replace(packed, ordered=True))] == (
+            [1, 1, 1] if head_dim == 256 else [0, 0, 1]
+        )
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -83,6 +126,7 @@ def test_the_paired_kernel_has_its_groups_and_no_hazards(tmp_path):
         ({"stages": 1}, "stages is 1"),
         ({"stages": 4}, "bytes of shared memory, allowed: 232448"),
         ({"registers": Registers(256, 24)}, "need 68608, allowed: 64512"),
+        ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
     ],
 )
 def test_invalid_field_is_named(change, message):

@@ -398,12 +398,9 @@ def test_backward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]
     options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
     out, lse = torch.zeros(2, 21, 4, 24).bfloat16(), torch.zeros(2, 4, 21)
     values = Scores.of(options.get("softcap", 0.0), options.get("alibi_slopes"), options.get("sinks")).values
-    for backend, kernel in ((None, "Hopper kernel"), ("ampere", "kernel without WGMMA")):
-        message = (
-            f"the gradient of attention with {name} is not implemented by the {kernel} yet; use backend='ref"
-        )
-        with pytest.raises(NotImplementedError, match=re.escape(message)):
-            OPS.backward(out, None, *tensors, out, lse, 0.2, False, backend, False, -1, -1, *values)
+    message = f"the gradient of attention with {name} is not implemented by the kernel without WGMMA yet; use backend"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        OPS.backward(out, None, *tensors, out, lse, 0.2, False, "ampere", False, -1, -1, *values)
     found = OPS.backward(out, None, *tensors, out, lse, 0.2, False, "reference", False, -1, -1, *values)
     assert [x.shape for x in found] == [x.shape for x in tensors]
 
@@ -452,19 +449,18 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
 
 
 def test_values_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    select, seen = backward.select_for, []
-    monkeypatch.setattr(backward, "select_for", lambda p, *where: select(replace(p, scores=PLAIN), *where))
+    seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *a: seen.append(a))
     q, k, v = qkv()
     out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.ones(4)
-    for scores in (NO_SCORES, Scores(2.0, slopes)):
+    for scores in (NO_SCORES, Scores(2.0, slopes), Scores(2.0, slopes, SINKS), Scores(sinks=SINKS)):
         backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=scores)
-    plain, changed = (call for call in seen if len(call) > 6)
-    assert plain[10:12] == (0.5, SMS) and len(changed) == len(plain) + 2
-    assert changed[10:12] == (0.5, 2.0) and torch.equal(changed[12], slopes.expand(2, 4))
-    assert changed[13:] == (SMS,)
-    backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=Scores(sinks=SINKS))
-    assert [call for call in seen if len(call) > 6][-1][10:] == plain[10:]
+    plain, changed, with_sinks, of_sinks_alone = (call[10:] for call in seen if len(call) > 6)
+    # A sink is in the LSE, and no argument of a backward kernel.
+    assert plain == of_sinks_alone == (0.5, SMS)
+    for call in (changed, with_sinks):
+        assert call[:6] == (0.5, None, None, None, None, 2.0) and call[7:] == (SMS,)
+        assert torch.equal(call[6], slopes.expand(2, 4))
 
 
 def test_rows_behind_the_last_sequence_have_no_sink(

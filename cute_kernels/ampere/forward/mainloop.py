@@ -94,7 +94,7 @@ class Mainloop(LoopInvariant):
             self.tiles.keep_q()
         slot = Int32(0)
         n_block = blocks.of_cta.last
-        if const_expr(self.config.layout == VARLEN):
+        if const_expr(self.config.layout == VARLEN and not blocks.window.has_right):
             # Or else it is worked out again from the length, which takes more registers than there are.
             n_block = pin(n_block, Int32)
         if const_expr(blocks.window.has_right):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels.backward.step import BackwardStep
+from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, target_of
@@ -28,6 +30,7 @@ from hopper_attention.launch.base import (
     count_ctas,
     index_of,
 )
+from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import kernel_sides
 from hopper_attention.problem import GradientProblem
@@ -60,11 +63,7 @@ class BackwardLauncher(Launcher):
         *window: int,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, ...]:
-        """As ``run_backward``.
-
-        A kernel with a window takes its sides after the scale, and then one that changes scores takes
-        ``Scores.for_backward_kernel``.
-        """
+        """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
         lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
@@ -76,12 +75,31 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        batch, _, heads, _ = q.shape
-        terms = () if scores is NO_SCORES else scores.for_backward_kernel(batch, heads)
-        options = softmax_scale, *kernel_sides(*window), *terms, *self.grid
-        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *options)
+        options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        self.kernel(
+            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
+        )
         self.finish(sums, dq, softmax_scale)
         return dq, dk, dv
+
+
+def kernel_options(
+    config: KernelConfig, sides: tuple[int, ...], plan: tuple[Any, Any], scores: Scores, q: Tensor
+) -> tuple[Any, ...]:
+    """What a dense kernel takes behind the scale, or a packed one of Hopper; nothing if it is plain.
+
+    That of Hopper takes everything a call may have, or None (``hopper.backward.kernel.GeneralBackwardKernel``), the
+    others the sides of a window and what changes scores, each only where there is some.
+    """
+    if isinstance(config, BackwardConfig) and config.is_plain:
+        return ()
+    changes: tuple[Any, ...] = None, None
+    if scores is not NO_SCORES:
+        batch = q.shape[0] if plan is NO_PLAN else plan[1] - 1
+        changes = scores.for_gradient(batch, q.shape[-2])
+    if isinstance(config, BackwardConfig):
+        return *(sides or NO_SIDES), *plan, *changes
+    return *sides, *(changes if any(x is not None for x in changes) else ())
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

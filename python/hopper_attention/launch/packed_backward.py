@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.plan.config import check_packed_size, plan_entries
+from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backward_rules import KernelConfig
@@ -24,8 +25,7 @@ from hopper_attention.scores import NO_SCORES, Scores
 class PackedBackwardLauncher(Launcher):
     """The three kernels of a backward pass: one before and one after that of ``config``.
 
-    ``grid`` has the CTAs of a persistent grid, or nothing. ``always_has_sides`` is of kernels that take the sides of a
-    window without having one.
+    ``grid`` has the CTAs of a persistent grid, or nothing.
     """
 
     config: KernelConfig
@@ -34,7 +34,6 @@ class PackedBackwardLauncher(Launcher):
     kernel: Kernel
     finish: Kernel
     grid: tuple[int, ...]
-    always_has_sides: bool
 
     def __call__(
         self,
@@ -76,10 +75,12 @@ class PackedBackwardLauncher(Launcher):
         dlse = lse.new_empty(lse.shape[0], 0) if dlse is None else dlse.contiguous()
         self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
         counter = backward.backward_counter(c, sums)
-        sides = kernel_sides(window_left, window_right) if c.window or self.always_has_sides else ()
-        terms = () if scores is NO_SCORES else scores.for_backward_kernel(sequences - 1, q.shape[1])
-        options = counter, plan, sequences, softmax_scale, *sides, *terms, *self.grid
-        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, *options)
+        sides = kernel_sides(window_left, window_right) if c.window else ()
+        options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
+        first = () if isinstance(c, BackwardConfig) else (plan, sequences)
+        self.kernel(
+            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *first, softmax_scale, *options, *self.grid
+        )
         self.finish(sums, dq, plan, sequences, softmax_scale)
         return dq, dk, dv
 
@@ -99,8 +100,5 @@ def make_packed_backward_launcher(config: KernelConfig, device: torch.device) ->
     index = index_of(device)
     prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
     before, between, after = (compile_cache.get_backward(part) for part in (prepare, config, finish))
-    is_hopper = not hasattr(config, "arch")
     grid = (count_ctas(index),) if config.is_persistent else ()
-    return PackedBackwardLauncher(
-        index, config, find_planner(config), before, between, after, grid, is_hopper
-    )
+    return PackedBackwardLauncher(index, config, find_planner(config), before, between, after, grid)

@@ -1,0 +1,53 @@
+"""What only some backward kernels are given, and what they do to scores with it."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_score_tile import KeyRules
+from cute_kernels.problem import VARLEN
+from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from hopper.backward.config import BackwardConfig
+
+
+@dataclass(frozen=True)
+class BackwardOptions(LoopInvariant):
+    """Each is empty for kernels that have no use for it.
+
+    ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
+    ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
+    ``slopes`` those of ALiBi, float32 (batch, heads).
+    """
+
+    window: tuple = ()
+    plan: tuple = ()
+    softcap: tuple = ()
+    slopes: tuple = ()
+
+    @staticmethod
+    def of(
+        config: BackwardConfig,
+        window: tuple[Int32 | None, Int32 | None],
+        plan: tuple[cute.Tensor | None, Int32 | None],
+        softcap: Float32 | None,
+        slopes: cute.Tensor | None,
+    ) -> "BackwardOptions":
+        """Of arguments, those that the config has a use for."""
+        return BackwardOptions(
+            window if config.window else (),
+            plan if config.layout == VARLEN else (),
+            (softcap,) if config.softcap else (),
+            (slopes,) if config.alibi else (),
+        )
+
+
+NO_OPTIONS = BackwardOptions()
+
+
+def key_rules(softmax_scale: Float32, caps: tuple, slopes: tuple, dtype: type[cutlass.Numeric]) -> KeyRules:
+    """What a kernel on inputs of ``dtype`` does to scores."""
+    softcap = tuple(SoftCap(softmax_scale / cap, dtype is cutlass.Float16) for cap in caps)
+    return KeyRules(scale_in_base_2(softmax_scale, caps), softcap, slopes)
