@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -143,12 +144,11 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     """
     p = problem
     # A sink is in the LSE, which is all that a backward kernel sees of it.
-    check_scores_in_kernel(
-        p.scores._replace(has_sinks=False), backend, "the gradient of attention with {name}"
-    )
+    scores = p.scores._replace(has_sinks=False)
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     if backend == "hopper":
+        check_scores_in_kernel(scores, backend, "the gradient of attention with {name}")
         return select_backward_config(*options, *features)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
@@ -157,4 +157,5 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(*options, arch, *features)
+    config = select_ampere_backward_config(*options, arch, *features)
+    return replace(config, softcap=scores.has_softcap, alibi=scores.has_alibi)

@@ -109,6 +109,11 @@ class Scores:
             slopes = slopes.contiguous().expand(batch, heads)
         return cap, slopes, None if sinks is None else sinks.float().contiguous()
 
+    def for_backward_kernel(self, batch: int, heads: int) -> tuple[()] | tuple[float | None, Tensor | None]:
+        """The same of a backward kernel, which finds sinks in the LSE: nothing where there is nothing else."""
+        cap, slopes, _ = self.for_kernel(batch, heads)
+        return () if cap is None and slopes is None else (cap, slopes)
+
 
 NO_SLOPES_GRADIENT = (
     "alibi_slopes requires a gradient, which is not implemented; use alibi_slopes.detach(), or "

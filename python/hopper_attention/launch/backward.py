@@ -62,8 +62,7 @@ class BackwardLauncher(Launcher):
     ) -> tuple[Tensor, ...]:
         """As ``run_backward``.
 
-        A kernel with a window takes its sides after the scale, and then one of a kind of scores that is not plain takes
-        ``Scores.for_kernel``.
+        A kernel with a window takes its sides after the scale, and then ``Scores.for_backward_kernel``.
         """
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
@@ -77,7 +76,7 @@ class BackwardLauncher(Launcher):
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
         batch, _, heads, _ = q.shape
-        terms = () if scores is NO_SCORES else scores.for_kernel(batch, heads)
+        terms = () if scores is NO_SCORES else scores.for_backward_kernel(batch, heads)
         options = softmax_scale, *kernel_sides(*window), *terms, *self.grid
         self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *options)
         self.finish(sums, dq, softmax_scale)

@@ -17,6 +17,7 @@ from hopper_attention.launch.base import Launcher, count_ctas, index_of
 from hopper_attention.launch.packed_forward import OF_KEYS, Planner, find_planner
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import kernel_sides
+from hopper_attention.scores import NO_SCORES, Scores
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class PackedBackwardLauncher(Launcher):
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds, window = (max_seqlen_q, max_seqlen_k), (window_left, window_right)
             tensors = dout, dlse, q, k, v, out, lse
-            dq, dk, dv = self.call_there(*tensors, *lengths, *bounds, softmax_scale, *window)
+            options = *lengths, *bounds, softmax_scale, *window
+            dq, dk, dv = self.call_there(*tensors, *options, scores=scores)
             return dq, dk, dv
         c, totals = self.config, (q.shape[0], k.shape[0])
         sequences = cu_seqlens_q.shape[0]
@@ -75,8 +78,9 @@ class PackedBackwardLauncher(Launcher):
         self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
         counter = backward.backward_counter(c, sums)
         sides = kernel_sides(window_left, window_right) if c.window or self.always_has_sides else ()
-        options = counter, plan, sequences, softmax_scale, *sides, *self.grid
-        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, *options)
+        terms = scores.for_backward_kernel(sequences - 1, q.shape[1])
+        given = counter, plan, sequences, softmax_scale, *sides, *terms, *self.grid
+        self.kernel(q, k, v, dout, lse_log2, delta, sums, dk, dv, *given)
         self.finish(sums, dq, plan, sequences, softmax_scale)
         return dq, dk, dv
 
