@@ -14,6 +14,8 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
+from cute_kernels.problem import DENSE
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.window import window_of
@@ -21,6 +23,7 @@ from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
 from hopper.backward.exchange import Exchange, PairPipelines
 from hopper.backward.kernel import transposed
+from hopper.backward.pair_batch import pair_batch_of
 from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFragments, ScoresConsumer
 from hopper.backward.pair_producer import PairProducer
 from hopper.backward.producer import BackwardOperands
@@ -53,21 +56,40 @@ class PairLayouts(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What all roles know of a launch and of their place in it."""
+    """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
+    sequences, or nothing."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
     heads_per_kv_head: Int32
     n_block: Int32
     head_kv: Int32
-    batch: Int32
     rank: Int32
     queries: QueryRange
+    m_ends: tuple
 
     @property
     def pair(self) -> Any:
         """The number of the cluster's key tile."""
         return self.n_block // CLUSTER_CTAS
+
+    @property
+    def pairs(self) -> Any:
+        """Key tiles of the sequence."""
+        if self.seqlens.is_packed:
+            return cute.ceil_div(self.seqlens.seqlen_k, self.queries.tile_n)
+        return cute.arch.grid_dim()[0] // CLUSTER_CTAS
+
+    @property
+    def m_end(self) -> Any:
+        """Query tiles of a head in the sums of dQ."""
+        return self.m_ends[0] if self.seqlens.is_packed else self.queries.tiles(self.seqlens)
+
+    @property
+    def first_tile(self) -> Any:
+        """The number of the first query tile of the first query head, among all heads of the batch."""
+        first = self.head_kv * self.heads_per_kv_head * self.m_end
+        return first + self.seqlens.first_query_tile(self.queries.tile_m) if self.seqlens.is_packed else first
 
 
 class PairedBackwardKernel:
@@ -99,7 +121,7 @@ class PairedBackwardKernel:
 
     def __init__(self, config: PairedBackwardConfig):
         validate_backward_config(config)
-        self.config = config
+        self.config, self.batch = config, pair_batch_of(config)
         self.dtype = DSL_DTYPES[config.dtype]
 
     @cute.jit
@@ -121,27 +143,18 @@ class PairedBackwardKernel:
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
         mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (), stream)
+        self._launch(tensors, (), softmax_scale, (), stream)
 
-    def _launch(self, tensors: tuple, softmax_scale: Float32, sides: tuple, stream) -> None:
-        """``tensors`` are those of ``__call__`` in their order, ``sides`` of the window or nothing."""
+    def _launch(self, tensors: tuple, plan: tuple, softmax_scale: Float32, sides: tuple, stream) -> None:
+        """``tensors`` are those of ``__call__`` in their order, ``plan`` that and the number of its sequences or
+        nothing, ``sides`` of the window or nothing."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
-        c = self.config
-        seqlen_first = [1, 3, 2, 0]
-        mQ, mK, mV, mdO, mdK, mdV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=seqlen_first))
-            for t in (mQ, mK, mV, mdO, mdK, mdV)
-        )
-        mLSE, mDelta = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (mLSE, mDelta)
-        )
-        batches, heads, tiles, parts, words = mdQ.shape
-        strides = mdQ.stride
-        tiles_of_heads = cute.make_layout(
-            (words, parts, tiles * heads, batches), stride=(1, strides[3], strides[2], strides[0])
-        )
-        mdQ = cute.make_tensor(mdQ.iterator, tiles_of_heads)
-        counts = cute.make_layout((WARPS_PER_WARPGROUP, c.dq_parts, tiles * heads, batches))
+        c, batch = self.config, self.batch
+        mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
+        mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
+        m_ends = batch.m_ends(mdQ)
+        mdQ = batch.view_sums(mdQ)
+        counts = cute.make_layout((WARPS_PER_WARPGROUP, *mdQ.shape[1:]))
         mTurns = cute.make_tensor(mCounter.iterator + 2, counts)
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -167,11 +180,11 @@ class PairedBackwardKernel:
             mTurns,
             softmax_scale,
             sides,
-            mQ.shape[0],
-            mK.shape[0],
+            batch.lengths(mQ, mK, plan),
             mQ.shape[2] // mK.shape[2],
+            m_ends,
         ).launch(
-            grid=(CLUSTER_CTAS * cute.ceil_div(mK.shape[0], c.tile_n), mK.shape[2], mK.shape[3]),
+            grid=batch.grid(mK, plan),
             block=(c.threads, 1, 1),
             cluster=(CLUSTER_CTAS, 1, 1),
             stream=stream,
@@ -187,9 +200,9 @@ class PairedBackwardKernel:
         mTurns: cute.Tensor,
         softmax_scale: Float32,
         sides: tuple,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
+        lengths: tuple,
         heads_per_kv_head: Int32,
+        m_ends: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -208,24 +221,14 @@ class PairedBackwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        n_block, head_kv, batch = cute.arch.block_idx()
+        x, head_kv, batch = cute.arch.block_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
-        if const_expr(c.ordered and queries.last_keys_first):
-            # The last keys first: they are the first to add to their queries, and wait for none.
-            pairs = cute.arch.grid_dim()[0] // CLUSTER_CTAS
-            n_block = CLUSTER_CTAS * (pairs - 1 - n_block // CLUSTER_CTAS) + rank
-        problem = Problem(
-            softmax_scale,
-            DenseSeqlens(seqlen_q, seqlen_k).of(batch),
-            heads_per_kv_head,
-            n_block,
-            head_kv,
-            batch,
-            rank,
-            queries,
-        )
+
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends
+        if const_expr(c.layout == DENSE):
+            problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
         barriers = (
             storage.barriers_ds.data_ptr(),
@@ -239,6 +242,49 @@ class PairedBackwardKernel:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
+        parts = (smem, sLSE, sDelta), (atoms, tensors), (pipes, exchange), (mdQ, mTurns), warp_idx
+        if const_expr(c.layout == DENSE):
+            self._run(problem, *parts)
+        else:
+            plan = lengths[0]
+            # The grid has a cluster for each tile that there may be; the others have nothing to do.
+            if x // CLUSTER_CTAS < PackedTileOrder.count(plan, Int32(1)):
+                self._run_packed(shared, lengths, parts)
+
+    @cute.jit
+    def _run_packed(self, shared: tuple, lengths: tuple, parts: tuple):
+        """The roles of a CTA that has an entry of the plan."""
+        (plan, sequences), rank = lengths, shared[2]
+        x, head_kv, _ = cute.arch.block_idx()
+        pair, batch = self.batch.place(plan, sequences, x // CLUSTER_CTAS)
+        n_block, seqlens = CLUSTER_CTAS * pair + rank, PackedSeqlens(plan).of(batch)
+        self._run(self._place(shared, n_block, head_kv, seqlens), *parts)
+
+    def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
+        """The problem of a CTA; ``shared`` is what all have of it."""
+        softmax_scale, heads_per_kv_head, rank, queries, m_ends = shared
+        p = Problem(softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends)
+        if self.config.ordered and queries.last_keys_first:
+            # The last keys first: they are the first to add to their queries, and wait for none.
+            p = p._replace(n_block=CLUSTER_CTAS * (p.pairs - 1 - p.pair) + rank)
+        return p
+
+    @cute.jit
+    def _run(
+        self,
+        problem: Problem,
+        memory: tuple,
+        copies: tuple,
+        between: tuple[PairPipelines, Exchange],
+        sums: tuple,
+        warp_idx: Int32,
+    ):
+        """The roles of a CTA. ``memory`` is shared: of tiles, LSE and delta. ``copies`` are TMA atoms and their
+        tensors, ``between`` what hands blocks from one role to another, ``sums`` mdQ and the counts of its turns."""
+        c, rank = self.config, problem.rank
+        (smem, sLSE, sDelta), (atoms, tensors), (mdQ, mTurns) = memory, copies, sums
+        pipes, exchange = between
+        softmax_scale, batch = problem.softmax_scale, self.batch.of_sums(problem.seqlens)
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
             if warp_idx == 0:
@@ -277,10 +323,10 @@ class PairedBackwardKernel:
         p = problem
         m_begin = p.queries.begin(p.pair, p.seqlens)
         m_end = p.queries.end(p.pair, p.seqlens)
-        producer.load_keys(p.n_block, p.head_kv, p.batch)
+        producer.load_keys(p.n_block, p.head_kv, p.seqlens)
         for i in cutlass.range(p.heads_per_kv_head, unroll=1):
             head, block = p.head_kv * p.heads_per_kv_head + i, i * (m_end - m_begin)
-            producer.load_queries(head, p.batch, m_begin, m_end, block)
+            producer.load_queries(head, p.seqlens, m_begin, m_end, block)
 
     @cute.jit
     def _consume(
@@ -299,8 +345,8 @@ class PairedBackwardKernel:
         m_begin = p.queries.begin(p.pair, p.seqlens)
         m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlens)
         m_left_masked = p.queries.unmasked_end(p.pair, p.seqlens)
-        m_end, tiles = p.queries.end(p.pair, p.seqlens), p.queries.tiles(p.seqlens)
-        first_tile = p.head_kv * p.heads_per_kv_head * tiles
+        m_end, tiles = p.queries.end(p.pair, p.seqlens), p.m_end
+        first_tile = p.first_tile
         blocks = m_end - m_begin
         consumer.clear()
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -331,7 +377,7 @@ class PairedBackwardKernel:
         """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``). They have
         lower numbers and so have started: CTAs start in the order of their numbers."""
         p = problem
-        return p.queries.turn(p.pair, m_block, cute.arch.grid_dim()[0] // CLUSTER_CTAS, p.seqlens)
+        return p.queries.turn(p.pair, m_block, p.pairs, p.seqlens)
 
     @cute.jit
     def _store(
@@ -361,7 +407,9 @@ class PairedBackwardKernel:
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS_PER_WARPGROUP:
             for i in cutlass.range_constexpr(2):
                 operand = TmaOperand(stores[0][i], stores[1][i], targets[i])
-                source, target = operand.partition((c.keys, columns[i]), (p.n_block, 0), p.head_kv, p.batch)
+                source, target = operand.partition(
+                    (c.keys, columns[i]), (p.n_block, 0), p.head_kv, p.seqlens.rows_k
+                )
                 cute.copy(operand.atom, source[None, 0], target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -517,8 +565,32 @@ class WindowPairedBackwardKernel(PairedBackwardKernel):
         stream,
     ):
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        self._launch(tensors, softmax_scale, (window_left, window_right), stream)
+        self._launch(tensors, (), softmax_scale, (window_left, window_right), stream)
 
 
 class PackedPairedBackwardKernel(PairedBackwardKernel):
-    """For packed sequences."""
+    """For packed sequences, with the arguments of ``PackedBackwardKernel`` but for the last one."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCounter: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream,
+    ):
+        tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
+        sides = (window_left, window_right) if self.config.window else ()
+        self._launch(tensors, (mPlan, sequences), softmax_scale, sides, stream)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig
 from hopper.backward.exchange import PairPipelines, state_of
-from hopper.backward.producer import BackwardOperands
+from hopper.backward.producer import BackwardOperands, keys_to_load, partition_vector
 from hopper.tiles import TmaOperand
 
 BOTH_CTAS = 2**CLUSTER_CTAS - 1
@@ -29,7 +29,7 @@ class PairProducer(LoopInvariant):
     rank: Int32
 
     @cute.jit
-    def load_keys(self, n_block: Int32, head_kv: Int32, batch: Int32):
+    def load_keys(self, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo):
         c, ops, rank = self.config, self.operands, self.rank
         state = state_of(1, Int32(0), is_producer=True)
         self.pipes.kv.producer_acquire(state)
@@ -38,16 +38,16 @@ class PairProducer(LoopInvariant):
             (ops.v, c.head_dim_v, n_block, 0),
             (self.other_k, c.head_dim // CLUSTER_CTAS, n_block ^ 1, rank),
         ):
-            smem, gmem = operand.partition((c.keys, columns), (None, None), head_kv, batch)
+            smem, gmem = operand.partition((c.keys, columns), (None, None), head_kv, keys_to_load(seqlens))
             barrier = self.pipes.kv.producer_get_barrier(state)
             cute.copy(operand.atom, gmem[None, row, column], smem[None, 0], tma_bar_ptr=barrier)
 
     @cute.jit
-    def load_queries(self, head: Int32, batch: Int32, m_begin: Int32, m_end: Int32, block: Int32):
+    def load_queries(self, head: Int32, seqlens: SeqlenInfo, m_begin: Int32, m_end: Int32, block: Int32):
         """Issue the loads of one query head, whose first block is number ``block``."""
         c, ops = self.config, self.operands
         q, do = (
-            self._partition(operand, vector, columns, head, batch)
+            self._partition(operand, vector, columns, head, seqlens)
             for operand, vector, columns in (
                 (ops.q, ops.lse, c.head_dim),
                 (ops.do, ops.delta, c.head_dim_v),
@@ -66,13 +66,13 @@ class PairProducer(LoopInvariant):
         vector: TmaOperand,
         columns: cutlass.Constexpr[int],
         head: Int32,
-        batch: Int32,
+        seqlens: SeqlenInfo,
     ) -> tuple[cute.Tensor, ...]:
         """(shared stages, global tiles) of this CTA's half of the tiles of a head, and of a vector over its rows."""
         tile_m = self.config.tile_m
-        rows = operand.partition((tile_m, columns), (None, 0), head, batch, (self.rank, CLUSTER_CTAS))
-        tiles = cute.local_tile(vector.gmem[None, head, batch], (tile_m,), (None,))
-        return *rows, *cpasync.tma_partition(vector.atom, 0, cute.make_layout(1), vector.smem, tiles)
+        share = (self.rank, CLUSTER_CTAS)
+        rows = operand.partition((tile_m, columns), (None, 0), head, seqlens.rows_q, share)
+        return *rows, *partition_vector(vector, tile_m, head, seqlens)
 
     @cute.jit
     def _load(

@@ -88,20 +88,18 @@ def _launch(
     """The kernel between prepare and finish, of k and (sums, counter), behind the maps in ``arguments``."""
     k, (sums, counter), (plan, number) = keys, results, plan_and_number
     heads, tiles, *_ = sums.shape
-    kv_heads, program = k.shape[1], program_of(config)
-    if isinstance(config, PairedBackwardConfig):
-        arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
-        arguments.tensor(counter[2:], (tiles * heads,), ())
-        grid = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n), kv_heads, 1
-    else:
-        arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
-        arguments.tensor(counter, (len(counter),), ())
-        grid = 1, 1, 1
+    kv_heads, program, is_paired = k.shape[1], program_of(config), isinstance(config, PairedBackwardConfig)
+    arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
+    of_counter = (counter[2:], (tiles * heads,), ()) if is_paired else (counter, (len(counter),), ())
+    arguments.tensor(*of_counter)
     arguments.add(*scale_and_sides)
     arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(number, heads // kv_heads, kv_heads, tiles)
-    cluster = CLUSTER_CTAS if isinstance(config, PairedBackwardConfig) else 1
-    arguments.launch(program, grid, timing, cluster)
+    arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
+    if is_paired:
+        ctas = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
+        arguments.launch(program, (ctas, kv_heads, 1), timing, CLUSTER_CTAS)
+    else:
+        arguments.launch(program, (1, 1, 1), timing)
 
 
 def _maps(

@@ -100,6 +100,10 @@ USED = Packed.of((100, 90), used=(75, 90)), Packed.of((150, 100), behind=3, used
         ("float16", 64, False, USED, (1, 1), None),
         ("bfloat16", 72, False, UNEVEN, (2, 1), (40, 20)),
         ("float16", 96, True, USED, (2, 1), (50, NO_LIMIT)),
+        ("bfloat16", 256, False, UNEVEN, (2, 1), None),
+        ("float16", 256, True, USED, (2, 2), None),
+        ("bfloat16", 136, False, UNEVEN, (2, 1), (40, 20)),
+        ("float16", 192, True, UNEVEN, (1, 1), None),
     ],
 )
 def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads, sides, ordered) -> None:

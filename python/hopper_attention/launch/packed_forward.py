@@ -89,8 +89,8 @@ class PackedForwardLauncher(Launcher):
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds = max_seqlen_q, max_seqlen_k
-            given = softmax_scale, window_left, window_right, wants_lse
-            return self.call_there(q, k, v, *lengths, *bounds, *given, scores=scores)
+            rest = softmax_scale, window_left, window_right, wants_lse
+            return self.call_there(q, k, v, *lengths, *bounds, *rest, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
         check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
