@@ -14,7 +14,13 @@ from cute_kernels.window import NO_LIMIT, Window, window_of
 from tests.cute_kernels.ampere.test_forward_windows import EPSILON, LATE, NAMES, draw, packed_inputs
 from tests.cute_kernels.exact import attend
 from tests.cute_kernels.packing import Packing
-from tests.hopper.on_numpy import backward_on_numpy, finish_on_numpy, launch_packed_ampere_gradients
+from tests.hopper.on_numpy import (
+    NO_RULES,
+    Rules,
+    backward_on_numpy,
+    finish_on_numpy,
+    launch_packed_ampere_gradients,
+)
 
 LOG2_E = math.log2(math.e)
 
@@ -28,11 +34,15 @@ def select(
 
 
 def exact_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, window: Window
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    window: Window,
+    rules: Rules = NO_RULES,
+    sequence: int = 0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """(dq, dk, dv), out and lse of one sequence, in float64."""
     leaves = tuple(x.double().requires_grad_() for x in inputs)
-    out, lse = attend(*leaves, window, inputs[0].shape[2] ** -0.5)
+    out, lse = attend(*leaves, window, inputs[0].shape[2] ** -0.5, rules, sequence)
     gradients = torch.autograd.grad(out, leaves, dout.double(), allow_unused=True, materialize_grads=True)
     return gradients, out.detach(), lse.detach()
 
@@ -86,9 +96,16 @@ PACKED = [
 class PackedCase:
     """Packed inputs with NaN wherever no sequence has a row, exact results of each sequence, and the buffers."""
 
-    def __init__(self, config: AmpereBackwardConfig, packing: Packing, heads: tuple[int, int], sides: tuple):
+    def __init__(
+        self,
+        config: AmpereBackwardConfig,
+        packing: Packing,
+        heads: tuple[int, int],
+        sides: tuple,
+        rules: Rules = NO_RULES,
+    ):
         c, dtype = config, next(t for t, name in NAMES.items() if name == config.dtype)
-        self.config, self.packing, self.sides = c, packing, sides
+        self.config, self.packing, self.sides, self.rules = c, packing, sides, rules
         dims = c.head_dim, c.head_dim
         self.q, self.k, self.v = packed_inputs(packing, dtype, heads, dims)
         (self.dout,) = draw(5, dtype, tuple(self.q.shape))
@@ -112,7 +129,9 @@ class PackedCase:
             return self.q[:0], self.k[:0], self.v[:0]
         rows, keys, tiles = self.parts(i)
         inputs, dout = (self.q[rows], self.k[keys], self.v[keys]), self.dout[rows]
-        exact, out, lse = exact_gradients(inputs, dout, window_of(self.config.causal, self.sides))
+        exact, out, lse = exact_gradients(
+            inputs, dout, window_of(self.config.causal, self.sides), self.rules, i
+        )
         of_tiles = slice(tiles.start * self.config.tile_m, tiles.stop * self.config.tile_m)
         self.lse[:, of_tiles], self.delta[:, of_tiles] = math.inf, 0
         of_rows = slice(of_tiles.start, of_tiles.start + rows.stop - rows.start)
@@ -129,7 +148,7 @@ class PackedCase:
         tensors = (self.q, self.k, self.v, self.dout, self.lse, self.delta, self.sums, self.dk, self.dv)
         plan = self.packing.plan(c.tile_n, of_keys=True)
         launch_packed_ampere_gradients(
-            c, (*tensors, counter), plan, self.packing.sequences, (scale, *self.sides), LATE
+            c, (*tensors, counter), plan, self.packing.sequences, (scale, *self.sides), LATE, self.rules
         )
 
     def gradients(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
