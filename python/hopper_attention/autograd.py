@@ -28,18 +28,26 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     scores = ctx.softcap, alibi_slopes, sinks
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
-    return dq, dk, dv, *[None] * 9, _gradient_of_sinks(ctx, dout, dlse, out, lse, sinks)
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[11:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 9, dsinks
 
 
 def _gradient_of_sinks(
-    ctx: Any, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+    wanted: tuple[bool, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor | None:
-    """That of the last argument, if it is wanted. The slopes before it have none.
+    """That of the sinks, if it is wanted.
+
+    ``wanted`` says whether the gradients of the slopes and of the sinks are, and may lack what was left to its default.
 
     Raises:
         NotImplementedError: that of the slopes is wanted.
     """
-    of_slopes, of_sinks = ctx.needs_input_grad[-2:]
+    of_slopes, of_sinks = (*wanted, False, False)[:2]
     if of_slopes:
         raise NotImplementedError(NO_SLOPES_GRADIENT)
     if sinks is None or not of_sinks:
@@ -78,7 +86,8 @@ def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
     dq, dk, dv = backward_varlen(*tensors, *ctx.max_seqlens, *options)
-    return dq, dk, dv, *[None] * 15, _gradient_of_sinks(ctx, dout, dlse, out, lse, sinks)
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[17:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 15, dsinks
 
 
 def _have_tensors_without_batch(*arguments: Any) -> bool:

@@ -173,15 +173,14 @@ def _read_side(side: str, cu_seqlens: Tensor, seqused: Tensor | None, longest: i
     return [Span(start, start + length) for start, length in zip(starts, used, strict=False)]
 
 
-def rows_of_sequences(lengths: Lengths, total_q: int) -> Tensor:
-    """Boolean (total_q,): which rows of q are of some sequence. Nothing is read on the host."""
-    cu_seqlens, used = lengths.cu_seqlens_q, lengths.seqused_q
-    rows = torch.arange(total_q, dtype=torch.int32, device=cu_seqlens.device)
+def rows_of_sequences(cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> Tensor:
+    """Boolean (total,): which rows are of some sequence. Nothing is read on the host."""
+    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
     if cu_seqlens.shape[0] == 1:
         return torch.zeros_like(rows, dtype=torch.bool)
-    if used is None:
+    if seqused is None:
         return rows < cu_seqlens[-1]
     # The last sequence that begins at or before a row; empty ones before it begin there too.
     at = torch.searchsorted(cu_seqlens, rows, right=True, out_int32=True) - 1
-    at = at.clamp(max=used.shape[0] - 1)
-    return rows < cu_seqlens[at] + used[at]
+    at = at.clamp(max=seqused.shape[0] - 1)
+    return rows < cu_seqlens[at] + seqused[at]

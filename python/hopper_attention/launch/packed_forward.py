@@ -18,6 +18,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import Launcher, count_ctas, index_of
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.layout import make_packed_addressable
+from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import NO_SCORES, Scores
 
@@ -60,7 +61,7 @@ class PackedForwardLauncher(Launcher):
     """A forward kernel of 16 bits on packed sequences.
 
     ``num_ctas`` are those of a persistent grid; 0 for a kernel that has a CTA for each tile that there may be. A kernel
-    of a kind of scores that is not plain takes ``Scores.for_kernel`` after the sides of the window.
+    of a kind of scores that is not plain takes ``Scores.for_kernel``.
     """
 
     config: ForwardConfig | AmpereForwardConfig
@@ -113,6 +114,9 @@ class PackedForwardLauncher(Launcher):
             if scores is not NO_SCORES:
                 options = *options, *scores.for_kernel(batch, heads)
             self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
+        if wants_lse and scores.sinks is not None:
+            # To the kernel rows behind the last sequence are rows without keys, which have their sink.
+            lse.masked_fill_(~rows_of_sequences(cu_seqlens_q, None, total_q), -math.inf)
         return out, lse
 
 

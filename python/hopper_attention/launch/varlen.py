@@ -61,7 +61,7 @@ class EmptyVarlen:
         out = q.new_zeros(total_q, heads, v.shape[2])
         lse = q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
         if scores.sinks is not None:
-            rows = rows_of_sequences(Lengths(*others[:6]), total_q)
+            rows = rows_of_sequences(others[0], others[2], total_q)
             lse = torch.where(rows, scores.sinks.float()[:, None], lse)
         return out, lse
 
