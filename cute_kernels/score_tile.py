@@ -93,10 +93,11 @@ class ScoreTile(LoopInvariant):
     @cute.jit
     def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
         """Scores of key block ``n_block`` as the softmax takes them; without ``is_masked`` every row sees every key."""
-        self._change(acc_S, n_block)
+        self.change(acc_S, n_block)
         if const_expr(is_masked):
             self.mask.apply(acc_S, n_block)
 
-    def _change(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+    def change(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        """What is done before the mask, in every block."""
         for change in self.changes:
             change.apply(acc_S, n_block)

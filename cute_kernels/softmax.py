@@ -1,6 +1,7 @@
 """Online softmax of the two rows that a thread holds of a score tile (FlashAttention-2, algorithm 1)."""
 
 import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -134,14 +135,15 @@ class RoundingSoftmax(OnlineSoftmax):
         return total - (largest - largest.to(self.dtype).to(Float32))
 
 
-class SinkSoftmax(RoundingSoftmax):
-    """With a sink: a logit a head that joins the row sum and has no value. A row without keys has nothing else.
+class WithSinks(OnlineSoftmax):
+    """Mixin, to be put before a softmax: a logit a head joins the row sum and has no value. A row without keys has
+    nothing else.
 
-    ``sinks`` are float32 (heads,), in base e and not scaled.
+    ``sinks`` are float32 (heads,), in base e and not scaled. ``softmax`` is what the softmax behind it is made of.
     """
 
-    def __init__(self, scale_log2: Float32, dtype: type[cutlass.Numeric], sinks: cute.Tensor):
-        super().__init__(scale_log2, dtype)
+    def __init__(self, sinks: cute.Tensor, *softmax: Any):
+        super().__init__(*softmax)
         self.sinks, self.sink_log2 = sinks, cute.make_rmem_tensor(1, Float32)
 
     def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
@@ -156,9 +158,15 @@ class SinkSoftmax(RoundingSoftmax):
             greater = cute.arch.fmax(self.shift[r], sink)
             shrink, of_sink = exp2(self.shift[r] - greater), exp2(sink - greater)
             rounded = self._sum_of_rounded(r, total) * shrink + of_sink
-            inverse_sum[r] = shrink * cute.arch.rcp_approx(rounded)
+            # A sink of -inf leaves a row without keys empty.
+            is_empty = rounded == Float32(0.0)
+            inverse_sum[r] = Float32(0.0) if is_empty else shrink * cute.arch.rcp_approx(rounded)
             log_sum = greater + cute.math.log2(total * shrink + of_sink, fastmath=True)
             lse[r] = log_sum * Float32(LN_2)
+
+
+class SinkSoftmax(WithSinks, RoundingSoftmax):
+    """``RoundingSoftmax`` with sinks."""
 
 
 @cute.jit

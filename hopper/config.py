@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels import problem
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -24,9 +24,6 @@ WARPGROUP_ROWS = 64
 
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
-
-SCORE_FEATURES = ("softcap", "alibi", "sinks")
-"""Fields of a config for what is done to scores."""
 
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""

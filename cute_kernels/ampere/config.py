@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES, cover_head_dims
+from cute_kernels.problem import (
+    DENSE,
+    DTYPES,
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    SCORE_FEATURES,
+    SHORT_NAMES,
+    cover_head_dims,
+)
 
 WARP_THREADS = 32
 MMA_ROWS = 16
@@ -63,7 +71,8 @@ class AmpereForwardConfig:
     ``stages`` buffers take K and V in turns: K of a block, V of it, K of the next. ``q_in_registers`` reads Q from
     shared memory once and not for every key block. ``fused_exponentials`` computes P 16 keys at a time between the
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
-    kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors.
+    kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors. ``softcap``
+    caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
     """
 
     dtype: str
@@ -80,6 +89,13 @@ class AmpereForwardConfig:
     fused_exponentials: bool = True
     window: bool = False
     layout: str = DENSE
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap or self.alibi or self.sinks
 
     @property
     def threads(self) -> int:
@@ -122,6 +138,7 @@ class AmpereForwardConfig:
         parts += [] if self.fused_exponentials else ["apart"]
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         return "_".join(parts)
 
 

@@ -34,7 +34,7 @@ class SixteenBits(LoopInvariant):
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         dtype = DSL_DTYPES[self.config.dtype]
         return (
-            SinkSoftmax(scale_log2, dtype, *extras)
+            SinkSoftmax(*extras, scale_log2, dtype)
             if self.config.sinks
             else RoundingSoftmax(scale_log2, dtype)
         )

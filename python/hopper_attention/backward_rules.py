@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     Choice,
     Target,
-    check_scores_in_kernel,
     how_to_go_faster,
     why_not_ampere,
     why_not_hopper,
@@ -148,12 +148,10 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     p = problem
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
-    if backend == "hopper":
-        return select_backward_config(*options, *features, p.scores.has_softcap, p.scores.has_alibi)
     # A sink is in the LSE, which is all that a backward kernel sees of it.
-    check_scores_in_kernel(
-        p.scores._replace(has_sinks=False), backend, "the gradient of attention with {name}"
-    )
+    changes = p.scores.has_softcap, p.scores.has_alibi
+    if backend == "hopper":
+        return select_backward_config(*options, *features, *changes)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -161,4 +159,6 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-    return select_ampere_backward_config(*options, arch, *features)
+    config = select_ampere_backward_config(*options, arch, *features)
+    has_softcap, has_alibi = changes
+    return replace(config, softcap=has_softcap, alibi=has_alibi)

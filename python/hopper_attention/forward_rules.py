@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cute_kernels import problem as sizes
 from cute_kernels.ampere.config import (
@@ -10,10 +11,9 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
-from hopper_attention.backends import check_scores_in_kernel
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
@@ -105,16 +105,15 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
+    fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
     if backend == "ampere":
-        check_scores_in_kernel(p.scores, backend)
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
-        return select_ampere_forward_config(
-            dtype, p.head_dim, p.head_dim_v, p.causal, arch, p.has_window, layout
-        )
+        dims = p.head_dim, p.head_dim_v
+        plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
+        return replace(plain, **fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    has_softcap, has_alibi, has_sinks = p.scores
-    return replace(config, softcap=has_softcap, alibi=has_alibi, sinks=has_sinks)
+    return replace(config, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -85,6 +85,18 @@ def vector_map(tensor: Tensor, rows: int) -> TensorMap:
     return TensorMap(storage_of(tensor), tuple(sizes), tuple(strides), (rows, 1, 1), 0)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
+
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+NO_RULES = Rules()
+
+
 class Arguments:
     """Parameters of a kernel as the DSL packs them, and the memory that they point into."""
 
@@ -105,6 +117,15 @@ class Arguments:
         head = struct.pack(f"<Q{len(sizes)}i", first, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
+    def rules(self, rules: Rules, softmax_scale: float) -> None:
+        """What a kernel without WGMMA takes of them, last."""
+        if rules.softcap:
+            self.add(softmax_scale / rules.softcap)
+        if rules.slopes is not None:
+            self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+        if rules.sinks is not None:
+            self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
     ) -> None:
@@ -113,18 +134,6 @@ class Arguments:
         for z, y, x in product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
             ctas = (Cta(parameters, self.memory, (x + i, y, z), grid, timing) for i in range(cluster))
             run(program, *ctas)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
-
-    softcap: float = 0.0
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-
-
-NO_RULES = Rules()
 
 
 def forward_on_numpy(
@@ -199,6 +208,7 @@ def ampere_forward_on_numpy(
     softmax_scale: float,
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the kernel of ``config`` without WGMMA leaves them; ``sides`` are those of its window."""
     batch, seqlen_q, heads, _ = q.shape
@@ -208,7 +218,8 @@ def ampere_forward_on_numpy(
     for tensor in (q, k, v, out):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
     arguments.tensor(lse, tuple(lse.shape), lse.stride()[:2])
-    arguments.add(softmax_scale * LOG2_E, heads // k.shape[2], heads, *sides)
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E, heads // k.shape[2], heads, *sides)
+    arguments.rules(rules, softmax_scale)
     tiles = -(-seqlen_q // config.tile_m) * heads * batch
     arguments.launch(program_of(config), (tiles, 1, 1), timing)
     return out, lse
@@ -223,6 +234,7 @@ def packed_ampere_forward_on_numpy(
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
     wants_lse: bool = True,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of packed (q, k, v) by the kernel of ``config`` without WGMMA, NaN where it writes nothing."""
     q, k, v = inputs
@@ -232,7 +244,8 @@ def packed_ampere_forward_on_numpy(
     arguments = Arguments()
     for tensor in (q, k, v, out, lse, plan):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
-    arguments.add(sequences, softmax_scale * LOG2_E, *sides)
+    arguments.add(sequences, (rules.softcap or softmax_scale) * LOG2_E, *sides)
+    arguments.rules(rules, softmax_scale)
     tiles = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * heads
     arguments.launch(program_of(config), (tiles, 1, 1), timing)
     return out, lse
@@ -295,6 +308,7 @@ def backward_on_numpy(
     timing: Timing = AT_ONCE,
     dlse: Tensor | None = None,
     sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v); ``sides`` are
     those of a window."""
@@ -308,7 +322,7 @@ def backward_on_numpy(
 
     if isinstance(config, AmpereBackwardConfig):
         tensors = (q, k, v, dout, lse_log2, delta, sums, dk, dv, backward_counter(config, sums))
-        _launch_ampere_gradients(config, tensors, (softmax_scale, *sides), timing)
+        _launch_ampere_gradients(config, tensors, (softmax_scale, *sides), timing, rules)
     else:
         arguments = Arguments()
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
@@ -348,6 +362,7 @@ def _launch_ampere_gradients(
     tensors: tuple[Tensor, ...],
     scale_and_sides: tuple[float | int, ...],
     timing: Timing,
+    rules: Rules,
 ) -> None:
     """The kernel between prepare and finish, of its arguments in their order; all CTAs beside each other if they may
     wait for each other."""
@@ -358,7 +373,9 @@ def _launch_ampere_gradients(
         # Dq's parts and words are fixed when compiling.
         sizes = tensor.shape[:3] if tensor.dim() == 5 else tensor.shape
         arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
-    arguments.add(softmax_scale, softmax_scale * LOG2_E, q.shape[2] // k.shape[2], *sides)
+    scale = rules.softcap or softmax_scale
+    arguments.add(softmax_scale, scale * LOG2_E, q.shape[2] // k.shape[2], *sides)
+    arguments.rules(replace(rules, sinks=None), softmax_scale)
     ctas = -(-k.shape[1] // config.tile_n) * k.shape[2] * k.shape[0]
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 
@@ -370,6 +387,7 @@ def launch_packed_ampere_gradients(
     sequences: int,
     scale_and_sides: tuple[float | int, ...],
     timing: Timing = AT_ONCE,
+    rules: Rules = NO_RULES,
 ) -> None:
     """The same of packed sequences: from q to the counter, and a plan of key tiles."""
     softmax_scale, *sides = scale_and_sides
@@ -378,7 +396,8 @@ def launch_packed_ampere_gradients(
         sizes = tensor.shape[:2] if tensor.dim() == 4 else tensor.shape
         arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
     arguments.tensor(plan, (len(plan),), ())
-    arguments.add(sequences, softmax_scale, softmax_scale * LOG2_E, *sides)
+    arguments.add(sequences, softmax_scale, (rules.softcap or softmax_scale) * LOG2_E, *sides)
+    arguments.rules(replace(rules, sinks=None), softmax_scale)
     ctas = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * tensors[1].shape[1]
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 

@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel, PackedAmpereBackwardKernel
+from cute_kernels.ampere.options import option_arguments
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.plan.compile import plan_argument
@@ -21,7 +22,9 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     ``config.counts_per_tile`` for each query tile of all heads, which are not zero afterwards.
 
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
-    none; the right one counts for nothing in a causal kernel.
+    none; the right one counts for nothing in a causal kernel. If the config changes scores, two more come last,
+    (softcap, alibi_slopes), with None for what it has no use for: a positive float; float32 (b, h), whose first stride
+    may be 0.
 
     With ``layout`` "varlen" it is ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, plan, sequences, softmax_scale,
     ...)``: q (total_q, h, d), k (total_k, hk, d), and so on. Sequence i has query tiles of its own, from ``offset_q //
@@ -32,12 +35,12 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     """
     tensors = packed_tensors(config) if config.layout == VARLEN else dense_tensors(config)
     counter, scale = words(cute.sym_int()), Float32(0.0)
-    sides = (Int32(0), Int32(0)) if config.window else ()
+    given = option_arguments(config)
     if config.layout == VARLEN:
         kernel, plan = PackedAmpereBackwardKernel(config), (plan_argument(), Int32(0))
-        return compile_for_torch(kernel, *tensors, counter, *plan, scale, *sides, options=options)
+        return compile_for_torch(kernel, *tensors, counter, *plan, scale, *given, options=options)
     kernel = AmpereBackwardKernel(config)
-    return compile_for_torch(kernel, *tensors, counter, scale, *sides, options=options)
+    return compile_for_torch(kernel, *tensors, counter, scale, *given, options=options)
 
 
 def dense_tensors(config: AmpereBackwardConfig) -> tuple:

@@ -19,7 +19,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -39,7 +39,8 @@ class AmpereBackwardConfig:
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window. ``layout`` says how sequences
-    lie in the tensors.
+    lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so; its sinks are in the
+    LSE.
     """
 
     dtype: str
@@ -59,6 +60,12 @@ class AmpereBackwardConfig:
     ordered: bool = False
     window: bool = False
     layout: str = DENSE
+    softcap: bool = False
+    alibi: bool = False
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap or self.alibi
 
     @property
     def has_mask(self) -> bool:
@@ -208,6 +215,7 @@ class AmpereBackwardConfig:
         parts += ["ordered"] if self.ordered else []
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
         return "_".join(parts)
 
 

@@ -1,13 +1,13 @@
 """The backward kernel of GPUs without WGMMA, for 16-bit inputs."""
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.ampere.backward.batch import DenseBatch, PackedBatch
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, validate_ampere_backward_config
-from cute_kernels.ampere.backward.key_gradients import KeyGradients, Scales, Tensors
+from cute_kernels.ampere.backward.key_gradients import KeyGradients, Tensors
+from cute_kernels.ampere.options import KernelOptions, read_options
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.plan.packed import PackedTileOrder
 from cute_kernels.window import Window, window_of
 
@@ -63,13 +63,14 @@ class AmpereBackwardKernel:
         mdV: cute.Tensor,
         mCounter: cute.Tensor,
         softmax_scale: Float32,
-        *sides_and_stream,
+        *options_and_stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim), mLSE and mDelta (batch, heads,
-        seqlen_q in whole query tiles), mdQ (batch, heads, query tiles, parts, words). Behind the scale come the sides
-        of the window, if the config has one, and the stream."""
-        *sides, stream = sides_and_stream
+        seqlen_q in whole query tiles), mdQ (batch, heads, query tiles, parts, words). Behind
+        the scale come what ``read_options`` reads, and the stream."""
+        *given, stream = options_and_stream
         c = self.config
+        options, scale_log2 = read_options(c, tuple(given), softmax_scale)
         self.kernel(
             mQ,
             mK,
@@ -82,9 +83,9 @@ class AmpereBackwardKernel:
             mdV,
             mCounter,
             softmax_scale,
-            softmax_scale * Float32(math.log2(math.e)),
+            scale_log2,
             mQ.shape[2] // mK.shape[2],
-            tuple(sides),
+            options,
         ).launch(
             **launch_options(c, cute.ceil_div(mK.shape[1], c.tile_n) * mK.shape[2] * mK.shape[0]),
             stream=stream,
@@ -106,15 +107,15 @@ class AmpereBackwardKernel:
         softmax_scale: Float32,
         scale_log2: Float32,
         heads_per_kv_head: Int32,
-        sides: tuple,
+        options: KernelOptions,
     ):
-        c, window = self.config, window_of(self.config.causal, sides)
+        c, window = self.config, window_of(self.config.causal, options.sides)
         tensors = Tensors(mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         gradients = KeyGradients.of(c, tensors, window)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
-        scales = Scales(softmax_scale, scale_log2)
-        gradients.compute(batch, gradients.claim(), heads_per_kv_head, scales)
+        rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+        gradients.compute(batch, gradients.claim(), heads_per_kv_head, softmax_scale, rules)
 
 
 class PackedAmpereBackwardKernel:
@@ -141,12 +142,13 @@ class PackedAmpereBackwardKernel:
         plan: cute.Tensor,
         sequences: Int32,
         softmax_scale: Float32,
-        *sides_and_stream,
+        *options_and_stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (total, heads, head_dim), mLSE and mDelta (heads, rows of all query
-        tiles), mdQ (heads, query tiles, parts, words). Behind the scale come the sides of the window, if the config has
-        one, and the stream."""
-        *sides, stream = sides_and_stream
+        tiles), mdQ (heads, query tiles, parts, words). Behind the scale come what ``read_options`` reads, and the
+        stream."""
+        *given, stream = options_and_stream
+        options, scale_log2 = read_options(self.config, tuple(given), softmax_scale)
         self.kernel(
             mQ,
             mK,
@@ -161,8 +163,8 @@ class PackedAmpereBackwardKernel:
             plan,
             sequences,
             softmax_scale,
-            softmax_scale * Float32(math.log2(math.e)),
-            tuple(sides),
+            scale_log2,
+            options,
         ).launch(
             **launch_options(self.config, PackedTileOrder.most(plan, sequences, mK.shape[1])), stream=stream
         )
@@ -184,9 +186,9 @@ class PackedAmpereBackwardKernel:
         sequences: Int32,
         softmax_scale: Float32,
         scale_log2: Float32,
-        sides: tuple,
+        options: KernelOptions,
     ):
-        c, window = self.config, window_of(self.config.causal, sides)
+        c, window = self.config, window_of(self.config.causal, options.sides)
         tensors = Tensors(mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         gradients = KeyGradients.of(c, tensors, window)
         kv_heads = mK.shape[1]
@@ -204,8 +206,8 @@ class PackedAmpereBackwardKernel:
                 of_keys=True,
             )
             batch = PackedBatch(c, plan, order, takes_last_first(c, window))
-            scales = Scales(softmax_scale, scale_log2)
-            gradients.compute(batch, tile, mQ.shape[1] // kv_heads, scales)
+            rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+            gradients.compute(batch, tile, mQ.shape[1] // kv_heads, softmax_scale, rules)
 
 
 def takes_last_first(config: AmpereBackwardConfig, window: Window) -> bool:

@@ -30,6 +30,7 @@ from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.problem import VARLEN
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.sequence_rows import rows_of
@@ -52,13 +53,6 @@ class Tensors(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     counter: cute.Tensor
-
-
-class Scales(NamedTuple):
-    """softmax_scale, and the same times log2(e)."""
-
-    softmax_scale: Float32
-    scale_log2: Float32
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,14 @@ class KeyGradients(LoopInvariant):
         return tile
 
     @cute.jit
-    def compute(self, batch: DenseBatch | PackedBatch, tile: Int32, heads_per_kv_head: Int32, scales: Scales):
+    def compute(
+        self,
+        batch: DenseBatch | PackedBatch,
+        tile: Int32,
+        heads_per_kv_head: Int32,
+        softmax_scale: Float32,
+        rules: KeyRules,
+    ):
         """dK and dV of key tile ``tile``, and its part of dQ."""
         c, smem, tensors = self.config, self.smem, self.tensors
         place = batch.first_place(tile)
@@ -108,7 +109,7 @@ class KeyGradients(LoopInvariant):
         turns = self._turns()
         key_tile = KeyTile(c, self.window, place.n_block, place.n_blocks, seqlens)
         dq = GradientOfQ(c, tensors.dq, turns, key_tile, self._tiles(seqlens), (warp, lane))
-        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], smem, share, mask, dq, scales.scale_log2)
+        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], smem, share, mask, dq, rules)
         mainloop.clear()
         walk = Walk(c, QueryLoader(c, smem, self._queries(seqlens)), mainloop, key_tile)
         for i in cutlass.range(heads_per_kv_head, unroll=1):
@@ -123,7 +124,7 @@ class KeyGradients(LoopInvariant):
         targets = tuple(
             rows_of(tensor, place.seqlens.rows_k, place.head_kv) for tensor in (tensors.dk, tensors.dv)
         )
-        Epilogue(c, smem, thread).store(mainloop, targets, place.n_block, scales.softmax_scale)
+        Epilogue(c, smem, thread).store(mainloop, targets, place.n_block, softmax_scale)
 
     def _queries(self, seqlens: SeqlenInfo) -> DenseQueries | PackedQueries:
         rows, vectors = (self.tensors.q, self.tensors.do), (self.tensors.lse, self.tensors.delta)

@@ -6,7 +6,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.dq import GradientOfQ
@@ -15,11 +15,12 @@ from cute_kernels.ampere.backward.operands import SharedMemory, WarpOperands, Wa
 from cute_kernels.ampere.config import MMA_ROWS
 from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, multiply
-from cute_kernels.backward.scores import make_gradient_of_rounded, make_probabilities, read_vector, round_into
+from cute_kernels.backward.scores import make_gradient_of_rounded, read_vector, round_into
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyRules, KeyScoreTile
 
 COLUMNS_PER_PAIR = 2 * COLUMNS_PER_GROUP
 ReadBlock = Callable[[int, int], tuple]
@@ -30,7 +31,7 @@ class Mainloop(LoopInvariant):
     """A warp's part of the five products of each block.
 
     ``acc_dK`` and ``acc_dV`` have an entry for each band of 16 keys. ``mask`` is that of the first band of
-    scores.
+    scores, ``rules`` what is done to them beside it.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Mainloop(LoopInvariant):
         share: WarpShare,
         mask: KeyMask,
         dq: GradientOfQ,
-        scale_log2: Float32,
+        rules: KeyRules,
     ):
         c = config
-        self.config, self.dtype, self.mask, self.dq, self.scale_log2 = c, dtype, mask, dq, scale_log2
+        self.config, self.dtype, self.mask, self.dq, self.rules = c, dtype, mask, dq, rules
         self.lane = cute.arch.lane_idx()
         self.operands = WarpOperands(c, smem, share, self.lane)
         layout = cute.make_layout((c.score_queries, c.stages), stride=(1, c.tile_m))
@@ -73,19 +74,20 @@ class Mainloop(LoopInvariant):
         acc_S, acc_dP = self._make_scores(), self._make_scores()
         operands = self._operands_in(m_block, stage)
         self._score(acc_S, operands.k, operands.q)
+        tiles = self._score_tiles(place)
+        for band in cutlass.range_constexpr(self.config.score_bands):
+            tiles[band].cap(acc_S[band])
         lse = read_vector(self.lse, stage, self.lane, self.config.score_queries)
         if const_expr(self.config.has_mask):
             if unmasked.lacks(m_block):
                 self._mask(acc_S, m_block)
-        for band in cutlass.range_constexpr(self.config.score_bands):
-            make_probabilities(acc_S[band], lse, self.scale_log2, clamps=not self.config.has_mask)
-        p = self._round(acc_S)
+        p, p_of_gradient = self._make_probabilities(tiles, acc_S, lse, m_block)
         if const_expr(not self.config.keeps_probabilities):
             self._share(words_of(p), operands.p_target)
         self._score(acc_dP, operands.v, operands.do)
         delta = read_vector(self.delta, stage, self.lane, self.config.score_queries)
         for band in cutlass.range_constexpr(self.config.score_bands):
-            make_gradient_of_rounded(acc_dP[band], p[band], delta)
+            make_gradient_of_rounded(acc_dP[band], p_of_gradient[band], delta)
         ds = self._round(acc_dP)
         if const_expr(not self.config.has_mask and self.dtype is cutlass.Float16):
             self._hide(words_of(ds), m_block)
@@ -108,6 +110,31 @@ class Mainloop(LoopInvariant):
         for acc in accs:
             acc.fill(0.0)
         multiply(accs, steps, self.dtype, keys.block, queries.block)
+
+    def _score_tiles(self, place: tuple) -> list[KeyScoreTile]:
+        """Of each band, of the block at ``place``."""
+        head, mask = place[0], self.mask
+        if self.config.alibi:
+            # As in ``_mask``; and the slope is read anew for each block.
+            mask, head = replace(mask, key=pin(mask.key, Int32), col=pin(mask.col, Int32)), pin(head, Int32)
+        tile = self.rules.for_head(mask, head, mask.seqlens.batch)
+        bands = range(self.config.score_bands)
+        return [replace(tile, mask=replace(mask, key=mask.key + band * MMA_ROWS)) for band in bands]
+
+    def _make_probabilities(
+        self, tiles: list[KeyScoreTile], acc_S: list[cute.Tensor], lse: cute.Tensor, m_block: Int32
+    ) -> tuple[list[cute.Tensor], list[cute.Tensor]]:
+        """P^T in 16 bits, and what dS^T is made of: the same, but for a softcap."""
+        clamps = not self.config.has_mask
+        if not self.config.softcap:
+            for tile, acc in zip(tiles, acc_S, strict=True):
+                tile.make_probabilities(acc, lse, m_block, clamps)
+            p = self._round(acc_S)
+            return p, p
+        p = [cute.make_rmem_tensor(cute.size(acc), self.dtype) for acc in acc_S]
+        for tile, rounded, acc in zip(tiles, p, acc_S, strict=True):
+            tile.round_probabilities(rounded, acc, lse, m_block, clamps)
+        return p, self._round(acc_S)
 
     def _hide(self, bands: list[cute.Tensor], m_block: Int32) -> None:
         """Without a mask: zero dS of keys past the end. Were it too large for float16, their K, which is zero,

@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpereForwardKernel
+from cute_kernels.ampere.options import option_arguments
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.plan.compile import plan_argument
@@ -20,7 +21,9 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     written; softmax_scale a positive float.
 
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
-    none; the right one counts for nothing in a causal kernel.
+    none; the right one counts for nothing in a causal kernel. If the config changes scores, three more come last,
+    (softcap, alibi_slopes, sinks), with None for what it has no use for: a positive float; float32 (b, h), whose first
+    stride may be 0; float32 (h,).
 
     With ``layout`` "varlen" it is ``fn(q, k, v, out, lse, plan, sequences, softmax_scale, ...)``: q (total_q, h, d), k
     (total_k, hk, d), v (total_k, hk, dv), out (total_q, h, dv); lse (h, total_q), or (h, 0); plan int32, that of tiles
@@ -30,14 +33,14 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     What the function does not check, and its callers must: no other size is 0 (total_k may be), h is a multiple of hk,
     d and dv are at most the config's, and the sizes pass ``check_problem_size``, or ``check_packed_size``.
     """
-    sides = (Int32(0), Int32(0)) if config.window else ()
+    given = option_arguments(config, config.sinks)
     if config.layout == VARLEN:
         kernel, tensors = PackedAmpereForwardKernel(config), packed_tensors(config)
         return compile_for_torch(
-            kernel, *tensors, plan_argument(), Int32(0), Float32(0.0), *sides, options=options
+            kernel, *tensors, plan_argument(), Int32(0), Float32(0.0), *given, options=options
         )
     return compile_for_torch(
-        AmpereForwardKernel(config), *dense_tensors(config), Float32(0.0), *sides, options=options
+        AmpereForwardKernel(config), *dense_tensors(config), Float32(0.0), *given, options=options
     )
 
 

@@ -1,16 +1,14 @@
 """The forward kernel of GPUs without WGMMA, for 16-bit inputs."""
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.ampere.config import AmpereForwardConfig, validate_ampere_forward_config
 from cute_kernels.ampere.forward.query_tile import QueryTile
+from cute_kernels.ampere.options import KernelOptions, read_options
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
-from cute_kernels.window import window_of
 
 
 class AmpereForwardKernel:
@@ -55,12 +53,13 @@ class AmpereForwardKernel:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         softmax_scale: Float32,
-        *sides_and_stream,
+        *options_and_stream,
     ):
         """Launch. mQ, mK, mV, mO are (batch, seqlen, heads, head_dim), mLSE (batch, heads, seqlen_q or 0). Behind the
-        scale come the sides of the window, if the config has one, and the stream."""
-        *sides, stream = sides_and_stream
+        scale come what ``read_options`` reads, and the stream."""
+        *given, stream = options_and_stream
         c = self.config
+        options, scale_log2 = read_options(c, tuple(given), softmax_scale)
         heads_per_kv_head = mQ.shape[2] // mK.shape[2]
         bytes_per_key = mK.element_type.width // 8 * (c.head_dim + c.head_dim_v)
         order = TileOrder(
@@ -76,10 +75,10 @@ class AmpereForwardKernel:
             mV,
             mO,
             mLSE,
-            softmax_scale * Float32(math.log2(math.e)),
+            scale_log2,
             heads_per_kv_head,
             order.heads_per_section,
-            tuple(sides),
+            options,
         ).launch(**launch_options(c, order.num_tiles), stream=stream)
 
     @cute.kernel
@@ -93,7 +92,7 @@ class AmpereForwardKernel:
         scale_log2: Float32,
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
-        sides: tuple,
+        options: KernelOptions,
     ):
         c = self.config
         seqlen_q, seqlen_k = mQ.shape[1], mK.shape[1]
@@ -105,7 +104,7 @@ class AmpereForwardKernel:
             longest_first=c.longest_first,
         )
         lengths, number = DenseSeqlens(seqlen_q, seqlen_k), cute.arch.block_idx()[0]
-        tile = QueryTile(c, order, lengths, window_of(c.causal, sides), number, heads_per_kv_head)
+        tile = QueryTile(c, order, lengths, options, number, heads_per_kv_head)
         tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
 
@@ -128,14 +127,14 @@ class PackedAmpereForwardKernel:
         plan: cute.Tensor,
         sequences: Int32,
         softmax_scale: Float32,
-        *sides_and_stream,
+        *options_and_stream,
     ):
         """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0). Behind the scale come the
         sides of the window, if the config has one, and the stream."""
-        *sides, stream = sides_and_stream
+        *given, stream = options_and_stream
+        options, scale_log2 = read_options(self.config, tuple(given), softmax_scale)
         tiles = PackedTileOrder.most(plan, sequences, mQ.shape[1])
-        scale_log2 = softmax_scale * Float32(math.log2(math.e))
-        self.kernel(mQ, mK, mV, mO, mLSE, plan, sequences, scale_log2, tuple(sides)).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, plan, sequences, scale_log2, options).launch(
             **launch_options(self.config, tiles), stream=stream
         )
 
@@ -150,7 +149,7 @@ class PackedAmpereForwardKernel:
         plan: cute.Tensor,
         sequences: Int32,
         scale_log2: Float32,
-        sides: tuple,
+        options: KernelOptions,
     ):
         c, heads = self.config, mQ.shape[1]
         num_tiles, number = PackedTileOrder.count(plan, heads), cute.arch.block_idx()[0]
@@ -166,8 +165,7 @@ class PackedAmpereForwardKernel:
                 c.tile_m,
                 c.longest_first,
             )
-            lengths, window = PackedSeqlens(plan), window_of(c.causal, sides)
-            tile = QueryTile(c, order, lengths, window, number, heads_per_kv_head)
+            tile = QueryTile(c, order, PackedSeqlens(plan), options, number, heads_per_kv_head)
             tile.attend((mQ, mK, mV), (mO, mLSE), scale_log2)
 
 

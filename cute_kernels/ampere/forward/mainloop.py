@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from cute_kernels.ampere.config import MMA_KEYS, MMA_ROWS, AmpereForwardConfig
 from cute_kernels.ampere.forward.ring import KeyValueRing
@@ -72,10 +72,10 @@ class Mainloop(LoopInvariant):
         dtype: type[cutlass.Numeric],
         ring: KeyValueRing,
         tiles: WarpTiles,
-        scale_log2: Float32,
+        softmax: list[ShiftSoftmax],
     ):
         self.config, self.dtype, self.ring, self.tiles = config, dtype, ring, tiles
-        self.softmax = [ShiftSoftmax(scale_log2) for _ in range(config.bands)]
+        self.softmax = softmax
         self.acc_O = [make_accumulator(config.head_dim_v) for _ in range(config.bands)]
 
     @cute.jit
@@ -152,11 +152,12 @@ class Mainloop(LoopInvariant):
         self.ring.refill(0, n_block, k_slot, is_guarded)
         self._scores(acc_S, k_slot)
         for band in cutlass.range_constexpr(self.config.bands):
+            scores[band].change(acc_S[band], n_block)
             if const_expr(is_masked):
                 # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
                 # which it would cost registers that are not there.
                 if blocks.needs_mask(band, n_block):
-                    scores[band].finish(acc_S[band], n_block, True)
+                    scores[band].mask.apply(acc_S[band], n_block)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()

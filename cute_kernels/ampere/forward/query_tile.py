@@ -11,7 +11,9 @@ from cute_kernels.ampere.config import MMA_ROWS, WARP_THREADS, AmpereForwardConf
 from cute_kernels.ampere.forward.epilogue import Epilogue
 from cute_kernels.ampere.forward.mainloop import Mainloop, WarpBlocks
 from cute_kernels.ampere.forward.ring import KeyValueRing
+from cute_kernels.ampere.forward.shift import ShiftSinkSoftmax, ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
+from cute_kernels.ampere.options import KernelOptions
 from cute_kernels.ampere.shared_tile import ALIGNMENT, SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.dtypes import DSL_DTYPES
@@ -22,11 +24,11 @@ from cute_kernels.key_blocks import BlockRange, KeyBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreTile
+from cute_kernels.score_tile import LOG2_E, ScoreRules, ScoreTile
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.sequence_rows import numbers_of, rows_of
 from cute_kernels.tile_scheduler import TileOrder
-from cute_kernels.window import Window
+from cute_kernels.window import Window, window_of
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,19 @@ class Place(LoopInvariant):
 
 @dataclass(frozen=True)
 class QueryTile(LoopInvariant):
-    """Tile ``number`` in ``order``, of sequences of these ``lengths``; ``window`` says which keys a query sees."""
+    """Tile ``number`` in ``order``, of sequences of these ``lengths``."""
 
     config: AmpereForwardConfig
     order: TileOrder | PackedTileOrder
     lengths: DenseSeqlens | PackedSeqlens
-    window: Window
+    options: KernelOptions
     number: Int32
     heads_per_kv_head: Int32
+
+    @property
+    def window(self) -> Window:
+        """Which keys a query sees."""
+        return window_of(self.config.causal, self.options.sides)
 
     def attend(self, inputs: tuple, outputs: tuple, scale_log2: Float32) -> None:
         """Write O and LSE of the tile. ``inputs`` are Q, K and V of all sequences, ``outputs`` O and LSE."""
@@ -59,19 +66,23 @@ class QueryTile(LoopInvariant):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         ring = self._start_loads(place, head_kv, blocks, inputs, (sQ, sKV), thread)
         first_row = self._first_row(place, warp)
-        scores = self._scores(place, first_row, lane)
+        rules = self._rules(scale_log2)
+        scores = self._scores(rules, place, first_row, lane)
         tiles = WarpTiles(c, sQ, sKV, warp, lane)
-        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, tiles, scale_log2)
+        softmax = [self._softmax(scale_log2) for _ in range(c.bands)]
+        mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, tiles, softmax)
         step = mainloop.attend(scores, self._blocks_of_warp(place, blocks, warp))
         # Anew: what follows from pinned values is worked out behind the loop, and not held in registers through it.
         if c.window:
             place, warp, lane = self._anew()
             of_warp = self._blocks_of_warp(place, self._blocks(place), warp)
-            scores = self._scores(place, self._first_row(place, warp), lane)
+            scores = self._scores(rules, place, self._first_row(place, warp), lane)
             mainloop.attend_left_side(scores, of_warp, *step)
-        if c.window or c.layout == VARLEN:
+        if c.window or c.layout == VARLEN or c.changes_scores:
             place, warp, lane = self._anew()
             first_row = self._first_row(place, warp)
+        for of_band in softmax:
+            of_band.enter_tile((), place.head, place.seqlens.batch)
         mO, mLSE = outputs
         Epilogue(c, sQ, warp, lane).store(
             mainloop,
@@ -113,14 +124,26 @@ class QueryTile(LoopInvariant):
         """Of the warp."""
         return place.m_block * self.config.tile_m + warp * self.config.rows_per_warp
 
-    def _scores(self, place: Place, first_row: Int32, lane: Int32) -> list[ScoreTile]:
+    def _rules(self, scale_log2: Float32) -> ScoreRules:
+        c, options = self.config, self.options
+        inverse_scale = Float32(LOG2_E) / scale_log2 if c.alibi else 1.0
+        return ScoreRules(options.softcaps(DSL_DTYPES[c.dtype]), options.slopes, inverse_scale)
+
+    def _softmax(self, scale_log2: Float32) -> ShiftSoftmax:
+        """Of a band."""
+        if self.config.sinks:
+            return ShiftSinkSoftmax(self.options.sinks[0], scale_log2)
+        return ShiftSoftmax(scale_log2)
+
+    def _scores(self, rules: ScoreRules, place: Place, first_row: Int32, lane: Int32) -> list[ScoreTile]:
         """Of each band of the warp."""
         row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
         masks = (
             TileMask(self.window, self.config.tile_n, place.seqlens, row + band * MMA_ROWS, column)
             for band in range(self.config.bands)
         )
-        return [ScoreTile(mask) for mask in masks]
+        head, batch = place.head, place.seqlens.batch
+        return [ScoreTile(mask, rules.for_tile(mask, head, batch)) for mask in masks]
 
     def _blocks(self, place: Place) -> KeyBlocks:
         """Of the CTA."""

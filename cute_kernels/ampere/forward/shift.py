@@ -6,7 +6,7 @@ from cutlass import Float32, const_expr
 
 from cute_kernels.fast_math import max_over_lanes, maximum_of, multiply_rounded
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
-from cute_kernels.softmax import OnlineSoftmax
+from cute_kernels.softmax import OnlineSoftmax, WithSinks
 
 
 class ShiftSoftmax(OnlineSoftmax):
@@ -25,3 +25,7 @@ class ShiftSoftmax(OnlineSoftmax):
             block_max = max_over_lanes(maximum_of(scores[r, None], -Float32.inf), LANES_PER_ROW)
             shift = cute.arch.fmax(multiply_rounded(block_max, self.scale_log2), self.shift[r])
             self._move_shift(r, shift, is_first)
+
+
+class ShiftSinkSoftmax(WithSinks, ShiftSoftmax):
+    """``ShiftSoftmax`` with sinks."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, select_ampere_backward_config
-from cute_kernels.plan.config import plan_entries
 from cute_kernels.window import NO_LIMIT, Window, window_of
 from tests.cute_kernels.ampere.test_forward_windows import EPSILON, LATE, NAMES, draw, packed_inputs
 from tests.cute_kernels.exact import attend
 from tests.cute_kernels.packing import Packing
-from tests.hopper.on_numpy import backward_on_numpy, launch_packed_ampere_gradients
-from tests.hopper.packed_backward import finish_on_numpy, prepare_on_numpy
+from tests.hopper.on_numpy import (
+    NO_RULES,
+    Rules,
+    backward_on_numpy,
+    finish_on_numpy,
+    launch_packed_ampere_gradients,
+)
+
+LOG2_E = math.log2(math.e)
 
 
 def select(
@@ -27,11 +34,15 @@ def select(
 
 
 def exact_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, window: Window
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    window: Window,
+    rules: Rules = NO_RULES,
+    sequence: int = 0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """(dq, dk, dv), out and lse of one sequence, in float64."""
     leaves = tuple(x.double().requires_grad_() for x in inputs)
-    out, lse = attend(*leaves, window, inputs[0].shape[2] ** -0.5)
+    out, lse = attend(*leaves, window, inputs[0].shape[2] ** -0.5, rules, sequence)
     gradients = torch.autograd.grad(out, leaves, dout.double(), allow_unused=True, materialize_grads=True)
     return gradients, out.detach(), lse.detach()
 
@@ -83,65 +94,92 @@ PACKED = [
 
 
 class PackedCase:
-    """Packed inputs with NaN wherever no sequence has a row, and exact results of each sequence."""
+    """Packed inputs with NaN wherever no sequence has a row, exact results of each sequence, and the buffers."""
 
-    def __init__(self, config: AmpereBackwardConfig, packing: Packing, heads: tuple[int, int], sides: tuple):
-        dtype = next(t for t, name in NAMES.items() if name == config.dtype)
-        self.config, self.packing, self.sides = config, packing, sides
-        self.q, self.k, self.v = packed_inputs(packing, dtype, heads, (config.head_dim, config.head_dim))
+    def __init__(
+        self,
+        config: AmpereBackwardConfig,
+        packing: Packing,
+        heads: tuple[int, int],
+        sides: tuple,
+        rules: Rules = NO_RULES,
+    ):
+        c, dtype = config, next(t for t, name in NAMES.items() if name == config.dtype)
+        self.config, self.packing, self.sides, self.rules = c, packing, sides, rules
+        dims = c.head_dim, c.head_dim
+        self.q, self.k, self.v = packed_inputs(packing, dtype, heads, dims)
         (self.dout,) = draw(5, dtype, tuple(self.q.shape))
         self.dout[self.q.isnan()] = math.nan
-        self.out = torch.full_like(self.q, math.nan)
-        self.lse = torch.full((heads[0], packing.total_q), math.nan)
-        self.exact = [self._attend(i) for i in range(packing.sequences - 1)]
+        tiles = packing.total_q // c.tile_m + packing.sequences
+        self.lse, self.delta = (torch.full((heads[0], tiles * c.tile_m), math.nan) for _ in range(2))
+        self.sums = torch.zeros(heads[0], tiles, c.dq_parts, c.dq_words)
+        self.dk, self.dv = torch.full_like(self.k, math.nan), torch.full_like(self.v, math.nan)
+        self.exact = [self._prepare(i) for i in range(packing.sequences)]
 
-    def _parts(self, i: int) -> tuple[slice, slice]:
-        """Rows of Q and of K of a sequence."""
+    def parts(self, i: int) -> tuple[slice, slice, slice]:
+        """Rows of Q, rows of K and query tiles of a sequence."""
         rows, keys = self.packing.rows_q(i), self.packing.rows_k(i)
-        return slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+        first = rows.start // self.config.tile_m + i
+        tiles = slice(first, first + -(-len(rows) // self.config.tile_m))
+        return slice(rows.start, rows.stop), slice(keys.start, keys.stop), tiles
 
-    def _attend(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill out and lse of a sequence; its gradients."""
-        rows, keys = self._parts(i)
-        inputs, window = (self.q[rows], self.k[keys], self.v[keys]), window_of(self.config.causal, self.sides)
-        exact, out, lse = exact_gradients(inputs, self.dout[rows], window)
-        self.out[rows], self.lse[:, rows] = out.to(self.out.dtype), lse.float()
+    def _prepare(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill LSE and delta of a sequence, as the step before the kernel does; the exact gradients."""
+        if i == self.packing.sequences - 1:
+            return self.q[:0], self.k[:0], self.v[:0]
+        rows, keys, tiles = self.parts(i)
+        inputs, dout = (self.q[rows], self.k[keys], self.v[keys]), self.dout[rows]
+        exact, out, lse = exact_gradients(
+            inputs, dout, window_of(self.config.causal, self.sides), self.rules, i
+        )
+        of_tiles = slice(tiles.start * self.config.tile_m, tiles.stop * self.config.tile_m)
+        self.lse[:, of_tiles], self.delta[:, of_tiles] = math.inf, 0
+        of_rows = slice(of_tiles.start, of_tiles.start + rows.stop - rows.start)
+        empty = lse == -math.inf
+        delta = (dout.double() * out.to(dout.dtype).double()).sum(-1).T
+        self.lse[:, of_rows] = (lse * LOG2_E).masked_fill(empty, math.inf).float()
+        self.delta[:, of_rows] = delta.masked_fill(empty, 0.0).float()
         return exact
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, NaN where nothing is written."""
-        c, scale, number = self.config, self.config.head_dim**-0.5, self.packing.sequences
-        heads, tiles = self.q.shape[1], plan_entries(self.packing.total_q, number - 1, c.tile_m)
-        plan = self.packing.plan(c.tile_n, of_keys=True)
-        vectors = prepare_on_numpy(c, (self.out, self.lse, None), self.dout, (plan, number), tiles)
-        sums = torch.zeros(heads, tiles, c.dq_parts, c.dq_words)
-        counts = heads * tiles * c.counts_per_tile if c.ordered else 0
+    def run(self) -> None:
+        c, scale = self.config, self.config.head_dim**-0.5
+        counts = self.sums.shape[0] * self.sums.shape[1] * c.counts_per_tile if c.ordered else 0
         counter = torch.zeros(2 + counts, dtype=torch.int32)
-        dq, dk, dv = (torch.full_like(x, math.nan) for x in (self.q, self.k, self.v))
-        tensors = (self.q, self.k, self.v, self.dout, *vectors, sums, dk, dv, counter)
-        launch_packed_ampere_gradients(c, tensors, plan, number, (scale, *self.sides), LATE)
-        finish_on_numpy(c, sums, dq, (plan, number), scale)
-        return dq, dk, dv
+        tensors = (self.q, self.k, self.v, self.dout, self.lse, self.delta, self.sums, self.dk, self.dv)
+        plan = self.packing.plan(c.tile_n, of_keys=True)
+        launch_packed_ampere_gradients(
+            c, (*tensors, counter), plan, self.packing.sequences, (scale, *self.sides), LATE, self.rules
+        )
+
+    def gradients(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys, tiles = self.parts(i)
+        dq = torch.full_like(self.q[rows], math.nan)[None]
+        if tiles.stop > tiles.start:
+            dense = replace(self.config, layout="dense")
+            finish_on_numpy(dense, self.sums[None, :, tiles].contiguous(), dq, self.config.head_dim**-0.5)
+        return dq[0], self.dk[keys], self.dv[keys]
 
     def check(self) -> None:
-        """Every sequence; zeros for keys behind the last and for all queries of none; nothing else is written."""
-        dq, dk, dv = self.run()
-        has_query, has_key = (torch.zeros(x.shape[0], dtype=torch.bool) for x in (dq, dk))
+        """Every sequence; zeros for keys behind the last; nothing else written."""
+        written = torch.zeros(self.packing.total_k, dtype=torch.bool)
+        own_tiles = torch.zeros(self.sums.shape[1], dtype=torch.bool)
         for i, exact in enumerate(self.exact):
-            rows, keys = self._parts(i)
-            has_query[rows], has_key[keys] = True, True
-            check((dq[rows], dk[keys], dv[keys]), exact)
-        _, behind = self._parts(self.packing.sequences - 1)
-        assert bool((dk[behind] == 0).all()) and bool((dv[behind] == 0).all())
-        has_key[behind] = True
-        assert bool(dk[~has_key].isnan().all()) and bool(dv[~has_key].isnan().all())
-        assert bool((dq[~has_query] == 0).all())
+            _, keys, tiles = self.parts(i)
+            written[keys] = True
+            if i == self.packing.sequences - 1:
+                assert bool((self.dk[keys] == 0).all()) and bool((self.dv[keys] == 0).all())
+            else:
+                own_tiles[tiles] = True
+                check(self.gradients(i), exact)
+        assert bool(self.dk[~written].isnan().all()) and bool(self.dv[~written].isnan().all())
+        assert bool((self.sums[:, ~own_tiles] == 0).all())
 
 
 @pytest.mark.parametrize("dtype,head_dim,causal,heads,sides,ordered", PACKED, ids=str)
 def test_packed_sequences(dtype, head_dim, causal, heads, sides, ordered) -> None:
     config = select(dtype, head_dim, causal, ordered, bool(sides), "varlen")
     case = PackedCase(config, Packing.of(LENGTHS, tail=(70, 9)), heads, sides)
+    case.run()
     case.check()
 
 
@@ -152,4 +190,5 @@ def test_parts_of_sequences(ordered: bool) -> None:
     packing = Packing.of([(100, 150), (200, 90), (130, 129)], **used)
     config = select(torch.bfloat16, 64, True, ordered, False, "varlen")
     case = PackedCase(config, packing, (2, 1), ())
+    case.run()
     case.check()

@@ -14,7 +14,7 @@ from cute_kernels.window import NO_LIMIT, Window, window_of
 from tests.cute_kernels.exact import attend
 from tests.cute_kernels.packing import Packing
 from tests.hopper.hopper_machine import Timing
-from tests.hopper.on_numpy import ampere_forward_on_numpy, packed_ampere_forward_on_numpy
+from tests.hopper.on_numpy import NO_RULES, Rules, ampere_forward_on_numpy, packed_ampere_forward_on_numpy
 
 EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -118,7 +118,12 @@ def packed_inputs(packing: Packing, dtype, heads, head_dims) -> list[Tensor]:
 
 
 def run_packed(
-    config: AmpereForwardConfig, packing: Packing, inputs: list[Tensor], sides=(), wants_lse: bool = True
+    config: AmpereForwardConfig,
+    packing: Packing,
+    inputs: list[Tensor],
+    sides=(),
+    wants_lse: bool = True,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     return packed_ampere_forward_on_numpy(
         config,
@@ -129,6 +134,7 @@ def run_packed(
         LATE,
         sides,
         wants_lse,
+        rules,
     )
 
 

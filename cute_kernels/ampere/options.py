@@ -1,0 +1,66 @@
+"""What only some of the kernels without WGMMA are given, behind the scale."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.arguments import strided
+from cute_kernels.score_tile import SoftCap, scale_in_base_2
+
+
+class OptionalFeatures(Protocol):
+    """What of a config decides on them."""
+
+    @property
+    def window(self) -> bool: ...
+
+    @property
+    def changes_scores(self) -> bool: ...
+
+    @property
+    def softcap(self) -> bool: ...
+
+    @property
+    def alibi(self) -> bool: ...
+
+
+class KernelOptions(NamedTuple):
+    """Of one launch, each as a tuple that is empty where there is no such thing.
+
+    ``sides`` are those of a window, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor (batch, heads)
+    of ALiBi, ``sinks`` that of (heads,).
+    """
+
+    sides: tuple
+    factors: tuple
+    slopes: tuple
+    sinks: tuple
+
+    def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
+        return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
+
+
+def read_options(
+    config: OptionalFeatures, arguments: tuple, softmax_scale: Float32
+) -> tuple[KernelOptions, Float32]:
+    """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
+    window, if the config has one, and if it changes scores (softcap, alibi_slopes) and in a forward kernel sinks, with
+    None for what there is not."""
+    sides, terms = (arguments[:2], arguments[2:]) if config.window else ((), arguments)
+    caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))
+    factors = tuple(softmax_scale / cap for cap in caps)
+    return KernelOptions(tuple(sides), factors, slopes, sinks), scale_in_base_2(softmax_scale, caps)
+
+
+def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
+    """What a kernel is compiled for, in the order of ``read_options``; a forward kernel says whether it has sinks."""
+    sides = (Int32(0), Int32(0)) if config.window else ()
+    if not config.changes_scores:
+        return sides
+    slopes = strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if config.alibi else None
+    sink_arguments = (strided(Float32, (cute.sym_int(),), 1) if is_there else None for is_there in sinks)
+    return *sides, Float32(0.0) if config.softcap else None, slopes, *sink_arguments
