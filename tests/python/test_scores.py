@@ -392,29 +392,17 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ..
     forget_launchers()
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes"])
-def test_backward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
-    tensors = qkv()
-    options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    out, lse = torch.zeros(2, 21, 4, 24).bfloat16(), torch.zeros(2, 4, 21)
-    values = Scores.of(options.get("softcap", 0.0), options.get("alibi_slopes"), options.get("sinks")).values
-    message = f"the gradient of attention with {name} is not implemented by the kernel without WGMMA yet; use backend"
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        OPS.backward(out, None, *tensors, out, lse, 0.2, False, "ampere", False, -1, -1, *values)
-    found = OPS.backward(out, None, *tensors, out, lse, 0.2, False, "reference", False, -1, -1, *values)
-    assert [x.shape for x in found] == [x.shape for x in tensors]
-
-
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks"])
-def test_forward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
-    options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    message = re.escape(f"{name} is not implemented by the kernel without WGMMA yet; use backend='reference'")
-    for function in EVERY:
-        more = {"device_capability": (9, 0)} if function in (explain, EVERY[3]) else {}
-        with pytest.raises(NotImplementedError, match=message):
-            function(*qkv(), backend="ampere", **options, **more)
-    assert kernel_calls == []
-    flash_attn_func(*qkv(), backend="reference", **options)
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("backend", ["hopper", "ampere"])
+def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
+    scores = draw_scores(name, 2, 4)
+    kind = Scores(**scores).kind
+    for function in (explain, EVERY[3]):
+        tensors = [x.requires_grad_() for x in qkv()]
+        plan = function(*tensors, backend=backend, device_capability=(9, 0), **scores)
+        assert plan.backend == backend
+        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks) == kind
+        assert any("the backward pass runs on the " in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])
