@@ -8,7 +8,6 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper_attention import _kernels
-from hopper_attention.scores import ScoreKind
 
 HOPPER_CAPABILITY = (9, 0)
 """wgmma exists on sm_90a alone: neither older nor newer GPUs run these kernels."""
@@ -111,19 +110,6 @@ def why_not_ampere(target: Target) -> str:
     if _kernels.missing_packages() and not target.assume_installed:
         return f"the kernels need {' and '.join(_kernels.missing_packages())}, not installed here"
     return ""
-
-
-def missing_in_kernel(feature: str, backend: str) -> NotImplementedError:
-    """The error for what the reference does and the kernels of ``backend`` do not do yet."""
-    return NotImplementedError(
-        f"{feature} is not implemented by the {KERNELS[backend]} yet; use backend='reference'"
-    )
-
-
-def check_scores_in_kernel(scores: ScoreKind, backend: str, feature: str = "{name}") -> None:
-    """Raise NotImplementedError for what no kernel of ``backend`` does to scores; ``feature`` names it."""
-    for name in scores.names:
-        raise missing_in_kernel(feature.format(name=name), backend)
 
 
 def how_to_go_faster(target: Target) -> str:

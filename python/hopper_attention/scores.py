@@ -109,11 +109,6 @@ class Scores:
             slopes = slopes.detach().contiguous().expand(batch, heads)
         return cap, slopes, None if sinks is None else sinks.detach().float().contiguous()
 
-    def for_backward_kernel(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
-        """``for_kernel`` without the sinks, which a backward kernel finds in the LSE; nothing if there is no other."""
-        cap, slopes, _ = self.for_kernel(batch, heads)
-        return () if cap is None and slopes is None else (cap, slopes)
-
     def for_gradient(self, batch: int, heads: int) -> tuple[float | None, Tensor | None]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
         cap, slopes, _ = self.for_kernel(batch, heads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -392,32 +391,18 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ..
     forget_launchers()
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes"])
-def test_backward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
-    tensors = qkv()
-    options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    out, lse = torch.zeros(2, 21, 4, 24).bfloat16(), torch.zeros(2, 4, 21)
-    values = Scores.of(options.get("softcap", 0.0), options.get("alibi_slopes"), options.get("sinks")).values
-    for backend, kernel in ((None, "Hopper kernel"), ("ampere", "kernel without WGMMA")):
-        message = (
-            f"the gradient of attention with {name} is not implemented by the {kernel} yet; use backend='ref"
-        )
-        with pytest.raises(NotImplementedError, match=re.escape(message)):
-            OPS.backward(out, None, *tensors, out, lse, 0.2, False, backend, False, -1, -1, *values)
-    found = OPS.backward(out, None, *tensors, out, lse, 0.2, False, "reference", False, -1, -1, *values)
-    assert [x.shape for x in found] == [x.shape for x in tensors]
-
-
+@pytest.mark.parametrize("backend", ["hopper", "ampere"])
 @pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks"])
-def test_forward_kernels_without_them_say_so(name: str, kernel_calls: list[Any]) -> None:
+def test_every_kernel_has_them(name: str, backend: str) -> None:
     options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    message = re.escape(f"{name} is not implemented by the kernel without WGMMA yet; use backend='reference'")
-    for function in EVERY:
-        more = {"device_capability": (9, 0)} if function in (explain, EVERY[3]) else {}
-        with pytest.raises(NotImplementedError, match=message):
-            function(*qkv(), backend="ampere", **options, **more)
-    assert kernel_calls == []
-    flash_attn_func(*qkv(), backend="reference", **options)
+    tensors, where = [x.requires_grad_() for x in qkv()], {"backend": backend, "device_capability": (9, 0)}
+    feature = name.removesuffix("_slopes")
+    for function in (explain, EVERY[3]):
+        plan = function(*tensors, **options, **where)
+        (gradient,) = (note for note in plan.notes if note.startswith("the backward pass runs on the "))
+        assert plan.backend == backend and feature in plan.config.name
+        # A sink is in the LSE, and its gradient needs no kernel.
+        assert (feature in gradient) == (name != "sinks")
 
 
 @pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])
@@ -425,12 +410,7 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
     backend: str, last: tuple[int, ...], kernel_calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     select, problems = forward.select_for, []
-
-    def select_plain(problem: Any, *where: Any) -> Any:
-        problems.append(problem)
-        return select(replace(problem, scores=PLAIN), *where)
-
-    monkeypatch.setattr(forward, "select_for", select_plain)
+    monkeypatch.setattr(forward, "select_for", lambda p, *where: problems.append(p) or select(p, *where))
     tensors, sinks = qkv(), SINKS.bfloat16()
     for cap, slopes in ((2.0, torch.ones(2, 4)), (3.0, torch.zeros(4))):
         for window in ((-1, -1), (5, 2)):
@@ -451,20 +431,32 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
-def test_values_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    select, seen = backward.select_for, []
-    monkeypatch.setattr(backward, "select_for", lambda p, *where: select(replace(p, scores=PLAIN), *where))
+@pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])
+def test_values_reach_a_backward_kernel(
+    backend: str, last: tuple[int, ...], kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *a: seen.append(a))
     q, k, v = qkv()
-    out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.ones(4)
-    for scores in (NO_SCORES, Scores(2.0, slopes)):
-        backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=scores)
-    plain, changed = (call for call in seen if len(call) > 6)
-    assert plain[10:12] == (0.5, SMS) and len(changed) == len(plain) + 2
-    assert changed[10:12] == (0.5, 2.0) and torch.equal(changed[12], slopes.expand(2, 4))
-    assert changed[13:] == (SMS,)
-    backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=Scores(sinks=SINKS))
-    assert [call for call in seen if len(call) > 6][-1][10:] == plain[10:]
+    out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.rand(4)
+
+    def options_of(scores: Scores, window: tuple[int, int] = (-1, -1)) -> tuple[Any, ...]:
+        """What the kernel is given behind the tensors."""
+        given = {"backend": backend, "scores": scores, "window": window}
+        backward.run_backward(out, q, k, v, out, lse, 0.5, False, **given)
+        return [call for call in seen if len(call) > 6][-1][10:]
+
+    for window in ((-1, -1), (5, 2)):
+        # The kernels of Hopper have a place for whatever a call may have, the others for what it has.
+        sides = () if window == (-1, -1) else window
+        if backend == "hopper":
+            sides = (*(sides or (None, None)), None, None)
+        both = options_of(Scores(2.0, slopes), window)
+        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == last
+        assert torch.equal(both[2 + len(sides)], slopes.expand(2, 4))
+        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, *last)
+    plain = options_of(NO_SCORES)
+    assert plain == (0.5, *last) == options_of(Scores(sinks=SINKS))
 
 
 def test_rows_behind_the_last_sequence_have_no_sink(
