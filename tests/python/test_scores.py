@@ -391,18 +391,19 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ..
     forget_launchers()
 
 
+@pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks"])
-def test_every_kernel_has_them(name: str, backend: str) -> None:
-    options = {"softcap": 3.0} if name == "softcap" else {name: SINKS}
-    tensors, where = [x.requires_grad_() for x in qkv()], {"backend": backend, "device_capability": (9, 0)}
-    feature = name.removesuffix("_slopes")
+def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
+    scores = draw_scores(name, 2, 4)
+    kind = Scores(**scores).kind
     for function in (explain, EVERY[3]):
-        plan = function(*tensors, **options, **where)
+        tensors = [x.requires_grad_() for x in qkv()]
+        plan = function(*tensors, backend=backend, device_capability=(9, 0), **scores)
+        assert plan.backend == backend
+        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks) == kind
         (gradient,) = (note for note in plan.notes if note.startswith("the backward pass runs on the "))
-        assert plan.backend == backend and feature in plan.config.name
         # A sink is in the LSE, and its gradient needs no kernel.
-        assert (feature in gradient) == (name != "sinks")
+        assert ["softcap" in gradient, "alibi" in gradient, "sinks" in gradient] == [*kind[:2], False]
 
 
 @pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])

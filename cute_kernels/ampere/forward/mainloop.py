@@ -152,10 +152,12 @@ class Mainloop(LoopInvariant):
         self.ring.refill(0, n_block, k_slot, is_guarded)
         self._scores(acc_S, k_slot)
         for band in cutlass.range_constexpr(self.config.bands):
-            scores[band].change(acc_S[band], n_block)
+            # Always so, here and in a mask for a warp's first band. The branches keep both out of the products' basic
+            # block, in which they would cost registers that are not there.
+            if const_expr(len(scores[band].changes) > 0):
+                if n_block >= 0:
+                    scores[band].change(acc_S[band], n_block)
             if const_expr(is_masked):
-                # Always so for a warp's first band. The branch keeps the mask out of the products' basic block, in
-                # which it would cost registers that are not there.
                 if blocks.needs_mask(band, n_block):
                     scores[band].mask.apply(acc_S[band], n_block)
             self.softmax[band].take_scores(acc_S[band], is_first=False)
