@@ -112,13 +112,6 @@ def why_not_ampere(target: Target) -> str:
     return ""
 
 
-def missing_in_kernel(feature: str, backend: str) -> NotImplementedError:
-    """The error for what the reference does and the kernels of ``backend`` do not do yet."""
-    return NotImplementedError(
-        f"{feature} is not implemented by the {KERNELS[backend]} yet; use backend='reference'"
-    )
-
-
 def how_to_go_faster(target: Target) -> str:
     """Advice for a GPU that runs the reference; empty for devices that have nothing faster."""
     if not target.is_gpu:

@@ -77,9 +77,6 @@ def choose_for(problem: GradientProblem, target: Target, requested: str | None) 
 
     ``requested`` is the backend that the forward was asked for. It is no promise of a backward kernel: not every
     problem of the forward has one.
-
-    Raises:
-        NotImplementedError: the kernel is to be given problems of this kind, and does not do them yet.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
@@ -143,7 +140,6 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or there is no kernel for such a GPU.
-        NotImplementedError: the kernel does not do what is done to scores.
     """
     p = problem
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal

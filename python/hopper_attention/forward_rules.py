@@ -49,7 +49,7 @@ def select_config(
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
-        NotImplementedError: the kernel cannot count sizes as large as these, or does not do such problems.
+        NotImplementedError: the kernel cannot count sizes as large as these.
     """
     config = select_for(problem_of(q, k, v, causal, window, scores), backend, capability)
     check_size(config, q.shape, k.shape)
@@ -97,9 +97,6 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     """``select_config`` of all problems of a kind, whatever their sizes.
 
     With packed sequences, which have no length here, the tiles are the same for all.
-
-    Raises:
-        NotImplementedError: the kernel does not do problems of this kind.
     """
     if backend == "reference":
         return ReferenceConfig()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -402,7 +401,9 @@ def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
         plan = function(*tensors, backend=backend, device_capability=(9, 0), **scores)
         assert plan.backend == backend
         assert (plan.config.softcap, plan.config.alibi, plan.config.sinks) == kind
-        assert any("the backward pass runs on the " in note for note in plan.notes)
+        (gradient,) = (note for note in plan.notes if note.startswith("the backward pass runs on the "))
+        # A sink is in the LSE, and its gradient needs no kernel.
+        assert ["softcap" in gradient, "alibi" in gradient, "sinks" in gradient] == [*kind[:2], False]
 
 
 @pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])
@@ -410,12 +411,7 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
     backend: str, last: tuple[int, ...], kernel_calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     select, problems = forward.select_for, []
-
-    def select_plain(problem: Any, *where: Any) -> Any:
-        problems.append(problem)
-        return select(replace(problem, scores=PLAIN), *where)
-
-    monkeypatch.setattr(forward, "select_for", select_plain)
+    monkeypatch.setattr(forward, "select_for", lambda p, *where: problems.append(p) or select(p, *where))
     tensors, sinks = qkv(), SINKS.bfloat16()
     for cap, slopes in ((2.0, torch.ones(2, 4)), (3.0, torch.zeros(4))):
         for window in ((-1, -1), (5, 2)):
@@ -436,19 +432,32 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
-def test_values_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "last"), [("hopper", (SMS,)), ("ampere", ())])
+def test_values_reach_a_backward_kernel(
+    backend: str, last: tuple[int, ...], kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *a: seen.append(a))
     q, k, v = qkv()
-    out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.ones(4)
-    for scores in (NO_SCORES, Scores(2.0, slopes), Scores(2.0, slopes, SINKS), Scores(sinks=SINKS)):
-        backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", scores=scores)
-    plain, changed, with_sinks, of_sinks_alone = (call[10:] for call in seen if len(call) > 6)
-    # A sink is in the LSE, and no argument of a backward kernel.
-    assert plain == of_sinks_alone == (0.5, SMS)
-    for call in (changed, with_sinks):
-        assert call[:6] == (0.5, None, None, None, None, 2.0) and call[7:] == (SMS,)
-        assert torch.equal(call[6], slopes.expand(2, 4))
+    out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.rand(4)
+
+    def options_of(scores: Scores, window: tuple[int, int] = (-1, -1)) -> tuple[Any, ...]:
+        """What the kernel is given behind the tensors."""
+        given = {"backend": backend, "scores": scores, "window": window}
+        backward.run_backward(out, q, k, v, out, lse, 0.5, False, **given)
+        return [call for call in seen if len(call) > 6][-1][10:]
+
+    for window in ((-1, -1), (5, 2)):
+        # The kernels of Hopper have a place for whatever a call may have, the others for what it has.
+        sides = () if window == (-1, -1) else window
+        if backend == "hopper":
+            sides = (*(sides or (None, None)), None, None)
+        both = options_of(Scores(2.0, slopes), window)
+        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == last
+        assert torch.equal(both[2 + len(sides)], slopes.expand(2, 4))
+        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, *last)
+    plain = options_of(NO_SCORES)
+    assert plain == (0.5, *last) == options_of(Scores(sinks=SINKS))
 
 
 def test_rows_behind_the_last_sequence_have_no_sink(

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vjp, vmap
 
-from hopper_attention import flash_attn_varlen_func
+from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.launch import backward, forward, varlen
+from hopper_attention.launch.packed_forward import OF_KEYS
 from hopper_attention.lengths import Lengths
 from hopper_attention.problem import AttentionProblem, GradientProblem
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.varlen_cases import CASES, Case, offsets
 
 OPS = torch.ops.hopper_attention
@@ -219,20 +220,42 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     forget_launchers()
 
 
-def test_gradient_kernels_without_variable_lengths_say_so(gpu: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2)], ids=str)
+@pytest.mark.parametrize("backend", ["hopper", "ampere"])
+def test_what_gradient_kernels_are_given(
+    backend: str, window: tuple[int, int], gpu: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def get(config: Any) -> Callable[..., None]:
+        return lambda *a: seen.append(a)
+
+    gpu.setattr(compile_cache, "get_backward", get)
+    gpu.setattr(compile_cache, "get_forward", get)
     tensors, lengths = clean(USED), of_operator(USED)
     out, lse = OPS.forward_varlen(*tensors, *lengths, 0.2, False, "reference", 0)
-    for backend, name in (
-        (None, "Hopper kernel"),
-        ("hopper", "Hopper kernel"),
-        ("ampere", "kernel without WGMMA"),
-    ):
-        message = (
-            f"the gradient of variable-length attention is not implemented by the {name} yet; use backend="
-        )
-        with pytest.raises(NotImplementedError, match=message):
-            OPS.backward_varlen(out, None, *tensors, out, lse, *lengths, 0.2, False, backend)
-    assert OPS.backward_varlen(out, None, *tensors, out, lse, *lengths, 0.2, False, "reference")[0].any()
+    slopes = torch.rand(4)
+    OPS.backward_varlen(
+        out, None, *tensors, out, lse, *lengths, 0.3, False, backend, False, *window, 2.0, slopes
+    )
+    plan_call, prepare, kernel, finish = seen
+    *given, plan, total_q, total_k, tile, rows = plan_call
+    assert all(x is y for x, y in zip(given, lengths[:4], strict=True))
+    assert (total_q, total_k, rows) == (41, len(tensors[1]), OF_KEYS) and tile in (64, 128)
+    # A plan has a word more than there are sequences for where each starts.
+    assert prepare[6] is plan and prepare[7] == 5 and finish[2:] == (plan, 5, 0.3)
+    assert all(x is y for x, y in zip(prepare[4:6], kernel[4:6], strict=True)) and finish[0] is kernel[6]
+    sides = () if window == (-1, -1) else window
+    if backend == "hopper":
+        sides = sides or (None, None)
+        scale, *options, cap, slopes_given, ctas = kernel[10:]
+        assert (scale, cap, ctas) == (0.3, 2.0, SMS) and options[:2] == [*sides]
+        found_plan, sequences = options[2:]
+    else:
+        found_plan, sequences, scale, *options, cap, slopes_given = kernel[10:]
+        assert (scale, cap) == (0.3, 2.0) and options == [*sides]
+    assert found_plan is plan and sequences == 5
+    assert torch.equal(slopes_given, slopes.expand(4, 4))
 
 
 def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:

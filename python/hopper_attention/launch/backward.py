@@ -207,7 +207,6 @@ def run_backward(
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
-        NotImplementedError: the kernel has no windows, or does not do what is done to scores.
     """
     has_window = window != FULL_WINDOW
     options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend, has_window

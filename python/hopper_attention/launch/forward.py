@@ -171,7 +171,6 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
 
     Raises:
         ValueError: ``backend`` cannot run there.
-        NotImplementedError: its kernel does not do problems of this kind.
     """
     target = target_of(device)
     choice = choose_backend(target, problem.dtype, backend)

@@ -181,11 +181,7 @@ def find_varlen(
 def find_varlen_backward(
     problem: GradientProblem, device: torch.device, backend: str | None
 ) -> VarlenGradientLaunch:
-    """What gives the gradients of packed problems of a kind; ``find_varlen`` says how kernels come in.
-
-    Raises:
-        NotImplementedError: the kernel does not do problems of this kind.
-    """
+    """What gives the gradients of packed problems of a kind: a kernel where there is one, else the reference."""
     choice = find_choice_for(problem, device, backend)
     if choice.backend != "reference":
         return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
@@ -210,7 +206,6 @@ def find_varlen_launch(
 
     Raises:
         ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
-        NotImplementedError: the kernel does not do such problems.
     """
     q, k, v = specs
     check_packed(q, k, v, lengths)
