@@ -142,8 +142,8 @@ def flash_attn_func(
         v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim, and be at most 512.
             Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default. P is exact to its dtype where
-            scaled scores are below 2^12 in magnitude; above, that of the largest score is rounded as well, which can
-            cost half a step of the dtype more, and gradients lose as many bits as the scores have above 2^12.
+            scaled scores are below 2^12 in magnitude; above, keys that tie for the largest score can cost half a step
+            of the dtype more, and gradients lose as many bits as the scores have above 2^12.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the mask is aligned bottom-right).
         q_descale, k_descale, v_descale: for float8_e4m3fn only: float32 (batch, kv_heads) factors that
             the data is multiplied by; ones by default. Where that of q or k is negative,
