@@ -58,6 +58,22 @@ def test_windows_and_packed_sequences_compile_without_spills(config):
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
+CHANGED_SCORES = [
+    select_backward_config("bfloat16", 64, 64, True, softcap=True, alibi=True),
+    select_backward_config("float16", 64, 64, False, layout="varlen", softcap=True),
+    select_backward_config("float16", 128, 128, False, True, window=True, layout="varlen", alibi=True),
+    select_backward_config("bfloat16", 256, 256, True, window=True, layout="varlen", softcap=True),
+    select_backward_config("float16", 256, 256, False, True, softcap=True, alibi=True),
+]
+"""A softcap at head_dim 128 spills, as docs/limits.md says."""
+
+
+@pytest.mark.parametrize("config", CHANGED_SCORES, ids=lambda config: config.name)
+def test_changes_of_scores_compile_without_spills(config):
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_packed_steps_compile_without_spills(step):
     config = select_backward_config("bfloat16", 128, 128, True, layout="varlen")

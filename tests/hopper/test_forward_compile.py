@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import cutlass.cute as cute
 import pytest
@@ -41,6 +42,30 @@ def registers_suffice(config, usage: ResourceUsage) -> bool:
     """Whether what the roles share out by setmaxnreg is what the launch reserves: who asks for more waits forever."""
     shared_out = 128 * (config.consumers * config.registers.consumer + config.registers.producer)
     return shared_out <= usage.registers * config.threads <= 65536
+
+
+def general(dtype: str, head_dim: int, causal: bool, *mask: Any, **changes: bool) -> ForwardConfig:
+    """``mask`` are window and layout, ``changes`` what is done to scores."""
+    return replace(select_forward_config(dtype, head_dim, head_dim, causal, 8192, *mask), **changes)
+
+
+NOT_PLAIN = [
+    general("float16", 64, False, softcap=True),
+    general("bfloat16", 64, True, True, alibi=True, sinks=True),
+    general("bfloat16", 64, False, True, "varlen", softcap=True, sinks=True),
+    general("float16", 128, False, softcap=True, alibi=True),
+    general("bfloat16", 128, True, True, "varlen", softcap=True, alibi=True, sinks=True),
+    general("float16", 256, False, True, softcap=True),
+    general("bfloat16", 256, True, False, "varlen", alibi=True, sinks=True),
+]
+"""docs/limits.md names the one that spills: everything at once at head_dim 64."""
+
+
+@pytest.mark.parametrize("config", NOT_PLAIN, ids=lambda config: config.name)
+def test_kernels_that_are_not_plain_compile_without_spills(config):
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert registers_suffice(config, usage)
 
 
 def table(header: str) -> list[list[str]]:
