@@ -23,6 +23,11 @@ def words(number):
     return make_fake_tensor(Int32, (number,), (1,), assumed_align=4)
 
 
+def plan_argument():
+    """A plan of packed sequences (``cute_kernels/plan``), 16-byte aligned."""
+    return make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
+
+
 def compile_for_torch(kernel, *arguments, options: str):
     """A TVM FFI function that takes torch tensors as ``arguments`` describe them, and launches on torch's current
     stream, which is the last argument of ``kernel``."""

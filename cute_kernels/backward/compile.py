@@ -3,12 +3,11 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
 from cute_kernels.backward.prepare import PackedPrepareKernel, PrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.plan.compile import plan_argument
 from cute_kernels.problem import DENSE
 
 

@@ -2,16 +2,10 @@
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.arguments import compile_for_torch, words
+from cute_kernels.arguments import compile_for_torch, plan_argument, words
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.plan.kernel import PlanKernel
-
-
-def plan_argument():
-    """A plan, as kernels take it."""
-    return make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
 
 
 def compile_plan(config: PlanConfig, options: str = ""):

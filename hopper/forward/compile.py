@@ -3,9 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.plan.compile import plan_argument
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig

@@ -3,8 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.arguments import compile_for_torch, words
-from cute_kernels.plan.compile import plan_argument
+from cute_kernels.arguments import compile_for_torch, plan_argument, words
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 
 THREADS = 128

@@ -6,9 +6,8 @@ from cutlass import Float32, Int32
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpereForwardKernel
 from cute_kernels.ampere.options import option_arguments
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.plan.compile import plan_argument
 from cute_kernels.problem import VARLEN
 
 
