@@ -328,7 +328,7 @@ def backward_on_numpy(
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
         arguments.add(*maps)
         arguments.values += [b"\0" * 16] * len(maps)
-        _launch_gradients(config, arguments, (q, k), sums, (softmax_scale, *sides), timing)
+        _launch_gradients(config, arguments, (q, k), sums, (softmax_scale, *sides), timing, rules)
 
     finish_on_numpy(config, sums, dq, softmax_scale)
     return dq, dk, dv
@@ -409,6 +409,7 @@ def _launch_gradients(
     sums: Tensor,
     scale_and_sides: tuple[float | int, ...],
     timing: Timing,
+    rules: Rules,
 ) -> None:
     """The kernel between prepare and finish, of (q, k), behind the maps that are in ``arguments``."""
     c, (q, k) = config, inputs
@@ -422,13 +423,22 @@ def _launch_gradients(
         counts = (tiles * heads, batch), (c.counts_per_tile * tiles * heads,)
         arguments.tensor(counter[2:], *counts)
         arguments.add(*sizes)
+        _add_cap_and_slopes(arguments, rules)
         arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
         return
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
     arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    _add_cap_and_slopes(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
+
+
+def _add_cap_and_slopes(arguments: Arguments, rules: Rules) -> None:
+    if rules.softcap:
+        arguments.add(rules.softcap)
+    if rules.slopes is not None:
+        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
 
 
 def _backward_maps(

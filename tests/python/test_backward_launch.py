@@ -34,6 +34,7 @@ from hopper_attention.launch import backward
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
+from hopper_attention.scores import Scores
 from tests.python.fake_gpu import H200, forget_launchers, pretend
 
 A100 = Target("fake A100", (8, 0), assume_installed=True)
@@ -136,6 +137,28 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 
 # What reaches the kernels
+
+
+def test_a_kernel_without_wgmma_gets_a_cap_and_slopes_of_every_head(kernels: StandIns) -> None:
+    """And nothing for sinks, which are in the LSE."""
+    kernels.use(A100)
+    given: list[tuple[Any, ...]] = []
+    kernels.kernel = lambda config, *arguments: given.append((config, *arguments[10:]))
+    kernels.finish = lambda *arguments: None
+    q, k, v = (x.detach() for x in leaves())
+    slopes, sinks = torch.tensor([1.0, 0.5, 0.25, 0.125]), torch.zeros(4)
+    out, lse = attention_naive(q, k, v)
+    rows = out.half(), lse.float()
+    for softcap, alibi in ((30.0, slopes), (30.0, None), (0.0, slopes), (0.0, None)):
+        scores = Scores(softcap, alibi, sinks)
+        backward.run_backward(q, q, k, v, *rows, 0.125, True, window=(9, 0), scores=scores)
+        config, scale, left, right, *terms = given.pop()
+        assert (config.softcap, config.alibi) == (bool(softcap), alibi is not None)
+        assert (scale, left, right) == (0.125, 9, 0)
+        assert bool(terms) == config.changes_scores
+        if terms:
+            assert terms[0] == (softcap or None)
+            assert terms[1] is None if alibi is None else torch.equal(terms[1], slopes.expand(2, 4))
 
 
 @pytest.mark.parametrize("backend", TARGETS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,15 @@ def test_gpus_without_wgmma_get_the_ampere_kernels(capability: tuple[int, int], 
     assert note.startswith(
         f"the backward pass runs on the kernel without WGMMA ampere_bwd_{arch}_bf16_d64_full_"
     )
+
+
+def test_what_is_done_to_scores_is_in_the_config_of_an_ampere_kernel() -> None:
+    q, slopes = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
+    options: dict[str, Any] = {"softcap": 30.0, "alibi_slopes": slopes, "sinks": slopes}
+    for name, field in zip(options, ("softcap", "alibi", "sinks"), strict=True):
+        plan = explain(q, q, q, device_capability=(8, 0), **{name: options[name]})
+        assert plan.backend == "ampere" and isinstance(plan.config, AmpereForwardConfig)
+        assert plan.config.name.endswith(f"_{field}")
 
 
 def test_the_ampere_kernels_can_be_asked_for_on_hopper() -> None:

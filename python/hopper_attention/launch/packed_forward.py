@@ -51,6 +51,13 @@ class Planner:
         return plan
 
 
+def empty_results(q: Tensor, head_dim_v: int, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for out (total_q, heads, head_dim_v) and lse (heads, total_q), which lacks its rows if not wanted."""
+    total_q, heads, _ = q.shape
+    out = torch.empty(total_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
+    return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=q.device)
+
+
 def find_planner(config: object) -> Planner:
     """That of a GPU for which ``config`` is."""
     return Planner(compile_cache.get_forward(PlanConfig(getattr(config, "arch", HOPPER_ARCH))))
@@ -95,8 +102,7 @@ class PackedForwardLauncher(Launcher):
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
         check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
-        out = torch.empty(total_q, heads, self.head_dim_v, dtype=q.dtype, device=q.device)
-        lse = torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=q.device)
+        out, lse = empty_results(q, self.head_dim_v, wants_lse)
         if seqused_q is not None:
             # The kernel writes the rows of sequences, and those behind the last one.
             out.zero_()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cute_kernels.ampere.backward.config import select_ampere_backward_config
 from cute_kernels.ampere.config import (
     ARCH_OF_CAPABILITY,
     ARCHS,
@@ -79,6 +80,17 @@ def test_windows_and_packed_sequences_have_the_tiles_of_their_mask() -> None:
                 assert config.name.endswith("_window" * window + "_varlen" * (layout == "varlen"))
                 names.add(config.name)
             assert len(names) == 4
+
+
+def test_a_name_says_what_is_done_to_scores() -> None:
+    assert not BASE.changes_scores
+    config = replace(BASE, alibi=True, softcap=True)
+    assert config.changes_scores and config.name == f"{BASE.name}_softcap_alibi"
+    assert replace(BASE, sinks=True).changes_scores and replace(BASE, sinks=True).name == f"{BASE.name}_sinks"
+    backward = select_ampere_backward_config("bfloat16", 128, 128, True, "sm_80")
+    assert not backward.changes_scores
+    assert replace(backward, softcap=True, alibi=True).name == f"{backward.name}_softcap_alibi"
+    assert replace(backward, alibi=True).step_name("prepare") == backward.step_name("prepare")
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])

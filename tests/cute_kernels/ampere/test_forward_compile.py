@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,24 @@ WITH_WINDOW_OR_PACKED = [
 def test_windows_and_packed_sequences_compile_without_spills(config: AmpereForwardConfig) -> None:
     usage = resource_usage(config)
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+
+
+WITH_SCORES_CHANGED = [
+    replace(select_ampere_forward_config("bfloat16", 64, 64, True, "sm_80"), softcap=True),
+    replace(
+        select_ampere_forward_config("bfloat16", 128, 128, True, "sm_80"),
+        softcap=True,
+        alibi=True,
+        sinks=True,
+    ),
+    replace(select_ampere_forward_config("float16", 128, 128, False, "sm_86"), softcap=True, alibi=True),
+]
+
+
+@pytest.mark.parametrize("config", WITH_SCORES_CHANGED, ids=lambda config: config.name)
+def test_changed_scores_compile_without_spills(config: AmpereForwardConfig) -> None:
+    usage = resource_usage(config)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0)
 
 
 NEWER = r"wgmma|mbarrier|bulk|stmatrix|setmaxnreg|elect\.sync|cluster|griddepcontrol|tensormap"
