@@ -1,4 +1,4 @@
-"""The backward kernels on packed sequences, run from their PTX without a GPU, against float64."""
+"""The backward kernels up to head_dim 128 on packed sequences, run from their PTX without a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -84,26 +84,22 @@ def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=Fa
         assert error <= EPSILON[DTYPES[dtype]] * e.nan_to_num().norm().item() + 1e-5, name
 
 
-UNEVEN = Packed.of((70, 0, 133, 1), behind=5), Packed.of((33, 40, 200, 0), behind=70)
+UNEVEN = Packed.of((70, 0, 101, 1), behind=5), Packed.of((33, 40, 140, 0), behind=70)
 """Sequences without queries, without keys, and of odd lengths; rows of no sequence behind them."""
 
 USED = Packed.of((100, 90), used=(75, 90)), Packed.of((150, 100), behind=3, used=(131, 64))
 
 
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(
-    "dtype,head_dim,causal,sequences,heads,sides",
+    "dtype,head_dim,causal,sequences,heads,sides,ordered",
     [
-        ("bfloat16", 128, False, UNEVEN, (2, 1), None),
-        ("float16", 128, True, UNEVEN, (2, 2), None),
-        ("bfloat16", 64, True, UNEVEN, (2, 1), None),
-        ("float16", 64, False, USED, (1, 1), None),
-        ("bfloat16", 72, False, UNEVEN, (2, 1), (40, 20)),
-        ("float16", 96, True, USED, (2, 1), (50, NO_LIMIT)),
-        ("bfloat16", 256, False, UNEVEN, (2, 1), None),
-        ("float16", 256, True, USED, (2, 2), None),
-        ("bfloat16", 136, False, UNEVEN, (2, 1), (40, 20)),
-        ("float16", 192, True, UNEVEN, (1, 1), None),
+        ("bfloat16", 128, False, UNEVEN, (2, 1), None, False),
+        ("bfloat16", 128, False, UNEVEN, (2, 1), None, True),
+        ("float16", 128, True, UNEVEN, (2, 2), None, True),
+        ("bfloat16", 64, True, UNEVEN, (2, 1), None, False),
+        ("float16", 64, False, USED, (1, 1), None, True),
+        ("bfloat16", 72, False, UNEVEN, (1, 1), (40, 20), True),
+        ("float16", 96, True, USED, (2, 1), (50, NO_LIMIT), False),
     ],
 )
 def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads, sides, ordered) -> None:

@@ -1,4 +1,4 @@
-"""The backward kernels with sliding windows, run from their PTX without a GPU, against float64."""
+"""The backward kernels up to head_dim 128 with sliding windows, run from their PTX without a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -55,46 +55,52 @@ def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> l
     ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, sides=sides)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         error = (a.double() - e).norm().item()
-        assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + 1e-5, name
+        # Of one key dP and delta, two sums in float32, cancel each other but for their rounding.
+        cancelled = 2e-7 * a.numel() ** 0.5
+        assert error <= EPSILON[DTYPES[dtype]] * e.norm().item() + cancelled, name
     return list(ours)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(
-    "dtype,head_dim,causal,seqlens,heads,sides",
+    "dtype,head_dim,causal,seqlens,heads,sides,ordered",
     [
-        ("bfloat16", 128, False, (150, 300), (2, 1), (40, 20)),
-        ("float16", 128, True, (210, 270), (1, 1), (70, NO_LIMIT)),
-        ("bfloat16", 64, False, (300, 260), (2, 2), (100, NO_LIMIT)),
-        ("float16", 64, True, (400, 400), (2, 1), (90, 7)),
-        ("bfloat16", 72, False, (200, 333), (1, 1), (NO_LIMIT, 25)),
-        ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT)),
-        ("bfloat16", 256, False, (150, 150), (2, 1), (40, 20)),
-        ("float16", 256, True, (140, 200), (1, 1), (33, NO_LIMIT)),
-        ("bfloat16", 192, False, (200, 140), (1, 1), (90, NO_LIMIT)),
-        ("float16", 136, False, (70, 260), (2, 1), (NO_LIMIT, 10)),
+        ("bfloat16", 128, False, (100, 200), (2, 1), (40, 20), False),
+        ("bfloat16", 128, False, (100, 200), (1, 1), (40, 20), True),
+        ("float16", 128, True, (150, 200), (1, 1), (70, NO_LIMIT), True),
+        ("bfloat16", 64, False, (200, 150), (2, 2), (100, NO_LIMIT), False),
+        ("float16", 64, True, (280, 280), (1, 1), (90, 7), False),
+        ("float16", 64, True, (200, 200), (2, 1), (90, 7), True),
+        ("bfloat16", 72, False, (100, 200), (1, 1), (NO_LIMIT, 25), False),
+        ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT), True),
     ],
 )
 def test_gradients_in_a_window(dtype, head_dim, causal, seqlens, heads, sides, ordered) -> None:
-    check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1 + (head_dim == 64))
+    check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1 + (seqlens == (200, 200)))
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim,ordered", [(64, False), (64, True), (128, True)])
 def test_keys_that_no_query_sees_have_zero_gradients(head_dim, ordered) -> None:
+    check_keys_that_no_query_sees(head_dim, ordered)
+
+
+def check_keys_that_no_query_sees(head_dim, ordered) -> None:
     _, dk, dv = check("bfloat16", head_dim, False, (60, 500), (2, 1), (30, 5), ordered)
     # The first query is level with key 440; two whole key tiles and more come before its window.
     assert not dk[:, :410].any() and not dv[:, :410].any()
     assert dk[:, 410].any() and dv[:, 410].any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_queries_that_see_no_key_have_zero_gradients(head_dim) -> None:
+    check_queries_that_see_no_key(head_dim)
+
+
+def check_queries_that_see_no_key(head_dim) -> None:
     dq, _, _ = check("bfloat16", head_dim, False, (330, 100), (1, 1), (20, 10), True)
     # Query 220 sees key 0, 10 ahead of it, and that alone; so its scores have no gradient but for rounding.
     assert not dq[:, :220].any() and dq[:, 221].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("sides", [(0, 0), (63, 0), (64, 64), (190, 150)])
-def test_windows_as_wide_as_tiles_and_wider(sides) -> None:
-    check("float16", 128, False, (400, 400), (1, 1), sides, True)
+@pytest.mark.parametrize("sides,seqlen", [((0, 0), 150), ((63, 0), 200), ((64, 64), 200), ((190, 150), 330)])
+def test_windows_as_wide_as_tiles_and_wider(sides, seqlen) -> None:
+    check("float16", 128, False, (seqlen, seqlen), (1, 1), sides, True)

@@ -52,11 +52,11 @@ def check(out: Tensor, lse: Tensor, exact: tuple[Tensor, Tensor], lse_error: flo
 @pytest.mark.parametrize(
     "head_dim,causal,sides,seqlens",
     [
-        (64, True, (50, 0), (300, 400)),
-        (128, False, (30, 70), (200, 300)),
-        (128, True, (500, 0), (150, 900)),
-        (96, False, (10, 5), (300, 130)),
-        (256, True, (0, 0), (70, 170)),
+        (64, True, (50, 0), (200, 300)),
+        (128, False, (30, 70), (150, 250)),
+        (128, True, (500, 0), (100, 700)),
+        (96, False, (10, 5), (200, 90)),
+        (256, True, (0, 0), (70, 100)),
     ],
 )
 def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: tuple[int, int]) -> None:
@@ -97,10 +97,12 @@ def test_packed_sequences(head_dim: int, causal: bool, sides: tuple[int, ...]) -
     assert out[220:270].isnan().all() and lse[:, 220:270].isnan().all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "all"])
+@pytest.mark.parametrize(
+    "name,causal",
+    [("softcap", False), ("alibi", False), ("alibi", True), ("sinks", True), ("all", False), ("all", True)],
+)
 def test_rules(name: str, causal: bool) -> None:
-    q, k, v = draw(torch.bfloat16, (150, 200), (4, 2), 64)
+    q, k, v = draw(torch.bfloat16, (70, 150), (4, 2), 64)
     slopes = torch.tensor([[0.5, 0.25, 0.03, 0.0]]) if name in ("alibi", "all") else None
     sinks = torch.tensor([-30.0, 0.0, 2.0, 60.0]) if name in ("sinks", "all") else None
     rules = Rules(1.5 if name in ("softcap", "all") else 0.0, slopes, sinks)

@@ -1,0 +1,21 @@
+"""The backward kernels above head_dim 128 on packed sequences, run from their PTX without a GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hopper.test_backward_packed import UNEVEN, USED, check
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,causal,sequences,heads,sides,ordered",
+    [
+        ("bfloat16", 256, False, UNEVEN, (2, 1), None, False),
+        ("bfloat16", 256, False, UNEVEN, (1, 1), None, True),
+        ("float16", 256, True, USED, (1, 1), None, False),
+        ("bfloat16", 136, False, UNEVEN, (1, 1), (40, 20), True),
+        ("float16", 192, True, UNEVEN, (1, 1), None, False),
+    ],
+)
+def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads, sides, ordered) -> None:
+    check(dtype, head_dim, causal, *sequences, heads, ordered, sides)
