@@ -22,10 +22,11 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
+from hopper.forward.batch import DenseBatch
 from hopper.forward.consumer import Consumer
-from hopper.forward.kernel import ForwardKernel, KernelParts
+from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
 from hopper.forward.kv_source import DenseTma
-from hopper.forward.operands import Pipelines
+from hopper.forward.operands import PerOperand, Pipelines
 from hopper.forward.precision import SixteenBits
 
 UNITS = 3
@@ -224,7 +225,8 @@ class RecordingKernel(ForwardKernel):
 
     def __init__(self, config: ForwardConfig, recorded_tile: int):
         recorder = Recorder(config, recorded_tile)
-        parts = KernelParts(RecordingPrecision(config, recorder), RecordingTma(config, recorder))
+        source, batch = RecordingTma(config, recorder), DenseBatch(config)
+        parts = KernelParts(RecordingPrecision(config, recorder), source, batch)
         super().__init__(config, parts)
 
     @cute.jit
@@ -242,7 +244,8 @@ class RecordingKernel(ForwardKernel):
         stream,
     ):
         """Launch. ``stamps`` is int64, flat, of the size of :func:`stamp_shape`; the rest is as for the kernel."""
-        self._launch(mQ, mK, mV, mO, mLSE, tile_counter, (stamps,), softmax_scale, num_ctas, stream)
+        tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras=(stamps,))
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
 
 
 def compile_recording(config: ForwardConfig, recorded_tile: int, options: str = ""):

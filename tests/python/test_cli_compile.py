@@ -164,8 +164,15 @@ def start_slow_compile(folder: Path, log: Path) -> subprocess.Popen[str]:
     }
     command = [sys.executable, str(HERE / "slow_compile.py"), "hopper_fwd_fp16_d"]
     pipe = subprocess.PIPE
+    # A shell that runs the tests in the background has its processes ignore SIGINT, and theirs.
     return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+        command,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
