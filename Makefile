@@ -31,7 +31,7 @@ demo: $(STAMP)
 
 # Files go to workers as they stand, since tests of one share what it compiles. One thread each: see demo.
 test: $(STAMP)
-	@echo "The CPU test suite: about 8 minutes on two cores, less on more"
+	@echo "The CPU test suite: about 15 minutes on two cores, less on more"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-gpu: $(STAMP)
