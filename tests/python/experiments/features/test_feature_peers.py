@@ -106,6 +106,7 @@ def test_fa4_gets_no_limit_as_none(workload: Workload, monkeypatch: pytest.Monke
         return flash_attn_varlen_func(q, k, v, causal=causal, **lengths), None
 
     module = ModuleType("flash_attn.cute")
+    # An empty module is made into the library: mypy knows no attribute of it.
     module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
