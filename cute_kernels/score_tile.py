@@ -26,8 +26,8 @@ class SoftCap(LoopInvariant):
     """s becomes c tanh(s / c), s being the scaled score. (Gemma 2's soft-capping.)
 
     The scores that are left lack the factor c, which the softmax brings in, as its scale. ``factor`` is softmax_scale
-    / c. Without ``is_precise`` the tanh is one instruction with a relative error of 2^-11, an eighth of what rounding to
-    bfloat16 may take.
+    / c. Without ``is_precise`` the tanh is one instruction with a relative error of 2^-11, an eighth of what rounding
+    to bfloat16 may take.
     """
 
     factor: Float32
