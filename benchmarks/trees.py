@@ -34,7 +34,13 @@ def list_cells(kinds: Sequence[str], dtype: str) -> Iterator[dict[str, Any]]:
         for head_dim in HEAD_DIMS:
             for seqlen in SEQLENS:
                 for causal in (False, True):
-                    yield {"kind": kind, "dtype": dtype, "head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+                    yield {
+                        "kind": kind,
+                        "dtype": dtype,
+                        "head_dim": head_dim,
+                        "seqlen": seqlen,
+                        "causal": causal,
+                    }
 
 
 def start_worker(tree: Path) -> subprocess.Popen[str]:

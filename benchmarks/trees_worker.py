@@ -23,7 +23,8 @@ def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
     shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
-        torch.randn(shape, device="cuda", dtype=getattr(torch, cell["dtype"]), generator=generator) for _ in range(4)
+        torch.randn(shape, device="cuda", dtype=getattr(torch, cell["dtype"]), generator=generator)
+        for _ in range(4)
     )
     if kind == FORWARD:
         return lambda: flash_attn_func(q, k, v, causal=causal)
