@@ -233,6 +233,7 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -80,8 +82,9 @@ class GradientProblem(AttentionProblem):
 @lru_cache(maxsize=1)
 def length_bounds() -> tuple[int, ...]:
     """Every seqlen_k up to which some tiling of ``hopper`` serves, in ascending order."""
-    tables = (
+    tables: tuple[Mapping[Any, tuple[tilings.Tiling, ...]], ...] = (
         tilings.TILINGS,
+        tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,

@@ -200,7 +200,7 @@ def find(
     if isinstance(config, ReferenceConfig):
         return ReferenceLaunch(config, problem.causal, scale)
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     result = ResultSpec(problem.out_dtype, problem.head_dim_v, is_like_q)
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):

@@ -135,7 +135,7 @@ def make_packed_launcher(
         ValueError: ``sm_margin`` leaves no multiprocessor.
     """
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     if isinstance(config, AmpereForwardConfig):
         num_ctas = 0
     kernel = compile_cache.get_forward(config)
