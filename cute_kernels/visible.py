@@ -6,7 +6,7 @@ may be negative, or past the end of the sequence. Each asks for the side of the 
 
 from typing import Any
 
-from cute_kernels.integers import maximum, minimum
+from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import Window
 
@@ -43,5 +43,4 @@ def queries_end(window: Window, key: Any, seqlens: SeqlenInfo) -> Any:
 def chunk_begin(window: Window, level: Any) -> Any:
     """The first key of the chunk of key ``level``. Negative levels all count as of the last chunk before key 0, which
     holds no key either: traced division would round them up."""
-    is_before = minimum(maximum(-level, 0), 1)
-    return maximum(level, 0) // window.chunk * window.chunk - is_before * window.chunk
+    return divide(maximum(level + window.chunk, 0), window.chunk) * window.chunk - window.chunk

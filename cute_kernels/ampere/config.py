@@ -72,8 +72,9 @@ class AmpereForwardConfig:
     ``stages`` buffers take K and V in turns: K of a block, V of it, K of the next. ``q_in_registers`` reads Q from
     shared memory once and not for every key block. ``fused_exponentials`` computes P 16 keys at a time between the
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
-    kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences lie in the tensors. ``softcap``
-    caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences
+    lie in the tensors. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit
+    without a value to each row.
     """
 
     dtype: str

@@ -35,8 +35,8 @@ class OptionalFeatures(Protocol):
 class KernelOptions(NamedTuple):
     """Of one launch, each as a tuple that is empty where there is no such thing.
 
-    ``sides`` are those of a window and its chunk, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor (batch, heads)
-    of ALiBi, ``sinks`` that of (heads,).
+    ``sides`` are those of a window and its chunk, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor
+    (batch, heads) of ALiBi, ``sinks`` that of (heads,).
     """
 
     sides: tuple
@@ -52,8 +52,8 @@ def read_options(
     config: OptionalFeatures, arguments: tuple, softmax_scale: Float32
 ) -> tuple[KernelOptions, Float32]:
     """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
-    window and then the keys of a chunk, if the config has them, and if it changes scores (softcap, alibi_slopes) and in a forward kernel sinks, with
-    None for what there is not."""
+    window and then the keys of a chunk, if the config has them, and if it changes scores (softcap, alibi_slopes) and in
+    a forward kernel sinks, with None for what there is not."""
     number_of_sides = len(_sides(config))
     sides, terms = arguments[:number_of_sides], arguments[number_of_sides:]
     caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))

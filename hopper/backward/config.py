@@ -33,8 +33,8 @@ class BackwardConfig:
     tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
     added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
     window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. With ``chunk`` it is given
-    the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's
-    bias to them.
+    the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
+    "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them.
     """
 
     dtype: str

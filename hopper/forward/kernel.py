@@ -417,9 +417,9 @@ class GeneralForwardKernel(ForwardKernel):
         """Launch. What the config has no use for is None.
 
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
-        whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
-        0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
-        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
+        whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
+        heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
+        the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
         """
         c = self.config
         options = LaunchOptions(

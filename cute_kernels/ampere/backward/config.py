@@ -19,7 +19,15 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES, check_chunk
+from cute_kernels.problem import (
+    DENSE,
+    DTYPES,
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    SCORE_FEATURES,
+    SHORT_NAMES,
+    check_chunk,
+)
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -38,9 +46,9 @@ class AmpereBackwardConfig:
     the keys of S^T and dP^T, the others along the queries; ``gradient_warps`` along the keys of dK and dV, the others
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
-    depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of a
-    chunk. ``layout`` says how sequences lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so; its sinks are in the
-    LSE.
+    depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of
+    a chunk. ``layout`` says how sequences lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward
+    kernel changed so; its sinks are in the LSE.
     """
 
     dtype: str
