@@ -29,7 +29,9 @@ class AttentionProblem:
         causal: whether there is a causal mask.
         longest_k: the largest seqlen_k that gets the tiles which this one gets (``longest_alike``).
         is_empty: there is no query or no key.
-        has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
+        has_window: a side of a window is limited, beyond what ``causal`` says, or there are chunks. Its sides are
+            arguments of a call.
+        has_chunk: there are chunks. How long they are is an argument of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
         scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
     """
@@ -42,6 +44,7 @@ class AttentionProblem:
     longest_k: int = ANY_LENGTH
     is_empty: bool = False
     has_window: bool = False
+    has_chunk: bool = False
     is_packed: bool = False
     scores: ScoreKind = PLAIN
 
