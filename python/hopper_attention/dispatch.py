@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks, features, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
@@ -21,6 +22,7 @@ from hopper_attention.forward_rules import Config, ReferenceConfig, select_confi
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 
+NOTE_ON_QV = "qv: a second query multiplies v, and its products join those of q and k"
+NO_GRADIENT_WITH_QV = "a backward pass through the result raises NotImplementedError: qv has no gradient"
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
 
@@ -63,6 +67,8 @@ class Plan:
         rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
+        if isinstance(self.config, WideForwardConfig):
+            rows += _wide_rows(self.config)
         if isinstance(self.config, AmpereForwardConfig):
             rows += _ampere_rows(self.config)
         rows += [("copies", text) for text in self.copies or ("none",)]
@@ -88,6 +94,19 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
         ("warpgroups", f"{c.consumers} consumers and 1 producer, {c.threads} threads"),
         ("registers", f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"),
         ("schedule", ", ".join(text for text in overlaps if text)),
+    ]
+
+
+def _wide_rows(c: WideForwardConfig) -> list[tuple[str, str]]:
+    dims = f"{c.head_dim} and {c.head_dim_v} in the kernel; shorter rows are filled with zeros by TMA"
+    overlaps = ["softmax under P V of the second warpgroup", "persistent grid"]
+    overlaps += ["longest causal tiles first"] if c.causal else []
+    return [
+        ("head dims", dims),
+        ("stages", f"{c.stages} of K and of V, {c.smem_bytes} bytes of shared memory"),
+        ("warpgroups", f"{c.consumers} consumers, each with half of the columns of O, and 1 producer"),
+        ("registers", f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"),
+        ("schedule", ", ".join(overlaps)),
     ]
 
 
@@ -148,7 +167,6 @@ def explain(
         q,
         k,
         checks.check_flag("causal", causal),
-        qv=qv,
         window_size=window_size,
         attention_chunk=attention_chunk,
         num_splits=num_splits,
@@ -160,17 +178,18 @@ def explain(
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
-    given = {"q": q, "k": k, "v": v}
+    given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
+    checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    checks.check_qkv(**whole)
+    check_inputs(whole, checks.check_qkv)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     features.check_fp8_window(q.dtype, mask)
     features.check_fp8_scores(q.dtype, scores)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
-    specs, notes = first_part(whole)
+    specs, notes = (whole, (NOTE_ON_QV,)) if "qv" in whole else first_part(whole)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
@@ -179,13 +198,15 @@ def explain(
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
-        config = select_config(*where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind)
+        config = select_config(
+            *where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind, qv is not None
+        )
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
     differentiated = [
-        x for x in (q, k, v, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
+        x for x in (q, k, v, qv, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
     ]
     if torch.is_grad_enabled() and differentiated:
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
@@ -193,9 +214,18 @@ def explain(
         problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
+        elif qv is not None:
+            notes += (NO_GRADIENT_WITH_QV,)
         elif is_launched:
             notes += (_note_on_gradients(problem, target, backend),)
     return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
+
+
+def check_inputs(specs: dict[str, TensorSpec], check: Callable[..., None]) -> None:
+    """``check`` of q, k and v, and the check of qv where it is among ``specs``."""
+    check(*(specs[name] for name in "qkv"))
+    if "qv" in specs:
+        check_qv(specs["q"], specs["v"], specs["qv"])
 
 
 def describe_window(mask: MaskSpec) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from cute_kernels.ampere.config import (
 from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
+from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
+from hopper_attention.qv import no_qv
 from hopper_attention.scores import PLAIN, ScoreKind
 
 
@@ -33,7 +35,7 @@ class ReferenceConfig:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
 
-Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
+Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
 def select_config(
@@ -45,13 +47,15 @@ def select_config(
     causal: bool,
     window: tuple[int, int] = FULL_WINDOW,
     scores: ScoreKind = PLAIN,
+    has_qv: bool = False,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
         NotImplementedError: the kernel cannot count sizes as large as these.
     """
-    config = select_for(problem_of(q, k, v, causal, window, scores), backend, capability)
+    problem = replace(problem_of(q, k, v, causal, window, scores), has_qv=has_qv)
+    config = select_for(problem, backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
@@ -97,12 +101,17 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     """``select_config`` of all problems of a kind, whatever their sizes.
 
     With packed sequences, which have no length here, the tiles are the same for all.
+
+    Raises:
+        NotImplementedError: the backend has no kernel for such problems.
     """
     if backend == "reference":
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
+    if p.has_qv:
+        return _select_with_qv(p, backend, dtype, layout, fields)
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
@@ -113,10 +122,24 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     return replace(config, **fields)
 
 
+def _select_with_qv(
+    p: AttentionProblem, backend: str, dtype: str, layout: str, fields: dict[str, Any]
+) -> WideForwardConfig:
+    """The config of a problem with a second query, of which only Hopper has a kernel."""
+    reason = why_not_wide(p.head_dim, p.head_dim_v)
+    if backend != "hopper":
+        reason = "the kernels without WGMMA have no second query"
+    if not reason:
+        reason = "its Hopper kernel is not there yet"
+    if reason:
+        raise no_qv(backend, reason)
+    return select_wide_config(dtype, p.causal, True, p.has_window, layout, **fields)
+
+
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """Raise NotImplementedError for sizes that the kernel of ``config`` cannot count."""
     (batch, seqlen_q, heads, _), seqlen_k = q_shape, k_shape[1]
-    if isinstance(config, AmpereForwardConfig):
+    if isinstance(config, (AmpereForwardConfig, WideForwardConfig)):
         sizes.check_problem_size("kernel", config.tile_m, (batch, heads), (seqlen_q, seqlen_k))
     elif isinstance(config, ForwardConfig):
         check_problem_size(config, batch, heads, seqlen_q, seqlen_k)

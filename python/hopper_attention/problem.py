@@ -30,6 +30,7 @@ class AttentionProblem:
         has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
         scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
+        has_qv: there is a second query, of head_dim_v columns, that multiplies V.
     """
 
     dtype: torch.dtype
@@ -42,6 +43,7 @@ class AttentionProblem:
     has_window: bool = False
     is_packed: bool = False
     scores: ScoreKind = PLAIN
+    has_qv: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
@@ -174,6 +175,7 @@ def find_varlen(
     config = find_config(problem, device, backend)
     if isinstance(config, ReferenceConfig):
         return ReferenceVarlen(problem.causal)
+    assert not isinstance(config, WideForwardConfig)
     return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
 
 
