@@ -9,17 +9,22 @@ from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SCORE_FEATURES, SHORT_N
 from hopper.config import (
     BARRIER_BYTES,
     SMEM_BYTES,
-    TWO_CONSUMERS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     Registers,
 )
 
-HEAD_DIM, HEAD_DIM_V = 64, 512
-"""Columns of the kernel's Q and K, and of V and QV: the most that it takes."""
+HEAD_DIM = 64
+"""Columns of the kernel's Q and K: the most that it takes."""
+
+STAGES = {256: 4, 512: 2}
+"""By the columns of V and QV that kernels have: key blocks in shared memory at a time."""
 
 CONSUMERS = 2
 """Consumer warpgroups, each with half of the columns of O."""
+
+REGISTERS = Registers(consumer=232, producer=40)
+"""With packed sequences a producer of three more operands than others have does not get by on 24."""
 
 ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
 """Of a float32 for each row, with which one warpgroup tells the other how to scale O."""
@@ -36,9 +41,10 @@ class WideForwardConfig:
     dtype: str
     causal: bool
     qv: bool
+    head_dim_v: int = 512
     tile_n: int = 64
     stages: int = 2
-    registers: Registers = TWO_CONSUMERS
+    registers: Registers = REGISTERS
     window: bool = False
     layout: str = DENSE
     softcap: bool = False
@@ -46,7 +52,6 @@ class WideForwardConfig:
     sinks: bool = False
 
     head_dim = HEAD_DIM
-    head_dim_v = HEAD_DIM_V
     tile_m = WARPGROUP_ROWS
     consumers = CONSUMERS
     ctas_per_sm = 1
@@ -59,7 +64,7 @@ class WideForwardConfig:
     @property
     def half(self) -> int:
         """Columns of O, and of V, of one consumer warpgroup."""
-        return HEAD_DIM_V // CONSUMERS
+        return self.head_dim_v // CONSUMERS
 
     @property
     def changes_scores(self) -> bool:
@@ -72,14 +77,14 @@ class WideForwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Q, QV or O in its place, K and V of each stage, P and the row factors."""
-        rows = WARPGROUP_ROWS * (HEAD_DIM + HEAD_DIM_V + self.tile_n)
-        keys = self.stages * self.tile_n * (HEAD_DIM + HEAD_DIM_V)
+        rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
+        keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
         return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
 
     @property
     def name(self) -> str:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
-        parts = ["hopper_wide", SHORT_NAMES[self.dtype], f"d{HEAD_DIM}v{HEAD_DIM_V}"]
+        parts = ["hopper_wide", SHORT_NAMES[self.dtype], f"d{HEAD_DIM}v{self.head_dim_v}"]
         parts += ["qv"] if self.qv else []
         parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
@@ -96,29 +101,40 @@ def validate_wide_config(config: WideForwardConfig) -> None:
         raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    if c.head_dim_v not in STAGES:
+        raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 64:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 64")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
-    if c.registers != TWO_CONSUMERS:
-        raise ValueError(f"registers are {c.registers}, allowed: {TWO_CONSUMERS}")
+    if c.registers != REGISTERS:
+        raise ValueError(f"registers are {c.registers}, allowed: {REGISTERS}")
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
 def why_not_wide(head_dim: int, head_dim_v: int) -> str:
-    """What keeps the kernel from a problem of these sizes; empty if nothing does."""
-    if head_dim > HEAD_DIM:
-        return f"head_dim is {head_dim}, and the Hopper kernel with qv takes at most {HEAD_DIM}"
-    if head_dim_v > HEAD_DIM_V:
-        return f"head_dim_v is {head_dim_v}, and the Hopper kernel with qv takes at most {HEAD_DIM_V}"
+    """What keeps the kernels from a problem of these sizes; empty if nothing does."""
+    for name, size, most in (("head_dim", head_dim, HEAD_DIM), ("head_dim_v", head_dim_v, max(STAGES))):
+        if size > most:
+            return f"{name} is {size}, and the Hopper kernel with qv takes at most {most}"
     return ""
 
 
 def select_wide_config(
-    dtype: str, causal: bool, qv: bool, window: bool = False, layout: str = DENSE, **scores: Any
+    dtype: str,
+    head_dim_v: int,
+    causal: bool,
+    qv: bool,
+    window: bool = False,
+    layout: str = DENSE,
+    **scores: Any,
 ) -> WideForwardConfig:
     """The config for these; narrower rows are filled with zeros by TMA. ``scores`` are fields of that kind."""
-    config = WideForwardConfig(dtype, causal, qv, window=window, layout=layout, **scores)
+    columns = min(size for size in STAGES if size >= head_dim_v)
+    stages = STAGES[columns]
+    config = WideForwardConfig(
+        dtype, causal, qv, columns, stages=stages, window=window, layout=layout, **scores
+    )
     validate_wide_config(config)
     return config

@@ -129,11 +129,9 @@ def _select_with_qv(
     reason = why_not_wide(p.head_dim, p.head_dim_v)
     if backend != "hopper":
         reason = "the kernels without WGMMA have no second query"
-    if not reason:
-        reason = "its Hopper kernel is not there yet"
     if reason:
         raise no_qv(backend, reason)
-    return select_wide_config(dtype, p.causal, True, p.has_window, layout, **fields)
+    return select_wide_config(dtype, p.head_dim_v, p.causal, True, p.has_window, layout, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
