@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
 
@@ -54,8 +51,3 @@ def no_qv(backend: str, reason: str) -> NotImplementedError:
         f"qv is given: {reason}; use backend='reference', which is slow, or concatenate qv to q and v to k where "
         f"head_dim + head_dim_v is at most 256 (asked of backend {backend!r})"
     )
-
-
-def is_plain_qv(qv: Tensor) -> bool:
-    """Whether it is a plain tensor that nothing differentiates."""
-    return type(qv) is Tensor and not (torch.is_grad_enabled() and qv.requires_grad)

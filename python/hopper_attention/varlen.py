@@ -13,6 +13,7 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
+from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
@@ -226,8 +227,17 @@ def _attend_with_qv(
     options: tuple[MaskSpec, Scores, str | None, int, bool],
 ) -> tuple[Tensor, Tensor]:
     """``_call_operator`` with a second query."""
-    mask, scores, *flags, _ = options
+    mask, scores, backend, sm_margin, _ = options
+    flags = backend, sm_margin
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
+    if (
+        descales == (None, None, None)
+        and q.is_cuda
+        and wants_only_a_launch(q, k, v)
+        and are_plain_constants(qv, *scores.tensors)
+    ):
+        inputs = QvInputs(q, k, v, qv)
+        return run_packed_qv(inputs, lengths, softmax_scale, mask.causal, *flags, mask.window, scores)
     q, k, v, qv = cast_inputs(q, k, v, qv)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     check_packed(*specs, lengths.specs)

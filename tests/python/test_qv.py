@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
+from hopper_attention import (
+    compile_cache,
+    explain,
+    explain_varlen,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
+from hopper_attention.launch import forward
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -254,3 +263,73 @@ def test_what_no_kernel_does(capability: tuple[int, int], head_dim: int, reason:
         explain(q, k, V, qv=QV, device_capability=capability)
     plan = explain(q, k, V, qv=QV, device_capability=capability, backend="reference")
     assert plan.backend == "reference" and any(note.startswith("qv: ") for note in plan.notes)
+
+
+def test_explain_names_the_kernel() -> None:
+    plan = explain(Q, K, V, qv=QV, causal=True, window_size=(3, 0), device_capability=(9, 0))
+    assert plan.config.name == "hopper_wide_bf16_d64v256_qv_causal_m64n64s4_r232_40_window"
+    assert "2 consumers, each with half of the columns of O" in str(plan)
+    lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32), 9, 12
+    options = {"qv": QV[0].requires_grad_(), "device_capability": (9, 0)}
+    packed_plan = explain_varlen(Q[0], K[0], V[0], *lengths, **options)
+    assert packed_plan.config.name == "hopper_wide_bf16_d64v256_qv_full_m64n64s4_r232_40_varlen"
+    assert (
+        "a backward pass through the result raises NotImplementedError: qv has no gradient"
+        in packed_plan.notes
+    )
+
+
+class Call(NamedTuple):
+    """What a kernel is called with."""
+
+    config: str
+    arguments: tuple[Any, ...]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    """Of kernels on a Hopper GPU by name, which fill out and lse with 1."""
+    found: list[Call] = []
+
+    def get(config: Any) -> Any:
+        def kernel(*arguments: Any) -> None:
+            found.append(Call(getattr(config, "name", ""), arguments))
+            for result in arguments[4:6] if "wide" in config.name else ():
+                result.fill_(1)
+
+        return kernel
+
+    pretend(monkeypatch, forward)
+    monkeypatch.setattr(compile_cache, "get_forward", get)
+    yield found
+    forget_launchers()
+
+
+def test_launch(calls: list[Call]) -> None:
+    sinks = torch.tensor([0.5, 1.0]).bfloat16()
+    strided = QV.transpose(1, 2).contiguous().transpose(1, 2)
+    options = {"qv": strided, "window_size": (4, 2), "sinks": sinks, "sm_margin": 2}
+    out, lse = flash_attn_func(Q, K, V, return_attn_probs=True, **options)
+    assert bool((out == 1).all()) and bool((lse == 1).all()) and out.shape == QV.shape
+    (name, (q, k, v, qv, _, _, _, scale, *rest)) = calls[-1]
+    assert name == "hopper_wide_bf16_d64v256_qv_full_m64n64s4_r232_40_window_sinks"
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v, qv), (Q, K, V, QV), strict=True))
+    assert scale == 48**-0.5
+    left, right, plan, sequences, softcap, slopes, given, ctas = rest
+    assert (left, right, plan, sequences, softcap, slopes, ctas) == (4, 2, None, None, None, None, SMS - 2)
+    assert given.dtype == torch.float32 and torch.equal(given, sinks.float())
+    # An expanded tensor, which TMA cannot address, is copied.
+    flash_attn_func(Q, K, V, qv=QV[:1].expand(2, -1, -1, -1))
+    assert calls[-1].arguments[3].stride(0) > 0
+
+
+def test_packed_launch(calls: list[Call]) -> None:
+    (q, k, v, qv), _, _ = packed(True)
+    lengths, used = (cumulated(0), cumulated(1)), torch.tensor([1, 0, 2, 3, 1]).int()
+    flash_attn_varlen_func(q, k, v, *lengths, 30, 41, used, causal=True, qv=qv, sinks=torch.ones(4))
+    (plan_call, (name, arguments)) = calls[-2:]
+    assert name == "hopper_wide_bf16_d64v256_qv_causal_m64n64s4_r232_40_varlen_sinks"
+    assert plan_call.arguments[5:] == (q.shape[0], k.shape[0], 64, 0)
+    left, right, plan, sequences, *_, ctas = arguments[8:]
+    assert (left, right, sequences, ctas) == (None, None, 6, SMS) and plan is plan_call.arguments[4]
+    assert arguments[4].shape == qv.shape and arguments[5].shape == (4, q.shape[0])

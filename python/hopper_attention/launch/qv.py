@@ -22,7 +22,7 @@ from hopper_attention.launch.varlen import EMPTY, check_packed_scores, is_empty
 from hopper_attention.launch.wide import make_packed_wide_launcher, make_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
 from hopper_attention.problem import AttentionProblem
-from hopper_attention.qv import check_qv
+from hopper_attention.qv import check_qv, scale_with_qv
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.varlen import varlen_forward
 from hopper_attention.scores import ScoreKind, Scores, check_scores
@@ -153,7 +153,7 @@ def find_qv_launch(
 
 def run_qv(
     inputs: QvInputs,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     backend: str | None,
     sm_margin: int,
@@ -161,12 +161,13 @@ def run_qv(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Attention with ``qv`` without autograd: out and lse, in new contiguous tensors."""
-    q, k, v, _ = inputs
+    q, _, v, _ = inputs
     launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, window, scores.kind)
+    scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if launch is None:
-        return NoKeysLaunch(ResultSpec(q.dtype, v.shape[3]))(q, k, v, softmax_scale, True, scores=scores)
-    return launch(inputs, softmax_scale, window, scores)
+        return NoKeysLaunch(ResultSpec(q.dtype, v.shape[3]))(*inputs[:3], scale, True, scores=scores)
+    return launch(inputs, scale, window, scores)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -192,7 +193,7 @@ def find_packed_qv_launch(
 def run_packed_qv(
     inputs: QvInputs,
     lengths: Lengths,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     backend: str | None,
     sm_margin: int,
@@ -203,7 +204,8 @@ def run_packed_qv(
     q, k, v, _ = inputs
     kind = causal, window != FULL_WINDOW, backend, sm_margin, scores.kind
     launch = find_packed_qv_launch(inputs.specs, lengths.specs, *kind)
+    scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
     check_packed_scores(scores, q, lengths)
     if q.is_cuda and is_empty(q, k, lengths):
         return EMPTY(q, k, v, *lengths, scores=scores)
-    return launch(inputs, lengths, softmax_scale, window, scores)
+    return launch(inputs, lengths, scale, window, scores)
