@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.plan.config import check_packed_size
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.forward_rules import Config
-from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.launch import packed_forward
+from hopper_attention.launch.base import Launcher, ResultSpec, count_ctas, index_of
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.launch.packed_forward import Planner, check_packed_size, empty_results, find_planner
+from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.layout import make_addressable, make_packed_addressable
 from hopper_attention.lengths import Lengths, rows_of_sequences
 from hopper_attention.masks import kernel_sides
@@ -49,9 +51,9 @@ class WideLauncher(WideKernel):
         if self.device_index != torch.cuda.current_device():
             return self.call_there(inputs, softmax_scale, window, scores)
         q = inputs[0]
-        batch, seqlen_q, heads, _ = q.shape
-        out = torch.empty(batch, seqlen_q, heads, self.head_dim_v, dtype=q.dtype, device=q.device)
-        lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+        batch, _, heads, _ = q.shape
+        result = ResultSpec(q.dtype, self.head_dim_v)
+        out, lse = result.empty_out(q), result.empty_lse(q)
         tensors = (make_addressable(x) for x in inputs)
         counter = device_memory.tile_counter(self.device_index)
         options = *self.sides(window), *NO_PLAN, *scores.for_kernel(batch, heads)
@@ -79,7 +81,7 @@ class PackedWideLauncher(WideKernel):
         (total_q, heads, _), batch = q.shape, lengths.cu_seqlens_q.shape[0] - 1
         totals = total_q, k.shape[0]
         check_packed_size("kernel", heads, batch, totals, self.config.tile_m)
-        out, lse = empty_results(q, self.head_dim_v, True)
+        out, lse = packed_forward.empty_results(q, self.head_dim_v, True)
         if lengths.seqused_q is not None:
             # The kernel writes the rows of sequences, and those behind the last one.
             out.zero_()
