@@ -53,14 +53,12 @@ class Exchange(LoopInvariant):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self.smem.factors[self.row + r * ROW_STRIDE] = factors[r]
 
-    def write_p(self, mma: cute.TiledMma, operand: cute.Tensor, acc_S: cute.Tensor) -> None:
-        """P, which is operand A of a product in registers, after ``wait(READ)``; ``acc_S`` has its layout as an
-        accumulator of ``mma``."""
+    def write_p(self, mma: cute.TiledMma, values: cute.Tensor) -> None:
+        """P, laid out as an accumulator of ``mma`` is, after ``wait(READ)``."""
         dtype = self.smem.p.element_type
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(self.thread)
-        words = cute.make_tensor(operand.iterator, acc_S.layout)
-        cute.copy(atom, copy.retile(words), copy.partition_D(self.smem.p))
+        cute.copy(atom, copy.retile(values), copy.partition_D(self.smem.p))
         cute.arch.fence_view_async_shared()
 
     def read_factors(self) -> cute.Tensor:

@@ -6,6 +6,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
@@ -18,6 +19,9 @@ from hopper.wgmma import issue_gemm, keep_descriptor
 from hopper.wide.config import WideForwardConfig
 from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WidePipelines, WideTensors, tile_state
+
+LAST_STEPS = 4
+"""Of 16 columns each."""
 
 
 class ScoresConsumer(LoopInvariant):
@@ -45,6 +49,8 @@ class ScoresConsumer(LoopInvariant):
         self.tOrP = cute.make_rmem_tensor(
             mmas.pv.partition_shape_A((WARPGROUP_ROWS, config.tile_n)), mmas.pv.op.a_dtype
         )
+
+        self.copy_of_p = cute.make_rmem_tensor(self._make_acc_S().layout, mmas.pv.op.a_dtype)
 
     @cute.jit
     def attend(
@@ -75,6 +81,7 @@ class ScoresConsumer(LoopInvariant):
                 state = self._next_block(scores, n_block, state, False)
                 n_block -= 1
         self._start_product(state)
+        self._hand_over()
         arrive(WideBarrier.SCORED)
         warpgroup.wait_group(0)
         self.pipes.v[FIRST_HALF].consumer_release(state)
@@ -105,12 +112,18 @@ class ScoresConsumer(LoopInvariant):
         next_state.advance()
         acc_S = self._make_acc_S()
         self._start_product(state)
+        self._hand_over()
         self._start_scores(acc_S, next_state)
-        warpgroup.wait_group(1)
-        self.pipes.v[FIRST_HALF].consumer_release(state)
+        if const_expr(self.config.qv):
+            warpgroup.wait_group(2)
+            self.pipes.v[FIRST_HALF].consumer_release(state)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(1)
+            self.pipes.v[FIRST_HALF].consumer_release(state)
+        arrive(WideBarrier.SCORED)
         warpgroup.wait_group(0)
         self._release_scores(next_state)
-        arrive(WideBarrier.SCORED)
         self._make_p(scores, acc_S, n_block, is_masked, False)
         return next_state
 
@@ -123,7 +136,8 @@ class ScoresConsumer(LoopInvariant):
 
     @cute.jit
     def _start_scores(self, acc_S: cute.Tensor, state: PipelineState):
-        """Start S of the block at ``state``, as one group of WGMMAs."""
+        """Start S of the block at ``state``. The last 64 columns are a group of WGMMAs by themselves: when only these
+        are left, it is time to tell the other warpgroup, which takes as long to hear of it."""
         qk, has_qv = self.mmas.qk, self.config.qv
         self.pipes.k.consumer_wait(state)
         tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
@@ -133,7 +147,12 @@ class ScoresConsumer(LoopInvariant):
                 self.pipes.v[half].consumer_wait(state)
                 tSrQV = self.tSrQV[0][None, None, None, half]
                 tSrV = self.tSrV[None, None, None, half * self.config.stages + state.index]
-                issue_gemm(qk, acc_S, tSrQV, tSrV, True, closes=half == SECOND_HALF)
+                if const_expr(half == FIRST_HALF):
+                    issue_gemm(qk, acc_S, tSrQV, tSrV, True, closes=False)
+                else:
+                    end = cute.size(tSrQV.shape[2])
+                    add_steps(qk, acc_S, tSrQV, tSrV, 0, end - LAST_STEPS)
+                    add_steps(qk, acc_S, tSrQV, tSrV, end - LAST_STEPS, end)
 
     @cute.jit
     def _release_scores(self, state: PipelineState):
@@ -157,15 +176,45 @@ class ScoresConsumer(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.exponentiate(acc_S, r, is_first)
             self.softmax.store_P(self.tOrP, acc_S, r)
-        wait(WideBarrier.READ)
-        self.exchange.write_factors(self.softmax.row_scale)
-        self.exchange.write_p(self.mmas.qk, self.tOrP, acc_S)
-        arrive(WideBarrier.WRITTEN)
+        self._copy_p()
         if const_expr(not is_first):
             self.softmax.rescale_if_needed(self.acc)
 
+    @cute.jit
+    def _copy_p(self):
+        """Registers that a WGMMA reads may not be touched until it is done, so what is handed over is a copy."""
+        words, copies = (cute.recast_tensor(x, Int32) for x in (self.tOrP, self.copy_of_p))
+        for i in cutlass.range_constexpr(cute.size(words)):
+            copies[i] = pin(words[i], Int32)
+
+    @cute.jit
+    def _hand_over(self):
+        """P and row factors to the other warpgroup, while P V of this one runs, whose operand P stays as it is."""
+        wait(WideBarrier.READ)
+        self.exchange.write_factors(self.softmax.row_scale)
+        self.exchange.write_p(self.mmas.qk, self.copy_of_p)
+        arrive(WideBarrier.WRITTEN)
+
     def _make_acc_S(self) -> cute.Tensor:
         return make_accumulator(self.mmas.qk, self.config.tile_n)
+
+
+@cute.jit
+def add_steps(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tA: cute.Tensor,
+    tB: cute.Tensor,
+    first: cutlass.Constexpr[int],
+    stop: cutlass.Constexpr[int],
+):
+    """Start acc += A B^T in the steps of its depth from ``first`` to before ``stop``, as the end of a group."""
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(first, stop):
+        cute.gemm(atom, acc, tA[None, None, step], tB[None, None, step], acc)
+    warpgroup.commit_group()
 
 
 def values_operand(mma: cute.TiledMma, sV: cute.Tensor) -> cute.Tensor:
