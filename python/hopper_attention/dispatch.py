@@ -18,10 +18,17 @@ from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
-from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
+from hopper_attention.forward_rules import (
+    Config,
+    ReferenceConfig,
+    problem_of,
+    select_config,
+    takes_wide_values,
+)
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
@@ -189,10 +196,11 @@ def explain(
     features.check_fp8_window(q.dtype, mask)
     features.check_fp8_scores(q.dtype, scores)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
-    specs, notes = (whole, (NOTE_ON_QV,)) if "qv" in whole else first_part(whole)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
+    specs, notes = of_one_launch(whole, problem, target, backend)
     if is_fp8:
         choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
@@ -209,15 +217,15 @@ def explain(
         x for x in (q, k, v, qv, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
     ]
     if torch.is_grad_enabled() and differentiated:
-        shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
+        shapes = whole["q"].shape, whole["k"].shape, first_part(whole)[0]["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
+        gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:
             notes += (NO_GRADIENT_WITH_QV,)
         elif is_launched:
-            notes += (_note_on_gradients(problem, target, backend),)
+            notes += (_note_on_gradients(gradient, target, backend),)
     return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
 
 
@@ -262,6 +270,17 @@ def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple
     }
     names = [name for name, x in given.items() if x.dtype != dtype]
     return tensors, tuple(f"{name} is cast to {dtype}, which torch.autocast asks for" for name in names)
+
+
+def of_one_launch(
+    specs: dict[str, TensorSpec], problem: AttentionProblem, target: Target, requested: str | None
+) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
+    """What a launch of the forward pass takes of a call, and notes on it; ``problem`` is that of all columns of V."""
+    if "qv" in specs:
+        return specs, (NOTE_ON_QV,)
+    if needs_parts(problem.head_dim_v) and takes_wide_values(problem, target, requested):
+        return specs, ()
+    return first_part(specs)
 
 
 def first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:

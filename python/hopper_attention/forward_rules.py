@@ -11,10 +11,11 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
+from hopper_attention.backends import Target, choose_backend
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
@@ -110,8 +111,8 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
-    if p.has_qv:
-        return _select_with_qv(p, backend, dtype, layout, fields)
+    if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
+        return _select_wide(p, backend, dtype, layout, fields)
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
@@ -122,16 +123,27 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     return replace(config, **fields)
 
 
-def _select_with_qv(
+def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
+    """Whether what serves ``problem`` takes more columns of V than MAX_HEAD_DIM at once, and not in parts.
+
+    Raises:
+        ValueError: ``requested`` cannot run there.
+    """
+    if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
+        return False
+    return choose_backend(target, problem.dtype, requested).backend == "hopper"
+
+
+def _select_wide(
     p: AttentionProblem, backend: str, dtype: str, layout: str, fields: dict[str, Any]
 ) -> WideForwardConfig:
-    """The config of a problem with a second query, of which only Hopper has a kernel."""
+    """The config of a problem with a second query or wide values, for which only Hopper has a kernel."""
     reason = why_not_wide(p.head_dim, p.head_dim_v)
     if backend != "hopper":
         reason = "the kernels without WGMMA have no second query"
     if reason:
         raise no_qv(backend, reason)
-    return select_wide_config(dtype, p.head_dim_v, p.causal, True, p.has_window, layout, **fields)
+    return select_wide_config(dtype, p.head_dim_v, p.causal, p.has_qv, p.has_window, layout, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -15,7 +15,6 @@ from hopper_attention.backends import Target, choose_backend, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     NO_GRADIENT_WITH_QV,
-    NOTE_ON_QV,
     Plan,
     cast_by_autocast,
     check_inputs,
@@ -26,6 +25,7 @@ from hopper_attention.dispatch import (
     describe_window,
     first_part,
     imagined_target,
+    of_one_launch,
 )
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
@@ -95,9 +95,10 @@ def explain_varlen(
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
-    specs, notes = (whole, (NOTE_ON_QV,)) if "qv" in whole else first_part(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     masked = mask.causal, mask.has_window
+    problem = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
+    specs, notes = of_one_launch(whole, problem, target, backend)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
     choice = choose_backend(target, problem.dtype, backend)
@@ -118,7 +119,9 @@ def explain_varlen(
         notes += check_margin(sm_margin, target, q.device)
         if learned and not problem.has_qv:
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-            notes += (_note_on_gradients(problem, in_order, target, backend),)
+            width = first_part(whole)[0]["v"].shape[2]
+            gradient = replace(problem, head_dim_v=width)
+            notes += (_note_on_gradients(gradient, in_order, target, backend),)
     copies = casts + describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, copies, notes)
 

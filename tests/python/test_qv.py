@@ -333,3 +333,12 @@ def test_packed_launch(calls: list[Call]) -> None:
     left, right, plan, sequences, *_, ctas = arguments[8:]
     assert (left, right, sequences, ctas) == (None, None, 6, SMS) and plan is plan_call.arguments[4]
     assert arguments[4].shape == qv.shape and arguments[5].shape == (4, q.shape[0])
+
+
+def test_packed_launch_of_wide_values_without_it(calls: list[Call]) -> None:
+    (q, k, _, _), _, _ = packed(True)
+    v = torch.zeros(k.shape[0], 2, 264, dtype=torch.bfloat16)
+    flash_attn_varlen_func(q, k, v, cumulated(0), cumulated(1), 30, 41, window_size=(-1, 3))
+    name, arguments = calls[-1]
+    assert name == "hopper_wide_bf16_d64v512_full_m64n64s2_r232_40_window_varlen"
+    assert arguments[3] is None and arguments[2] is v and arguments[7:10] == (0.25, 1 << 29, 3)

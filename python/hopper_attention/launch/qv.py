@@ -18,8 +18,9 @@ from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, check_size, packed_problem_of, problem_of
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS, ResultSpec
 from hopper_attention.launch.forward import NoKeysLaunch, find_config
+from hopper_attention.launch.packed_wide import make_packed_wide_launcher
 from hopper_attention.launch.varlen import EMPTY, check_packed_scores, is_empty
-from hopper_attention.launch.wide import make_packed_wide_launcher, make_wide_launcher
+from hopper_attention.launch.wide import make_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, scale_with_qv
