@@ -142,7 +142,8 @@ def flash_attn_func(
             dtype, and inputs that differ in dtype too; their gradients have the dtypes that they came with.
         k: (batch, seqlen_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim, and be at most 512.
-            Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each.
+            Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each; not so that of
+            Hopper for a head_dim of at most 64.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default. P is exact to its dtype where
             scaled scores are below 2^12 in magnitude; above, keys that tie for the largest score can cost half a step
             of the dtype more, and gradients lose as many bits as the scores have above 2^12.

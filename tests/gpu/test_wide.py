@@ -59,6 +59,19 @@ def test_against_float64(causal: bool, dims: tuple[int, int]) -> None:
     assert failures == {}
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 512), (24, 264)], ids=str)
+def test_without_qv(causal: bool, dims: tuple[int, int]) -> None:
+    failures = {}
+    for i, seqlens in enumerate(SEQLENS):
+        x = draw(DTYPES[i % 2], seqlens, [(2, 2), (4, 1), (6, 2)][i % 3], dims)
+        out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_attn_probs=True)
+        wrong = errors_of(x, out, lse, causal=causal)
+        if wrong:
+            failures[seqlens] = wrong
+    assert failures == {}
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, (100, 0)), (False, (30, 70)), (False, (-1, 5))])
 def test_windows(causal: bool, window: tuple[int, int]) -> None:
     for seqlens in ((300, 500), (500, 300)):
