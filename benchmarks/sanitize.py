@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and ampere_backward.
+Families are forward, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and
+ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
