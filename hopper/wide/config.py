@@ -20,6 +20,9 @@ HEAD_DIM = 64
 STAGES = {256: 4, 512: 2}
 """By the columns of V and QV that kernels have: key blocks in shared memory at a time."""
 
+CLUSTER = 2
+"""CTAs that load their keys for each other: each loads half, so that L2 gives every key once to both."""
+
 CONSUMERS = 2
 """Consumer warpgroups, each with half of the columns of O."""
 
@@ -35,7 +38,9 @@ class WideForwardConfig:
     """Everything that is fixed when the kernel for wide values is compiled.
 
     ``qv``: there is a second query, whose products with V join the scores. ``window``, ``layout``, ``softcap``,
-    ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A tile is of 64 queries, and a key block of ``tile_n`` keys.
+    ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and key blocks of ``tile_n``
+    keys. The ``cluster`` CTAs of a cluster share a tile, of neighbouring queries, and each loads a part of the keys for
+    all of them.
     """
 
     dtype: str
@@ -44,6 +49,7 @@ class WideForwardConfig:
     head_dim_v: int = 512
     tile_n: int = 64
     stages: int = 2
+    cluster: int = CLUSTER
     registers: Registers = REGISTERS
     window: bool = False
     layout: str = DENSE
@@ -52,10 +58,13 @@ class WideForwardConfig:
     sinks: bool = False
 
     head_dim = HEAD_DIM
-    tile_m = WARPGROUP_ROWS
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2
+
+    @property
+    def tile_m(self) -> int:
+        return WARPGROUP_ROWS * self.cluster
 
     @property
     def threads(self) -> int:
@@ -88,6 +97,7 @@ class WideForwardConfig:
         parts += ["qv"] if self.qv else []
         parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
+        parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
@@ -105,6 +115,8 @@ def validate_wide_config(config: WideForwardConfig) -> None:
         raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 64:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 64")
+    if c.cluster not in (1, 2):
+        raise ValueError(f"cluster is {c.cluster}, allowed: 1 or 2")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.registers != REGISTERS:

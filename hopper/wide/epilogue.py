@@ -14,7 +14,7 @@ from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.store import DenseTmaStore
 from hopper.wide.config import WideForwardConfig
-from hopper.wide.operands import WidePipelines, tile_state
+from hopper.wide.operands import Place, WidePipelines, tile_state
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class WideEpilogue(LoopInvariant):
     store: DenseTmaStore
     pipes: WidePipelines
     mma: cute.TiledMma
+    place: Place
     warp_in_group: Int32
     lane: Int32
 
@@ -45,7 +46,7 @@ class WideEpilogue(LoopInvariant):
         cute.arch.fence_view_async_shared()
         sync_warpgroup(half)
         if self.warp_in_group == 0:
-            self._start(half, m_block, head, seqlens)
+            self._start(half, self.place.own(m_block), head, seqlens)
             # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
             self.store.wait()
             cute.arch.sync_warp()

@@ -28,9 +28,10 @@ from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.config import CONSUMERS, WideForwardConfig, validate_wide_config
 from hopper.wide.epilogue import WideEpilogue
 from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
-from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WidePipelines, WideSmem, WideTensors
+from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
 from hopper.wide.producer import DenseLoads, WideProducer
 from hopper.wide.scores import ScoresConsumer
+from hopper.wide.tiles import ClaimedTiles, DealtTiles
 from hopper.wide.values import ValuesConsumer
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -73,10 +74,10 @@ class WideForwardKernel:
     | pipeline | stages | what a full stage holds | empty when |
     |---|---|---|---|
     | q | 1 | Q and QV of a tile | O, staged in QV's place, has left |
-    | k | `stages` | K of a block | S has read it |
-    | v, first half | `stages` | half of the columns of V | S and P V of the scores' warpgroup have read it |
-    | v, second half | `stages` | the other half | S has read it, and P V of the values' warpgroup |
-    | mailbox | 2 | the number of a tile | all consumer warps have read it |
+    | k | `stages` | K of a block | S of all CTAs of the cluster has read it |
+    | v, first half | `stages` | half of the columns of V | so has S, and P V of the scores' warpgroups |
+    | v, second half | `stages` | the other half | so has S, and P V of the values' warpgroups |
+    | mailbox | 2 | the number of a tile | all consumer warps have read it; not in a cluster |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
@@ -88,6 +89,9 @@ class WideForwardKernel:
 
         scores             ~~~~~~~~~           ~~~~~~~~~
         tensor cores  S1   B0         A1  S2   B1         A2  S3 ...
+
+    The grid is persistent. The CTAs of a cluster have 64 queries of a tile each, walk over the same key blocks, and each
+    loads a part of a block for all by multicast. Clusters are dealt their tiles; CTAs by themselves claim them.
     """
 
     def __init__(self, config: WideForwardConfig):
@@ -148,8 +152,9 @@ class WideForwardKernel:
             tuple(softmax_scale / cap for cap in given.softcap),
             given.slopes,
         ).launch(
-            grid=(batch.num_ctas(views.q, num_ctas), 1, 1),
+            grid=(c.cluster * batch.num_ctas(views.q, cutlass.max(num_ctas // c.cluster, 1)), 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -158,12 +163,13 @@ class WideForwardKernel:
         """The TMA of each tensor, atom and coordinate tensor."""
         c, layouts = self.config, self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster > 1 else load
         rows, half = WARPGROUP_ROWS, c.half
         make = cpasync.make_tiled_tma_atom
         return WideTensors(
             make(load, views.q, layouts.q, (rows, c.head_dim)),
-            make(load, views.k, layouts.k, (c.tile_n, c.head_dim)),
-            make(load, views.v, layouts.v, (c.tile_n, half)),
+            make(load_keys, views.k, layouts.k, (c.tile_n, c.head_dim), c.cluster),
+            make(load_keys, views.v, layouts.v, (c.tile_n, half), c.cluster),
             make(store, views.o, layouts.qv, (rows, half)),
             tuple(make(load, qv, layouts.qv, (rows, half)) for qv in views.qv),
         )
@@ -204,15 +210,14 @@ class WideForwardKernel:
                 cpasync.prefetch_descriptor(atom)
         operands = WideTensors.of_operands(atoms, tensors, smem)
         lane = cute.arch.lane_idx()
-        scheduler = TileScheduler(
-            tile_counter,
-            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
-            TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), WARPS_PER_WARPGROUP * CONSUMERS),
-            lane,
-        )
+        tiles = self._make_tiles(tile_counter, storage, lane)
         pipes = self._make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self._sync_cluster()
+        rank = (
+            cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(c.cluster > 1) else 0
+        )
+        place = Place(c.cluster, rank)
 
         order = self.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
@@ -221,18 +226,18 @@ class WideForwardKernel:
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         rules = ScoreRules(tuple(SoftCap(factor, is_precise) for factor in caps), slopes, inverse_scale)
-        work = Work(scheduler, order, block_range, self.batch.seqlens(lengths), heads_per_kv_head, rules)
+        work = Work(tiles, order, block_range, self.batch.seqlens(lengths), heads_per_kv_head, rules)
         store = self.batch.store_type(operands.o, mLSE, c.half)
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
             if warp_idx == 0:
-                WideProducer(c, operands, pipes, DenseLoads(c, operands, pipes)).run(work)
+                WideProducer(c, operands, pipes, DenseLoads(c, operands, pipes, place)).run(work)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             warp = warp_idx % WARPS_PER_WARPGROUP
             exchange = Exchange(exchanged, warp, lane)
             mmas = self._tiled_mmas()
-            epilogue = WideEpilogue(c, store, pipes, mmas.pv, warp, lane)
+            epilogue = WideEpilogue(c, store, pipes, mmas.pv, place, warp, lane)
             if warp_idx < 2 * WARPS_PER_WARPGROUP:
                 softmax = self.precision.make_softmax(scale_log2, sinks, storage)
                 consumer = ScoresConsumer(c, mmas, smem, pipes, exchange, softmax)
@@ -241,6 +246,25 @@ class WideForwardKernel:
                 mma = self._pv_mma(warpgroup.OperandSource.SMEM)
                 values = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values, epilogue)
+        if const_expr(c.cluster > 1):
+            # The other CTA may still load for this one, or arrive at a barrier in it.
+            self._sync_cluster()
+
+    @cute.jit
+    def _sync_cluster(self):
+        if const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _make_tiles(self, tile_counter: cute.Tensor, storage, lane: Int32) -> ClaimedTiles | DealtTiles:
+        if self.config.cluster > 1:
+            return DealtTiles(self.config.cluster)
+        mailbox = storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES))
+        warps = WARPS_PER_WARPGROUP * CONSUMERS
+        pipe = TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), warps)
+        return ClaimedTiles(TileScheduler(tile_counter, mailbox, pipe, lane))
 
     @cute.jit
     def _score(self, work: Work, consumer: ScoresConsumer, epilogue: WideEpilogue):
@@ -254,7 +278,8 @@ class WideForwardKernel:
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             blocks = work.key_blocks(m_block, batch)
-            row, seqlens = m_block * c.tile_m + row_in_tile, work.seqlens.of(batch)
+            row = epilogue.place.own(m_block) * WARPGROUP_ROWS + row_in_tile
+            seqlens = work.seqlens.of(batch)
             col_in_block = first_column_of_thread(lane)
             mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
             scores = ScoreTile(mask, work.rules.for_tile(mask, head, batch))
@@ -270,7 +295,7 @@ class WideForwardKernel:
             epilogue.store.lse(lse, head, seqlens, row, lane)
             epilogue.finish(FIRST_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
             q_phase ^= 1
-            tile = work.scheduler.receive(mail_state)
+            tile = work.scheduler.receive(tile, mail_state)
             mail_state.advance()
 
     @cute.jit
@@ -289,33 +314,37 @@ class WideForwardKernel:
             seqlens = work.seqlens.of(batch)
             epilogue.finish(SECOND_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
             q_phase ^= 1
-            tile = work.scheduler.receive(mail_state)
+            tile = work.scheduler.receive(tile, mail_state)
             mail_state.advance()
 
     def _make_pipelines(self, storage) -> WidePipelines:
         """The docstring of the class has their table."""
         c, one, both = self.config, WARPS_PER_WARPGROUP, CONSUMERS * WARPS_PER_WARPGROUP
         queries = WARPGROUP_ROWS * (c.head_dim + (c.head_dim_v if c.qv else 0))
-        barriers_v = storage.barriers_v.data_ptr()
-        halves = (
-            self._tma_pipeline(barriers_v, c.stages, one, c.tile_n * c.half),
-            self._tma_pipeline(barriers_v + 2 * c.stages, c.stages, both if c.qv else one, c.tile_n * c.half),
-        )
+        barriers_v, keys = storage.barriers_v.data_ptr(), c.tile_n * c.half
+        second = both if c.qv else one
         return WidePipelines(
-            self._tma_pipeline(storage.barriers_q.data_ptr(), 1, both, queries),
-            self._tma_pipeline(storage.barriers_k.data_ptr(), c.stages, one, c.tile_n * c.head_dim),
-            halves,
+            self._tma_pipeline(storage.barriers_q.data_ptr(), 1, both, queries, 1),
+            self._tma_pipeline(
+                storage.barriers_k.data_ptr(), c.stages, one, c.tile_n * c.head_dim, c.cluster
+            ),
+            (
+                self._tma_pipeline(barriers_v, c.stages, one, keys, c.cluster),
+                self._tma_pipeline(barriers_v + 2 * c.stages, c.stages, second, keys, c.cluster),
+            ),
         )
 
     def _tma_pipeline(
-        self, barriers: cute.Pointer, stages: int, warps: int, elements: int
+        self, barriers: cute.Pointer, stages: int, warps: int, elements: int, ctas: int
     ) -> PipelineTmaAsync:
+        """A stage is empty when ``warps`` of each of ``ctas`` have released it."""
         return PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=CooperativeGroup(Agent.Thread),
-            consumer_group=CooperativeGroup(Agent.Thread, warps),
+            consumer_group=CooperativeGroup(Agent.Thread, warps * ctas),
             tx_count=elements * self.config.element_bytes,
             barrier_storage=barriers,
+            cta_layout_vmnk=cute.make_layout((1, 1, ctas, 1)),
             defer_sync=True,
         )
 

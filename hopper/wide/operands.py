@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
@@ -39,6 +39,23 @@ class WidePipelines(NamedTuple):
     q: PipelineTmaAsync
     k: PipelineTmaAsync
     v: tuple[PipelineTmaAsync, PipelineTmaAsync]
+
+
+@dataclass(frozen=True)
+class Place(LoopInvariant):
+    """Of a CTA in its cluster of so many: its ``rank``. Without a cluster that is 0 when the kernel is compiled."""
+
+    cluster: int
+    rank: Int32 | int
+
+    def own(self, m_block: Int32) -> Int32:
+        """The number, among blocks of 64 queries, of the CTA's own in tile ``m_block`` of the cluster."""
+        return m_block * self.cluster + self.rank
+
+    @property
+    def targets(self) -> dict[str, Int16]:
+        """What a copy to all CTAs of the cluster takes."""
+        return {"mcast_mask": Int16(2**self.cluster - 1)} if self.cluster > 1 else {}
 
 
 @dataclass(frozen=True)

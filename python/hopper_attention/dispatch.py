@@ -107,6 +107,7 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
 def _wide_rows(c: WideForwardConfig) -> list[tuple[str, str]]:
     dims = f"{c.head_dim} and {c.head_dim_v} in the kernel; shorter rows are filled with zeros by TMA"
     overlaps = ["softmax under P V of the second warpgroup", "persistent grid"]
+    overlaps += [f"keys by multicast to {c.cluster} CTAs"] if c.cluster > 1 else []
     overlaps += ["longest causal tiles first"] if c.causal else []
     return [
         ("head dims", dims),

@@ -24,7 +24,9 @@ from tests.plans import Packed, plan_of
 CAUSAL_QV = select_wide_config("bfloat16", 512, True, True)
 FULL = select_wide_config("float16", 512, False, False)
 PACKED_WINDOW = select_wide_config("bfloat16", 256, True, True, True, "varlen")
-ALL_SCORES = select_wide_config("float16", 512, False, True, softcap=True, alibi=True, sinks=True)
+ALL_SCORES = replace(
+    select_wide_config("float16", 512, False, True, softcap=True, alibi=True, sinks=True), cluster=1
+)
 EVERYTHING = select_wide_config(
     "float16", 512, True, True, True, "varlen", softcap=True, alibi=True, sinks=True
 )
@@ -75,6 +77,8 @@ def check(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor, lse_error:
     ("seqlens", "heads", "dims", "ctas"),
     [
         ((70, 200), (2, 1), (64, 512), 3),
+        # The second CTA of the cluster has no query.
+        ((5, 70), (1, 1), (64, 512), 1),
         # Rows without keys; sizes that TMA fills up, the second half of the columns but for a part.
         ((130, 65), (1, 1), (40, 264), 1),
     ],
@@ -102,9 +106,10 @@ def test_without_qv() -> None:
 
 
 def test_changed_scores() -> None:
+    """On CTAs by themselves, which claim their tiles."""
     inputs = draw(ALL_SCORES, (65, 100), (2, 1), (64, 448))
     slopes, sinks = torch.tensor([[0.1, 0.3], [0.2, 0.4]]), torch.tensor([1.0, -0.5])
-    out, lse = wide_on_numpy(ALL_SCORES, inputs, 0.3, 1, LATE, (), Rules(5.0, slopes, sinks))
+    out, lse = wide_on_numpy(ALL_SCORES, inputs, 0.3, 3, LATE, (), Rules(5.0, slopes, sinks))
     options = {"softcap": 5.0, "alibi_slopes": slopes, "sinks": sinks}
     check(out, lse, *exact_of(ALL_SCORES, inputs, 0.3, **options), 1e-4)
 
@@ -161,6 +166,7 @@ BAD = [
     ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
     ({"head_dim_v": 384}, "head_dim_v is 384, allowed: 256, 512"),
     ({"tile_n": 80}, "tile_n is 80, allowed: multiples of 16 from 16 to 64"),
+    ({"cluster": 4}, "cluster is 4, allowed: 1 or 2"),
     ({"stages": 1}, "stages is 1, allowed: 2 or more"),
     ({"stages": 3}, "the tiles need 304384 bytes of shared memory, allowed: 232448"),
     ({"registers": Registers(240, 24)}, "registers are Registers"),

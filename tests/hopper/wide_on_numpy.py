@@ -24,7 +24,7 @@ def wide_on_numpy(
     sides: tuple[int, ...] = (),
     rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of (q, k, v, qv), NaN where the kernel writes nothing; ``sides`` are those of a window."""
+    """out and lse of (q, k, v, qv), NaN where the kernel writes nothing, by ``ctas`` clusters."""
     q, k, v, _ = inputs
     batch, seqlen_q, heads, _ = q.shape
     out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
@@ -40,7 +40,7 @@ def wide_on_numpy(
         arguments.add(softmax_scale / rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
-    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
     return out, lse
 
 
@@ -64,7 +64,7 @@ def packed_wide_on_numpy(
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
-    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
     return out, lse
 
 
@@ -73,8 +73,8 @@ def _maps(config: WideForwardConfig, tensors: tuple[Tensor, ...], map_of) -> Arg
     c, (q, k, v, qv, out) = config, tensors
     maps = [
         map_of(q, WARPGROUP_ROWS, c.head_dim),
-        map_of(k, c.tile_n, c.head_dim),
-        map_of(v, c.tile_n, c.half),
+        map_of(k, c.tile_n // c.cluster, c.head_dim),
+        map_of(v, c.tile_n // c.cluster, c.half),
         map_of(out, WARPGROUP_ROWS, c.half),
     ]
     maps += [map_of(qv, WARPGROUP_ROWS, c.half)] if c.qv else []

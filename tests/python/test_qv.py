@@ -267,12 +267,12 @@ def test_what_no_kernel_does(capability: tuple[int, int], head_dim: int, reason:
 
 def test_explain_names_the_kernel() -> None:
     plan = explain(Q, K, V, qv=QV, causal=True, window_size=(3, 0), device_capability=(9, 0))
-    assert plan.config.name == "hopper_wide_bf16_d64v256_qv_causal_m64n64s4_r232_40_window"
+    assert plan.config.name == "hopper_wide_bf16_d64v256_qv_causal_m128n64s4_r232_40_c2_window"
     assert "2 consumers, each with half of the columns of O" in str(plan)
     lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32), 9, 12
     options = {"qv": QV[0].requires_grad_(), "device_capability": (9, 0)}
     packed_plan = explain_varlen(Q[0], K[0], V[0], *lengths, **options)
-    assert packed_plan.config.name == "hopper_wide_bf16_d64v256_qv_full_m64n64s4_r232_40_varlen"
+    assert packed_plan.config.name == "hopper_wide_bf16_d64v256_qv_full_m128n64s4_r232_40_c2_varlen"
     assert (
         "a backward pass through the result raises NotImplementedError: qv has no gradient"
         in packed_plan.notes
@@ -312,7 +312,7 @@ def test_launch(calls: list[Call]) -> None:
     out, lse = flash_attn_func(Q, K, V, return_attn_probs=True, **options)
     assert bool((out == 1).all()) and bool((lse == 1).all()) and out.shape == QV.shape
     (name, (q, k, v, qv, _, _, _, scale, *rest)) = calls[-1]
-    assert name == "hopper_wide_bf16_d64v256_qv_full_m64n64s4_r232_40_window_sinks"
+    assert name == "hopper_wide_bf16_d64v256_qv_full_m128n64s4_r232_40_c2_window_sinks"
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, qv), (Q, K, V, QV), strict=True))
     assert scale == 48**-0.5
     left, right, plan, sequences, softcap, slopes, given, ctas = rest
@@ -328,8 +328,8 @@ def test_packed_launch(calls: list[Call]) -> None:
     lengths, used = (cumulated(0), cumulated(1)), torch.tensor([1, 0, 2, 3, 1]).int()
     flash_attn_varlen_func(q, k, v, *lengths, 30, 41, used, causal=True, qv=qv, sinks=torch.ones(4))
     (plan_call, (name, arguments)) = calls[-2:]
-    assert name == "hopper_wide_bf16_d64v256_qv_causal_m64n64s4_r232_40_varlen_sinks"
-    assert plan_call.arguments[5:] == (q.shape[0], k.shape[0], 64, 0)
+    assert name == "hopper_wide_bf16_d64v256_qv_causal_m128n64s4_r232_40_c2_varlen_sinks"
+    assert plan_call.arguments[5:] == (q.shape[0], k.shape[0], 128, 0)
     left, right, plan, sequences, *_, ctas = arguments[8:]
     assert (left, right, sequences, ctas) == (None, None, 6, SMS) and plan is plan_call.arguments[4]
     assert arguments[4].shape == qv.shape and arguments[5].shape == (4, q.shape[0])
@@ -340,5 +340,5 @@ def test_packed_launch_of_wide_values_without_it(calls: list[Call]) -> None:
     v = torch.zeros(k.shape[0], 2, 264, dtype=torch.bfloat16)
     flash_attn_varlen_func(q, k, v, cumulated(0), cumulated(1), 30, 41, window_size=(-1, 3))
     name, arguments = calls[-1]
-    assert name == "hopper_wide_bf16_d64v512_full_m64n64s2_r232_40_window_varlen"
+    assert name == "hopper_wide_bf16_d64v512_full_m128n64s2_r232_40_c2_window_varlen"
     assert arguments[3] is None and arguments[2] is v and arguments[7:10] == (0.25, 1 << 29, 3)

@@ -148,7 +148,7 @@ def test_one_hopper_kernel_takes_all_columns_of_narrow_heads(kernel: FakeKernel)
 def test_explain_names_that_kernel() -> None:
     q, k, v = (x.to("meta").requires_grad_() for x in qkv(64, 512))
     plan = explain(q, k, v, causal=True, device_capability=(9, 0))
-    assert plan.config.name == "hopper_wide_bf16_d64v512_causal_m64n64s2_r232_40"
+    assert plan.config.name == "hopper_wide_bf16_d64v512_causal_m128n64s2_r232_40_c2"
     (gradients,) = plan.notes
     assert gradients.startswith("the backward pass runs on the Hopper kernel hopper_bwd_")
     for options in ({"backend": "ampere"}, {"device_capability": (8, 0)}):
