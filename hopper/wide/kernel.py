@@ -90,8 +90,8 @@ class WideForwardKernel:
         scores             ~~~~~~~~~           ~~~~~~~~~
         tensor cores  S1   B0         A1  S2   B1         A2  S3 ...
 
-    The grid is persistent. The CTAs of a cluster have 64 queries of a tile each, walk over the same key blocks, and each
-    loads a part of a block for all by multicast. Clusters are dealt their tiles; CTAs by themselves claim them.
+    The grid is persistent. The CTAs of a cluster have 64 queries of a tile each and walk over the same key blocks, of
+    which each loads a part for all by multicast. Clusters are dealt their tiles; CTAs by themselves claim them.
     """
 
     def __init__(self, config: WideForwardConfig):
