@@ -108,7 +108,7 @@ def run_wide_case(config: WideForwardConfig, device: str) -> str:
     results = poisoned_results(q, config.head_dim_v, q.dtype)
     on_gpu = [None if x is None else x.to(device) for x in (q, k, v, qv, *results)]
     scale = (config.head_dim + config.head_dim_v * config.qv) ** -0.5
-    get_forward(config)(*on_gpu, scale, *[None] * 7, CTAS)
+    get_forward(config)(*on_gpu, scale, *[None] * 8, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[4:] if tensor is not None)
     oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal, qv=qv)

@@ -13,10 +13,11 @@ from hopper.wide.kernel import WideForwardKernel
 def compile_wide(config: WideForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(q, k, v, qv, out, lse, tile_counter, softmax_scale, window_left, window_right, plan,
-    sequences, softcap, alibi_slopes, sinks, num_ctas)`` that launches on torch's current stream. All but qv are as for
-    ``hopper.forward.compile.compile_forward``, with None for what the config has no use for; d is at most the config's
-    head_dim, dv its head_dim_v. qv has the shape of out and the properties of q; None without ``qv``.
+    Returns a TVM FFI function ``fn(q, k, v, qv, out, lse, tile_counter, softmax_scale, window_left, window_right,
+    attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, num_ctas)`` that launches on torch's current stream.
+    All but qv are as for ``hopper.forward.compile.compile_forward``, with None for what the config has no use for; d is
+    at most the config's head_dim, dv its head_dim_v. qv has the shape of out and the properties of q; None without
+    ``qv``.
     """
     c = config
     return compile_for_torch(
@@ -25,6 +26,7 @@ def compile_wide(config: WideForwardConfig, options: str = ""):
         words(2),
         Float32(0.0),
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if c.layout == VARLEN else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,

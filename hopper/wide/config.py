@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SCORE_FEATURES, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SCORE_FEATURES, SHORT_NAMES, check_chunk
 from hopper.config import (
     BARRIER_BYTES,
     SMEM_BYTES,
@@ -37,10 +37,10 @@ ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
 class WideForwardConfig:
     """Everything that is fixed when the kernel for wide values is compiled.
 
-    ``qv``: there is a second query, whose products with V join the scores. ``window``, ``layout``, ``softcap``,
-    ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and key blocks of ``tile_n``
-    keys. The ``cluster`` CTAs of a cluster share a tile, of neighbouring queries, and each loads a part of the keys for
-    all of them.
+    ``qv``: there is a second query, whose products with V join the scores. ``window``, ``chunk``, ``layout``,
+    ``softcap``, ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and key blocks of
+    ``tile_n`` keys. The ``cluster`` CTAs of a cluster share a tile, of neighbouring queries, and each loads a part of
+    the keys for all of them.
     """
 
     dtype: str
@@ -52,6 +52,7 @@ class WideForwardConfig:
     cluster: int = CLUSTER
     registers: Registers = REGISTERS
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
@@ -99,6 +100,7 @@ class WideForwardConfig:
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         return "_".join(parts)
@@ -111,6 +113,7 @@ def validate_wide_config(config: WideForwardConfig) -> None:
         raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     if c.head_dim_v not in STAGES:
         raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 64:
@@ -140,13 +143,13 @@ def select_wide_config(
     qv: bool,
     window: bool = False,
     layout: str = DENSE,
-    **scores: Any,
+    **others: Any,
 ) -> WideForwardConfig:
-    """The config for these; narrower rows are filled with zeros by TMA. ``scores`` are fields of that kind."""
+    """The config for these; narrower rows are filled with zeros by TMA. ``others`` are further fields."""
     columns = min(size for size in STAGES if size >= head_dim_v)
     stages = STAGES[columns]
     config = WideForwardConfig(
-        dtype, causal, qv, columns, stages=stages, window=window, layout=layout, **scores
+        dtype, causal, qv, columns, stages=stages, window=window, layout=layout, **others
     )
     validate_wide_config(config)
     return config

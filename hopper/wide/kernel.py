@@ -19,7 +19,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
-from cute_kernels.window import window_of
+from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.operands import Mmas, Work
@@ -114,6 +114,7 @@ class WideForwardKernel:
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
@@ -126,7 +127,7 @@ class WideForwardKernel:
         c, batch = self.config, self.batch
         given = WideArguments(
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
-            window=(window_left, window_right) if const_expr(c.window) else (),
+            window=sides_of(c, window_left, window_right, attention_chunk),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
             sinks=(sinks,) if const_expr(c.sinks) else (),

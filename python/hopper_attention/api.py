@@ -11,7 +11,7 @@ from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.qv import QvInputs, run_qv
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
 from hopper_attention.qv import check_qv, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
@@ -156,7 +156,10 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
             side is 0 whatever it says. Of float8_e4m3fn tensors no window may hide anything yet.
-        attention_chunk: only 0, or a chunk that holds all keys.
+        attention_chunk: c above 0 cuts the keys into chunks of c. Query i sees none outside of the chunk of key
+            p = i + seqlen_k - seqlen_q, which begins at p // c * c, rounded down (Llama 4's chunked attention), and of
+            that chunk what ``causal`` and ``window_size`` leave it. Where seqlen_q is larger, queries come before all
+            keys and see none. Of float8_e4m3fn tensors no chunk may hide anything yet.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
@@ -189,7 +192,7 @@ def flash_attn_func(
     """
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
-    window, scores = FULL_WINDOW, NO_SCORES
+    sides, scores = FULL_SIDES, NO_SCORES
     if (
         window_size is not FULL_WINDOW
         or attention_chunk != 0
@@ -208,7 +211,7 @@ def flash_attn_func(
             num_splits=num_splits,
             pack_gqa=pack_gqa,
         )
-        causal, window = mask.causal, mask.window
+        causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if backend is not None:
         checks.check_backend(backend)
@@ -222,7 +225,7 @@ def flash_attn_func(
         return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     if qv is not None:
         descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *window), scores, backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
         results = _attend_with_qv(q, k, v, qv, softmax_scale, descales, options)
         return results if return_attn_probs else results[0]
     no_descales = q_descale is None and k_descale is None and v_descale is None
@@ -234,10 +237,10 @@ def flash_attn_func(
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         flags = causal, backend, sm_margin, return_attn_probs
-        results = run_forward(q, k, v, softmax_scale, *flags, window, scores)
+        results = run_forward(q, k, v, softmax_scale, *flags, sides, scores)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *window), scores, backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
@@ -262,7 +265,7 @@ def _attend_with_qv(
         and are_plain_constants(qv, *scores.tensors)
     ):
         inputs = QvInputs(q, k, v, qv)
-        return run_qv(inputs, softmax_scale, mask.causal, *flags, mask.window, scores)
+        return run_qv(inputs, softmax_scale, mask.causal, *flags, mask.sides, scores)
     q, k, v, qv = cast_inputs(q, k, v, qv)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     checks.check_qkv(*specs)
@@ -270,7 +273,7 @@ def _attend_with_qv(
     checks.check_descales(q, k, *descales)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
-    return autograd.forward_qv(q, k, v, qv, scale, mask.causal, *flags, *mask.window, *scores.values)
+    return autograd.forward_qv(q, k, v, qv, scale, mask.causal, *flags, *mask.sides, *scores.values)
 
 
 def _call_operator(
@@ -299,4 +302,4 @@ def _call_operator(
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic
-    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.window, *scores.values)
+    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.sides, *scores.values)

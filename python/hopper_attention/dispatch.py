@@ -208,7 +208,7 @@ def explain(
         choice = choose_backend(target, specs["q"].dtype, backend)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
         config = select_config(
-            *where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind, qv is not None
+            *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
@@ -221,6 +221,7 @@ def explain(
         shapes = whole["q"].shape, whole["k"].shape, first_part(whole)[0]["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
+        gradient = gradient._replace(has_chunk=mask.attention_chunk > 0)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:
@@ -238,13 +239,15 @@ def check_inputs(specs: dict[str, TensorSpec], check: Callable[..., None]) -> No
 
 
 def describe_window(mask: MaskSpec) -> tuple[str, ...]:
-    """A note on the keys that a window leaves to a query."""
-    if not mask.has_window:
-        return ()
+    """Notes on the keys that a window and a chunk leave to a query."""
+    notes: tuple[str, ...] = ()
+    if mask.attention_chunk:
+        notes = (f"attention_chunk: a query sees keys of its own chunk of {mask.attention_chunk} alone",)
+    if mask.window == FULL_WINDOW:
+        return notes
     left, right = ("all" if side == UNLIMITED else str(side) for side in mask.window)
-    return (
-        f"window: a query sees {left} of the keys before its own and {'0' if mask.causal else right} after it",
-    )
+    right = "0" if mask.causal else right
+    return (f"window: a query sees {left} of the keys before its own and {right} after it", *notes)
 
 
 def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
-from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
-from hopper_attention.masks import MaskSpec
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
 from hopper_attention.qv import no_qv
 from hopper_attention.scores import PLAIN, ScoreKind
@@ -46,7 +46,7 @@ def select_config(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
     has_qv: bool = False,
 ) -> Config:
@@ -66,14 +66,14 @@ def problem_of(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are a ``MaskSpec`` and its sides."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     seen = k.shape[1]
-    if window != FULL_WINDOW:
+    if window != FULL_SIDES:
         seen = MaskSpec(causal, *window).most_keys(seen)
     return AttentionProblem(
         q.dtype,
@@ -83,18 +83,32 @@ def problem_of(
         causal,
         longest_alike(seen),
         is_empty,
-        window != FULL_WINDOW,
+        window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         scores=scores,
     )
 
 
 def packed_problem_of(
-    q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool, scores: ScoreKind = PLAIN
+    q: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[bool, bool],
+    scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
-    head_dims = q.shape[2], v.shape[2]
+    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths; ``window`` are
+    has_window and has_chunk."""
+    has_window, has_chunk = window
     return AttentionProblem(
-        q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True, scores=scores
+        q.dtype,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=has_window,
+        has_chunk=has_chunk,
+        is_packed=True,
+        scores=scores,
     )
 
 
@@ -111,6 +125,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
+    fields["chunk"] = p.has_chunk
     if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
         return _select_wide(p, backend, dtype, layout, fields)
     if backend == "ampere":

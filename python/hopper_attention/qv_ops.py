@@ -25,17 +25,18 @@ def forward_qv(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors with a second query: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``causal`` and the sides of the window are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks``
-    those of ``Scores``.
+    ``causal``, the sides of the window and the chunk are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and
+    ``sinks`` those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
-    options = softmax_scale, causal, backend, sm_margin, window
+    sides = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    options = softmax_scale, causal, backend, sm_margin, sides
     return run_qv(QvInputs(q, k, v, qv), *options, Scores.of(softcap, alibi_slopes, sinks))
 
 
@@ -51,6 +52,7 @@ def _(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -77,14 +79,15 @@ def forward_qv_varlen(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``forward_qv`` of sequences of different lengths: out (total_q, h, dv), lse float32 (h, total_q)."""
-    window = MaskSpec(causal, window_left, window_right).window
+    sides = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    options = softmax_scale, causal, backend, sm_margin, window
+    options = softmax_scale, causal, backend, sm_margin, sides
     return run_packed_qv(QvInputs(q, k, v, qv), lengths, *options, Scores.of(softcap, alibi_slopes, sinks))
 
 
@@ -106,6 +109,7 @@ def _(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -171,7 +171,7 @@ def flash_attn_varlen_func(
         causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
         q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
-        attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
+        attention_chunk: as there, with the used lengths of each sequence.
         num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
         qv: (total_q, heads, head_dim_v), as there.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
@@ -210,7 +210,7 @@ def flash_attn_varlen_func(
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         flags = mask.causal, backend, sm_margin, return_attn_probs
-        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.window, scores)
+        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
     else:
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
     return results if return_attn_probs else results[0]
@@ -237,7 +237,7 @@ def _attend_with_qv(
         and are_plain_constants(qv, *scores.tensors)
     ):
         inputs = QvInputs(q, k, v, qv)
-        return run_packed_qv(inputs, lengths, softmax_scale, mask.causal, *flags, mask.window, scores)
+        return run_packed_qv(inputs, lengths, softmax_scale, mask.causal, *flags, mask.sides, scores)
     q, k, v, qv = cast_inputs(q, k, v, qv)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     check_packed(*specs, lengths.specs)
@@ -246,7 +246,7 @@ def _attend_with_qv(
     scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
     check_packed_scores(scores, q, lengths)
     return autograd.forward_qv_varlen(
-        q, k, v, qv, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
+        q, k, v, qv, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values
     )
 
 
@@ -272,6 +272,4 @@ def _call_operator(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
-    return autograd.forward_varlen(
-        q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
-    )
+    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

@@ -96,7 +96,7 @@ def explain_varlen(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    masked = mask.causal, mask.has_window
+    masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
     problem = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
@@ -136,6 +136,7 @@ def _note_on_gradients(
         forward.head_dim_v,
         forward.causal,
         has_window=forward.has_window,
+        has_chunk=forward.has_chunk,
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,

@@ -81,6 +81,13 @@ def test_windows(causal: bool, window: tuple[int, int]) -> None:
         assert errors_of(x, out, lse, **options, window_left=window[0], window_right=window[1]) == []
 
 
+def test_chunks() -> None:
+    x = draw(torch.bfloat16, (300, 500), (2, 1))
+    options = {"causal": True, "qv": x.qv, "attention_chunk": 90}
+    out, lse = flash_attn_func(x.q, x.k, x.v, **options, return_attn_probs=True)
+    assert errors_of(x, out, lse, **options) == []
+
+
 @pytest.mark.parametrize("names", ["softcap", "softcap alibi sinks"])
 def test_changed_scores(names: str) -> None:
     for dtype in DTYPES:

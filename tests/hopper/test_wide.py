@@ -23,7 +23,7 @@ from tests.plans import Packed, plan_of
 
 CAUSAL_QV = select_wide_config("bfloat16", 512, True, True)
 FULL = select_wide_config("float16", 512, False, False)
-PACKED_WINDOW = select_wide_config("bfloat16", 256, True, True, True, "varlen")
+PACKED_WINDOW = select_wide_config("bfloat16", 256, True, True, True, "varlen", chunk=True)
 ALL_SCORES = replace(
     select_wide_config("float16", 512, False, True, softcap=True, alibi=True, sinks=True), cluster=1
 )
@@ -118,20 +118,20 @@ Q = Packed.of((70, 0, 130, 5), behind=9, used=(70, 0, 100, 5))
 K = Packed.of((90, 33, 0, 200), behind=3)
 
 
-def test_packed_sequences_with_a_window() -> None:
+def test_packed_sequences_with_a_window_and_a_chunk() -> None:
     config, generator = PACKED_WINDOW, torch.Generator().manual_seed(3)
     shapes = (Q.total, 2, 64), (K.total, 1, 64), (K.total, 1, 256), (Q.total, 2, 256)
     q, k, v, qv = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     for x, lengths in ((q, Q), (qv, Q), (k, K), (v, K)):
         x[lengths.cu_seqlens[-1] :] = math.nan
     plan = plan_of(Q, K, config.tile_m)
-    out, lse = packed_wide_on_numpy(config, (q, k, v, qv), plan, Q.batch + 1, 0.06, 2, LATE, (40, 0))
+    out, lse = packed_wide_on_numpy(config, (q, k, v, qv), plan, Q.batch + 1, 0.06, 2, LATE, (40, 0, 50))
     for i in range(Q.batch):
         (first, rows), (start, keys) = Q.rows(i), K.rows(i)
         rows_q, rows_k = slice(first, first + rows), slice(start, start + keys)
         inputs = q[None, rows_q], k[None, rows_k], v[None, rows_k], qv[None, rows_q]
         if rows and keys:
-            exact = exact_of(config, inputs, 0.06, window_left=40)
+            exact = exact_of(config, inputs, 0.06, window_left=40, attention_chunk=50)
             check(out[None, rows_q], lse[None, :, rows_q], *exact)
         else:
             assert not out[rows_q].any() and bool((lse[:, rows_q] == -math.inf).all())
@@ -166,6 +166,7 @@ BAD = [
     ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
     ({"head_dim_v": 384}, "head_dim_v is 384, allowed: 256, 512"),
     ({"tile_n": 80}, "tile_n is 80, allowed: multiples of 16 from 16 to 64"),
+    ({"chunk": True}, "window is False, allowed with chunk=True: True"),
     ({"cluster": 4}, "cluster is 4, allowed: 1 or 2"),
     ({"stages": 1}, "stages is 1, allowed: 2 or more"),
     ({"stages": 3}, "the tiles need 304384 bytes of shared memory, allowed: 232448"),

@@ -219,7 +219,7 @@ BAD = [
     ({"qv": QV, "softmax_scale": -1.0}, ValueError, "softmax_scale is -1.0, allowed: a finite number"),
     ({"qv": QV, "sinks": torch.zeros(3)}, ValueError, "sinks has shape (3,), allowed: (heads,), (2,)"),
     ({"qv": QV, "q_descale": torch.ones(2, 1)}, ValueError, "q_descale is given but q has dtype"),
-    ({"qv": QV, "attention_chunk": 3}, NotImplementedError, "attention_chunk is 3"),
+    ({"qv": QV, "attention_chunk": -3}, ValueError, "attention_chunk is -3"),
 ]
 
 
@@ -315,8 +315,9 @@ def test_launch(calls: list[Call]) -> None:
     assert name == "hopper_wide_bf16_d64v256_qv_full_m128n64s4_r232_40_c2_window_sinks"
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, qv), (Q, K, V, QV), strict=True))
     assert scale == 48**-0.5
-    left, right, plan, sequences, softcap, slopes, given, ctas = rest
-    assert (left, right, plan, sequences, softcap, slopes, ctas) == (4, 2, None, None, None, None, SMS - 2)
+    *sides, plan, sequences, softcap, slopes, given, ctas = rest
+    assert sides == [4, 2, None]
+    assert (plan, sequences, softcap, slopes, ctas) == (None, None, None, None, SMS - 2)
     assert given.dtype == torch.float32 and torch.equal(given, sinks.float())
     # An expanded tensor, which TMA cannot address, is copied.
     flash_attn_func(Q, K, V, qv=QV[:1].expand(2, -1, -1, -1))
@@ -330,8 +331,14 @@ def test_packed_launch(calls: list[Call]) -> None:
     (plan_call, (name, arguments)) = calls[-2:]
     assert name == "hopper_wide_bf16_d64v256_qv_causal_m128n64s4_r232_40_c2_varlen_sinks"
     assert plan_call.arguments[5:] == (q.shape[0], k.shape[0], 128, 0)
-    left, right, plan, sequences, *_, ctas = arguments[8:]
-    assert (left, right, sequences, ctas) == (None, None, 6, SMS) and plan is plan_call.arguments[4]
+    left, right, chunk, plan, sequences, *_, ctas = arguments[8:]
+    assert (left, right, chunk, sequences, ctas) == (
+        None,
+        None,
+        None,
+        6,
+        SMS,
+    ) and plan is plan_call.arguments[4]
     assert arguments[4].shape == qv.shape and arguments[5].shape == (4, q.shape[0])
 
 
@@ -341,4 +348,4 @@ def test_packed_launch_of_wide_values_without_it(calls: list[Call]) -> None:
     flash_attn_varlen_func(q, k, v, cumulated(0), cumulated(1), 30, 41, window_size=(-1, 3))
     name, arguments = calls[-1]
     assert name == "hopper_wide_bf16_d64v512_full_m128n64s2_r232_40_c2_window_varlen"
-    assert arguments[3] is None and arguments[2] is v and arguments[7:10] == (0.25, 1 << 29, 3)
+    assert arguments[3] is None and arguments[2] is v and arguments[7:11] == (0.25, 1 << 29, 3, None)

@@ -139,10 +139,10 @@ def test_explain_says_so() -> None:
 
 def test_one_hopper_kernel_takes_all_columns_of_narrow_heads(kernel: FakeKernel) -> None:
     q, k, v = qkv(64, 264)
-    run_forward(q, k, v, None, True, None, 0, window=(5, -1))
+    run_forward(q, k, v, None, True, None, 0, window=(5, -1, 0))
     (call,) = kernel.calls
     assert call[2].shape == v.shape and call[3] is None and call[4].shape == (2, 21, 4, 264)
-    assert call[7:10] == (0.125, 5, 1 << 29) and call[10:] == (None,) * 5 + (132,)
+    assert call[7:10] == (0.125, 5, 1 << 29) and call[10:] == (None,) * 6 + (132,)
 
 
 def test_explain_names_that_kernel() -> None:

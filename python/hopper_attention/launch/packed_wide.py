@@ -16,6 +16,7 @@ from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.wide import WideInputs, WideKernel, launcher_parts
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths, rows_of_sequences
+from hopper_attention.masks import Sides
 from hopper_attention.scores import NO_SCORES, Scores
 
 
@@ -30,12 +31,12 @@ class PackedWideLauncher(WideKernel):
         inputs: WideInputs,
         lengths: Lengths,
         softmax_scale: float,
-        window: tuple[int, int],
+        sides: Sides,
         scores: Scores,
         wants_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(inputs, lengths, softmax_scale, window, scores, wants_lse)
+            return self.call_there(inputs, lengths, softmax_scale, sides, scores, wants_lse)
         q, k = inputs[:2]
         (total_q, heads, _), batch = q.shape, lengths.cu_seqlens_q.shape[0] - 1
         totals = total_q, k.shape[0]
@@ -48,7 +49,7 @@ class PackedWideLauncher(WideKernel):
         tensors = (None if x is None else make_packed_addressable(x) for x in inputs)
         plan = self.planner(*lengths[:4], totals, self.config.tile_m)
         counter = device_memory.tile_counter(self.device_index)
-        options = *self.sides(window), plan, batch + 1, *scores.for_kernel(batch, heads)
+        options = *self.sides(sides), plan, batch + 1, *scores.for_kernel(batch, heads)
         self.kernel(*tensors, out, lse, counter, softmax_scale, *options, self.num_ctas)
         if wants_lse and scores.sinks is not None:
             # To the kernel rows behind the last sequence are rows without keys, which have their sink.
@@ -76,12 +77,13 @@ class PackedWithoutQv:
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         wants_lse: bool,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-        window = window_left, window_right
-        return self.launch((q, k, v, None), lengths, softmax_scale, window, scores, wants_lse)
+        sides = window_left, window_right, attention_chunk
+        return self.launch((q, k, v, None), lengths, softmax_scale, sides, scores, wants_lse)
 
 
 def make_packed_wide_launcher(

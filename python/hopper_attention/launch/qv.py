@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, check_size, packed_problem_of, problem_of
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS, ResultSpec
 from hopper_attention.launch.forward import NoKeysLaunch, find_config
@@ -22,6 +22,7 @@ from hopper_attention.launch.packed_wide import make_packed_wide_launcher
 from hopper_attention.launch.varlen import EMPTY, check_packed_scores, is_empty
 from hopper_attention.launch.wide import make_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, scale_with_qv
 from hopper_attention.reference.tiled import tiled_forward
@@ -42,10 +43,11 @@ class QvInputs(NamedTuple):
         return tuple(TensorSpec.of(x) for x in self)
 
 
-QvLaunch = Callable[[QvInputs, float, tuple[int, int], Scores], tuple[Tensor, Tensor]]
-"""(inputs, softmax_scale, window, scores) -> (out, lse), new contiguous tensors; sizes were checked, and none is 0."""
+QvLaunch = Callable[[QvInputs, float, Sides, Scores], tuple[Tensor, Tensor]]
+"""(inputs, softmax_scale, sides, scores) -> (out, lse), new contiguous tensors; sizes were checked, and none is 0.
+``sides`` are those of a ``MaskSpec``."""
 
-PackedQvLaunch = Callable[[QvInputs, Lengths, float, tuple[int, int], Scores], tuple[Tensor, Tensor]]
+PackedQvLaunch = Callable[[QvInputs, Lengths, float, Sides, Scores], tuple[Tensor, Tensor]]
 """The same with the lengths of sequences, as for ``launch.varlen``."""
 
 
@@ -57,7 +59,7 @@ class ReferenceQv:
     causal: bool
 
     def __call__(
-        self, inputs: QvInputs, softmax_scale: float, window: tuple[int, int], scores: Scores
+        self, inputs: QvInputs, softmax_scale: float, sides: Sides, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         q, k, v, qv = inputs
         return tiled_forward(
@@ -68,8 +70,9 @@ class ReferenceQv:
             softmax_scale=softmax_scale,
             tile_m=self.config.tile_m,
             tile_n=self.config.tile_n,
-            window_left=window[0],
-            window_right=window[1],
+            window_left=sides[0],
+            window_right=sides[1],
+            attention_chunk=sides[2],
             **scores.options,
             qv=qv,
         )
@@ -86,7 +89,7 @@ class ReferencePackedQv:
         inputs: QvInputs,
         lengths: Lengths,
         softmax_scale: float,
-        window: tuple[int, int],
+        sides: Sides,
         scores: Scores,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, qv = inputs
@@ -97,8 +100,9 @@ class ReferencePackedQv:
             read_sequences(lengths, q.shape[0], k.shape[0]),
             causal=self.causal,
             softmax_scale=softmax_scale,
-            window_left=window[0],
-            window_right=window[1],
+            window_left=sides[0],
+            window_right=sides[1],
+            attention_chunk=sides[2],
             **scores.options,
             qv=qv,
         )
@@ -130,7 +134,7 @@ def find_qv_launch(
     causal: bool,
     backend: str | None,
     sm_margin: int,
-    window: tuple[int, int],
+    sides: Sides,
     scores: ScoreKind,
 ) -> QvLaunch | None:
     """What serves a call with these tensors, checked; None if there is no score, and nothing to launch.
@@ -144,7 +148,7 @@ def find_qv_launch(
     check_qv(q, v, qv)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    problem = replace(problem_of(q, k, v, causal, window, scores), has_qv=True)
+    problem = replace(problem_of(q, k, v, causal, sides, scores), has_qv=True)
     config = find_config(problem, q.device, backend)
     if problem.is_empty:
         return None
@@ -158,17 +162,17 @@ def run_qv(
     causal: bool,
     backend: str | None,
     sm_margin: int,
-    window: tuple[int, int],
+    sides: Sides,
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Attention with ``qv`` without autograd: out and lse, in new contiguous tensors."""
     q, _, v, _ = inputs
-    launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, window, scores.kind)
+    launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, sides, scores.kind)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if launch is None:
         return NoKeysLaunch(ResultSpec(q.dtype, v.shape[3]))(*inputs[:3], scale, True, scores=scores)
-    return launch(inputs, scale, window, scores)
+    return launch(inputs, scale, sides, scores)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -176,18 +180,19 @@ def find_packed_qv_launch(
     specs: tuple[TensorSpec, ...],
     lengths: tuple[TensorSpec | None, ...],
     causal: bool,
-    has_window: bool,
+    window: tuple[bool, bool],
     backend: str | None,
     sm_margin: int,
     scores: ScoreKind,
 ) -> PackedQvLaunch:
-    """``find_qv_launch`` of sequences of different lengths; ``lengths`` are ``Lengths.specs``."""
+    """``find_qv_launch`` of sequences of different lengths; ``lengths`` are ``Lengths.specs``, ``window``
+    has_window and has_chunk."""
     q, k, v, qv = specs
     check_packed(q, k, v, lengths)
     check_qv(q, v, qv)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    problem = replace(packed_problem_of(q, v, causal, has_window, scores), has_qv=True)
+    problem = replace(packed_problem_of(q, v, causal, window, scores), has_qv=True)
     return find_packed_qv(problem, q.device, backend, sm_margin)
 
 
@@ -198,15 +203,16 @@ def run_packed_qv(
     causal: bool,
     backend: str | None,
     sm_margin: int,
-    window: tuple[int, int],
+    sides: Sides,
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """``run_qv`` of sequences of different lengths."""
     q, k, v, _ = inputs
-    kind = causal, window != FULL_WINDOW, backend, sm_margin, scores.kind
+    window = sides != FULL_SIDES, sides[2] > 0
+    kind = causal, window, backend, sm_margin, scores.kind
     launch = find_packed_qv_launch(inputs.specs, lengths.specs, *kind)
     scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
     check_packed_scores(scores, q, lengths)
     if q.is_cuda and is_empty(q, k, lengths):
         return EMPTY(q, k, v, *lengths, scores=scores)
-    return launch(inputs, lengths, scale, window, scores)
+    return launch(inputs, lengths, scale, sides, scores)

@@ -38,9 +38,9 @@ class WideKernel(Launcher):
     head_dim_v: int
     num_ctas: int
 
-    def sides(self, window: tuple[int, ...]) -> tuple[Any, ...]:
-        """Of a window, as the kernel takes them."""
-        return kernel_sides(*window) if self.config.window else NO_SIDES
+    def sides(self, sides: tuple[int, ...]) -> tuple[Any, ...]:
+        """Those of a ``MaskSpec`` as the kernel takes them."""
+        return kernel_sides(*sides) if self.config.window else NO_SIDES
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class WideLauncher(WideKernel):
         self,
         inputs: WideInputs,
         softmax_scale: float,
-        window: tuple[int, ...],
+        sides: tuple[int, ...],
         scores: Scores,
         wants_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(inputs, softmax_scale, window, scores, wants_lse)
+            return self.call_there(inputs, softmax_scale, sides, scores, wants_lse)
         q = inputs[0]
         batch, _, heads, _ = q.shape
         result = ResultSpec(q.dtype, self.head_dim_v)
@@ -64,7 +64,7 @@ class WideLauncher(WideKernel):
         lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, q.device)
         tensors = (None if x is None else make_addressable(x) for x in inputs)
         counter = device_memory.tile_counter(self.device_index)
-        options = *self.sides(window), *NO_PLAN, *scores.for_kernel(batch, heads)
+        options = *self.sides(sides), *NO_PLAN, *scores.for_kernel(batch, heads)
         self.kernel(*tensors, out, lse, counter, softmax_scale, *options, self.num_ctas)
         return out, lse
 
@@ -83,11 +83,11 @@ class WithoutQv:
         v: Tensor,
         softmax_scale: float | None,
         wants_lse: bool,
-        *window: int,
+        *sides: int,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        return self.launch((q, k, v, None), scale, window, scores, wants_lse)
+        return self.launch((q, k, v, None), scale, sides, scores, wants_lse)
 
 
 def make_wide_launcher(config: Config, device: torch.device, head_dim_v: int, sm_margin: int) -> WideLauncher:
