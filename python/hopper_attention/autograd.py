@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention import ops, varlen_ops
+from hopper_attention import ops, qv_ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.qv import NO_QV_GRADIENT
 from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
 from hopper_attention.transforms import differentiable
 
@@ -70,6 +71,10 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     )
 
 
+def _refuse_qv_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(NO_QV_GRADIENT)
+
+
 def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths = inputs[:7]
     *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
@@ -104,4 +109,6 @@ backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_deriv
 forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False
 )
+forward_qv = differentiable(qv_ops.forward_qv, _refuse_qv_gradient, mixes_samples=_have_tensors_without_batch)
+forward_qv_varlen = differentiable(qv_ops.forward_qv_varlen, _refuse_qv_gradient, has_batch=False)
 forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)

@@ -36,7 +36,6 @@ def resolve_mask(
     k: Any,
     causal: bool,
     *,
-    qv: Any = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: Any = 0,
     num_splits: Any = 1,
@@ -53,7 +52,7 @@ def resolve_mask(
         NotImplementedError: an argument asks for a feature that no backend has.
         ValueError, TypeError: an argument has no meaning.
     """
-    check_hints(qv, num_splits, pack_gqa)
+    check_hints(num_splits, pack_gqa)
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
@@ -137,14 +136,11 @@ def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
         raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
 
 
-def check_hints(qv: Any, num_splits: Any, pack_gqa: Any) -> None:
-    """Raise for a second query, which no backend has, and for hints that have no meaning.
+def check_hints(num_splits: Any, pack_gqa: Any) -> None:
+    """Raise for hints that have no meaning.
 
-    The hints say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
+    They say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
     """
-    if qv is not None:
-        instead = "qv=None, or concatenate it to q and k"
-        raise missing("qv", "given", "a second query that multiplies V", instead)
     if num_splits is not None:
         _read_count("num_splits", num_splits)
     if pack_gqa is not None:

@@ -14,6 +14,7 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     Mask,
@@ -106,6 +107,7 @@ def attention_naive(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -122,6 +124,8 @@ def attention_naive(
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        qv: (batch, seqlen_q, heads, head_dim_v), or None: a second query. Scores are then softmax_scale times
+            Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
@@ -150,6 +154,7 @@ def attention_naive(
 
     sides = causal, window_left, window_right, attention_chunk
     options = softmax_scale, softcap, alibi_slopes, sinks
+    q, k = join_qv(q, k, v, qv)
     return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
 
 
@@ -166,6 +171,7 @@ def attention_standard(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -197,4 +203,5 @@ def attention_standard(
 
     sides = causal, window_left, window_right, attention_chunk
     options = softmax_scale, softcap, alibi_slopes, sinks
+    q, k = join_qv(q, k, v, qv)
     return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)

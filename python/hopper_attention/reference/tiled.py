@@ -13,6 +13,7 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
@@ -51,8 +52,10 @@ def tiled_forward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
+    q, k = join_qv(q, k, v, qv)
     shape = attention_shape(q, k, v)
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
@@ -155,6 +158,7 @@ def attention_tiled(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -177,6 +181,8 @@ def attention_tiled(
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        qv: (batch, seqlen_q, heads, head_dim_v), or None: a second query. Scores are then softmax_scale times
+            Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
@@ -189,6 +195,7 @@ def attention_tiled(
         NotImplementedError: the gradients are themselves differentiated, or that of the slopes is wanted.
     """
     check_slopes_are_constant(alibi_slopes)
+    q, k = join_qv(q, k, v, qv)
     options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk
     result = TiledAttention.apply(q, k, v, *options, softcap, alibi_slopes, sinks)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

@@ -9,6 +9,7 @@ import torch
 
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.one_key import differentiate_one_key
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import Span, accumulator_dtype
@@ -32,6 +33,7 @@ def varlen_forward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` of each sequence.
 
@@ -41,11 +43,13 @@ def varlen_forward(
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
         causal, softmax_scale, window_left, window_right, attention_chunk, softcap, sinks: as there.
         alibi_slopes: as there; the batch of (batch, heads) are the sequences.
+        qv: (total_q, heads, head_dim_v), or None: a second query, which multiplies V.
 
     Returns:
         out (total_q, heads, head_dim_v) and the LSE (heads, total_q), float32 (float64 for float64 inputs); 0 and -inf
         for rows that are of no sequence. Rows that see no key have 0 and their sink, or -inf.
     """
+    q, k = join_qv(q, k, v, qv)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator_dtype(q.dtype))
     for b, (rows, keys) in enumerate(sequences):
