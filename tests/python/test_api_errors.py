@@ -193,7 +193,6 @@ BAD_FP8 = [
 
 MISSING = [
     ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
-    ({"attention_chunk": 6}, "attention_chunk is 6: chunked attention is not", "attention_chunk=0"),
 ]
 
 
