@@ -72,7 +72,8 @@ class AmpereForwardConfig:
     shared memory once and not for every key block. ``fused_exponentials`` computes P 16 keys at a time between the
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
     kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors. ``softcap``
-    caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row;
+    ``dropout`` zeroes elements of P.
     """
 
     dtype: str
@@ -92,10 +93,11 @@ class AmpereForwardConfig:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or self.dropout
 
     @property
     def threads(self) -> int:

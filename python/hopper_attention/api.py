@@ -40,6 +40,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -67,6 +68,7 @@ def flash_attn_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -94,6 +96,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -120,6 +123,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -170,6 +174,9 @@ def flash_attn_func(
             -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
         sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
             that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
+        dropout_p: this much of P is dropped, from 0 on, below 1, and what is kept is multiplied by 1 / (1 - p)
+            (FlashAttention-2's). 1 - p is rounded to a multiple of 1/256. The mask comes from torch's generator of the
+            device of q, which moves on; the same seed gives the same mask on every backend. The LSE is that without.
         qv: FlashAttention-3's feature that is not implemented yet; anything but the default raises NotImplementedError.
 
     Returns:
@@ -206,6 +213,8 @@ def flash_attn_func(
         )
         causal, window = mask.causal, mask.window
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if dropout_p != 0.0:
+        scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:

@@ -24,6 +24,7 @@ from hopper_attention.backends import (
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.forward_rules import missing_dropout
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
 
@@ -145,7 +146,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     # A sink is in the LSE, which is all that a backward kernel sees of it.
-    changes = p.scores.has_softcap, p.scores.has_alibi
+    changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout
     if backend == "hopper":
         return select_backward_config(*options, *features, *changes)
     if backend != "ampere":
@@ -154,7 +155,9 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
+    if p.scores.has_dropout:
+        raise missing_dropout(backend)
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
-    has_softcap, has_alibi = changes
-    return replace(config, softcap=has_softcap, alibi=has_alibi)
+    has_softcap, has_alibi, has_dropout = changes
+    return replace(config, softcap=has_softcap, alibi=has_alibi, dropout=has_dropout)

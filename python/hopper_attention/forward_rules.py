@@ -13,7 +13,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_forward_config, with_dropout
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import AttentionProblem, longest_alike
@@ -104,13 +104,23 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
     if backend == "ampere":
+        if p.scores.has_dropout:
+            raise missing_dropout(backend)
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
         return replace(plain, **fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(config, **fields)
+    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+
+
+def missing_dropout(backend: str) -> NotImplementedError:
+    """The error for dropout on a kernel that has none."""
+    return NotImplementedError(
+        f"dropout_p is given: the kernels of backend {backend!r} have no dropout yet; use backend='reference', or "
+        "dropout_p=0.0"
+    )
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

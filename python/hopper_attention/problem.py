@@ -29,7 +29,7 @@ class AttentionProblem:
         is_empty: there is no query or no key.
         has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
-        scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
+        scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
     """
 
     dtype: torch.dtype

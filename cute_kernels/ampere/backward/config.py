@@ -39,8 +39,8 @@ class AmpereBackwardConfig:
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window. ``layout`` says how sequences
-    lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so; its sinks are in the
-    LSE.
+    lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so, ``dropout`` of a P
+    that it dropped from; its sinks are in the LSE.
     """
 
     dtype: str
@@ -62,10 +62,11 @@ class AmpereBackwardConfig:
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi
+        return self.softcap or self.alibi or self.dropout
 
     @property
     def has_mask(self) -> bool:
