@@ -1,6 +1,8 @@
 """Dropout of P in a tile: which elements of a thread are kept. ``philox`` says how the mask is made."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import cutlass
 import cutlass.cute as cute
@@ -67,16 +69,7 @@ class Dropout(LoopInvariant):
     ) -> "RowDropout":
         """Of a thread's two rows, the first ``row``, in tiles in which its first column is ``column``. The rows are
         queries, or keys if the tiles are transposed."""
-        own, parity = row & 1, (row >> 4) & 1
-        line = (row >> 4) * PAIRS_PER_BLOCK + ((row >> 1) & 3)
-        across = ((column >> 4) + own) * PAIRS_PER_BLOCK + ((column >> 1) & 3)
-        of_all = tuple(Uint32(x) for x in (line, across, head, batch))
-        shifts = tuple(
-            Uint32(LAST_SLOT - (COLUMNS_PER_PAIR * block + column))
-            for block in (own, own ^ 1)
-            for column in (parity, parity ^ 1)
-        )
-        return RowDropout(self, of_all, shifts, is_transposed)
+        return RowDropout(self, row, column, head, batch, is_transposed)
 
     def marks_kept(self, word: Uint32) -> Uint32:
         """A word in which the sign of each byte says that it is kept; other bits may be anything.
@@ -91,40 +84,79 @@ class Dropout(LoopInvariant):
 class RowDropout(LoopInvariant):
     """That of a thread's two rows, 8 apart.
 
-    ``counter`` are the counts of Philox of its rows, of the first columns in the first tile, head and sequence.
-    ``shifts`` bring marks into the order of columns (``_gather``).
+    ``row`` is the number of the first, ``column`` that of its first column in the first tile.
     """
 
     dropout: Dropout
-    counter: Words
-    shifts: Words
+    row: Int32
+    column: Int32
+    head: Int32
+    batch: Int32
     is_transposed: bool
 
+    def anew(self) -> "RowDropout":
+        """The same, of which nothing can be worked out before now, to be held in registers till then."""
+        row, column, head, batch = (pin(x, Int32) for x in (self.row, self.column, self.head, self.batch))
+        return RowDropout(self.dropout, row, column, head, batch, self.is_transposed)
+
+    @property
+    def odd(self) -> Uint32:
+        """The last bit of the rows' numbers."""
+        return Uint32(self.row & 1)
+
     def kept(self, tile: Int32, tile_columns: int, columns: int) -> "Kept":
-        """Of the thread's ``columns`` in a tile of ``tile_columns``; both are multiples of 32.
+        """Of the thread's ``columns`` in a tile of ``tile_columns``; both are multiples of 32, or the columns 16.
 
         What is worked out here is worked out no later, so that it can run under a GEMM.
         """
         first = Uint32(tile * (tile_columns // COLUMNS_PER_COUNT))
-        words = []
+        if columns == ROWS_PER_WARP:
+            marks, shifts = self._marks_of_one(first)
+            return Kept(
+                (pin(Int32(_gather([marks], shifts)), Int32),), self.is_transposed, self.dropout.factor
+            )
+        words, shifts = [], self._shifts((self.odd, self.odd ^ Uint32(1)))
         for start in range(0, columns, COLUMNS_PER_WORD):
             pairs = range(start, min(start + COLUMNS_PER_WORD, columns), COLUMNS_PER_CALLS)
             marks = [self._marks(first + Uint32(pair // COLUMNS_PER_COUNT)) for pair in pairs]
-            words.append(pin(Int32(_gather(marks, self.shifts)), Int32))
+            words.append(pin(Int32(_gather(marks, shifts)), Int32))
         return Kept(tuple(words), self.is_transposed, self.dropout.factor)
 
     def _marks(self, count: Uint32) -> list[Uint32]:
         """``marks_kept`` of the four words that a thread needs of two blocks, its own call's before those received."""
-        line, across, *rest = self.counter
-        across = across + count
-        pair = (line, across) if self.is_transposed else (across, line)
-        words = philox((*pair, *rest), self.dropout.key)
+        words = self._call(count + self.odd * Uint32(PAIRS_PER_BLOCK))
         own, others = (words[::2], words[1::2]) if self.is_transposed else (words[:2], words[2:])
         received = (Uint32(cute.arch.shuffle_sync_bfly(Int32(x), offset=OTHER_LANE)) for x in others)
         return [self.dropout.marks_kept(word) for word in (*own, *received)]
 
+    def _marks_of_one(self, count: Uint32) -> tuple[list[Uint32], list[Uint32]]:
+        """``marks_kept`` of the two words that a thread needs of a single block, and their shifts."""
+        words = self._call(count)
+        first, second = (words[::2], words[1::2]) if self.is_transposed else (words[:2], words[2:])
+        block = Uint32(self.column >> 4) + (count >> Uint32(2))
+        is_first = (block ^ self.odd) & Uint32(1) == Uint32(0)
+        chosen = [select(is_first, a, b) for a, b in zip(first, second, strict=True)]
+        return [self.dropout.marks_kept(word) for word in chosen], self._shifts((Uint32(0),))
 
-def _gather(pairs: list[list[Uint32]], shifts: Words) -> Uint32:
+    def _call(self, count: Uint32) -> Words:
+        """The words of the thread's rows and of those columns that are ``count`` counts behind its first."""
+        line = Uint32((self.row >> 4) * PAIRS_PER_BLOCK + ((self.row >> 1) & 3))
+        across = Uint32((self.column >> 4) * PAIRS_PER_BLOCK + ((self.column >> 1) & 3)) + count
+        pair = (line, across) if self.is_transposed else (across, line)
+        return philox((*pair, Uint32(self.head), Uint32(self.batch)), self.dropout.key)
+
+    def _shifts(self, blocks: tuple[Uint32, ...]) -> list[Uint32]:
+        """By which marks of ``blocks`` are moved down in half a byte, to be in the order of the columns."""
+        parity = Uint32((self.row >> 4) & 1)
+        columns = (parity, parity ^ Uint32(1))
+        return [
+            Uint32(LAST_SLOT) - (block * Uint32(COLUMNS_PER_PAIR) + column)
+            for block in blocks
+            for column in columns
+        ]
+
+
+def _gather(pairs: list[list[Uint32]], shifts: list[Uint32]) -> Uint32:
     """The marks of one or two pairs of blocks as bits, those of the first pair in the lower halves of the bytes."""
     bits = []
     for number, shift in enumerate(shifts):
@@ -132,7 +164,7 @@ def _gather(pairs: list[list[Uint32]], shifts: Words) -> Uint32:
         if len(pairs) > 1:
             word = (pairs[1][number] & Uint32(SIGNS)) | word
         bits.append(word >> shift)
-    return (bits[0] | bits[1] | bits[2]) | bits[3]
+    return reduce(or_, bits)
 
 
 @dataclass(frozen=True)
@@ -158,13 +190,13 @@ class Kept(LoopInvariant):
         bit = 8 * self._byte(r, group) + COLUMNS_PER_PAIR * (group // 2 % 4) + e
         return (self.words[group // GROUPS_PER_WORD] & Int32(1 << bit if bit < 31 else -(1 << 31))) != 0
 
-    def apply(self, acc: cute.Tensor, r: int) -> None:
-        """Zero what is dropped of row ``r``."""
+    def apply(self, acc: cute.Tensor, r: int, first_group: int = 0) -> None:
+        """Zero what is dropped of row ``r``, of columns from a group on."""
         rows = as_rows(acc)
         for row, group in self.places(rows.shape[1][1]):
             if row == r:
                 for e in range(COLUMNS_PER_PAIR):
-                    rows[r, (e, group)] = self.choose(rows[r, (e, group)], r, group, e)
+                    rows[r, (e, group)] = self.choose(rows[r, (e, group)], r, first_group + group, e)
 
     @cute.jit
     def choose(
@@ -178,10 +210,15 @@ class Kept(LoopInvariant):
         return x if self.has(r, group, e) else Float32(0.0)
 
 
-def zero_dropped(acc: cute.Tensor, r: int, kept: tuple[Kept, ...]) -> None:
-    """Zero what is dropped of row ``r``, where there is dropout."""
+def zero_dropped(acc: cute.Tensor, r: int, kept: tuple[Kept, ...], first_group: int = 0) -> None:
+    """Zero what is dropped of row ``r``, of columns from a group on, where there is dropout."""
     for of_tile in kept:
-        of_tile.apply(acc, r)
+        of_tile.apply(acc, r, first_group)
+
+
+@cute.jit
+def select(is_first, a: Uint32, b: Uint32) -> Uint32:
+    return a if is_first else b
 
 
 def drop_gradient(acc_dP: cute.Tensor, kept: tuple[Kept, ...]) -> None:

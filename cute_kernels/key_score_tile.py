@@ -1,7 +1,7 @@
 """Between K Q^T and dS^T: what a backward kernel does to a transposed score tile, whose rows are keys and whose
 columns are queries. ``score_tile`` is the same of a forward kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -38,8 +38,12 @@ class KeyRules(LoopInvariant):
             slopes[cutlass.min(batch, slopes.shape[0] - 1), head] * Float32(LOG2_E)
             for slopes in self.slopes
         )
-        dropout = tuple(each.for_rows(mask.key, mask.col, head, batch, True) for each in self.dropout)
+        dropout = self.dropout_of(mask, head, batch)
         return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout)
+
+    def dropout_of(self, mask: KeyMask, head: Int32, batch: Int32) -> tuple[RowDropout, ...]:
+        """That of a thread's keys, where there is some."""
+        return tuple(each.for_rows(mask.key, mask.col, head, batch, True) for each in self.dropout)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class KeyScoreTile(LoopInvariant):
     def kept(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
         """What dropout keeps of the thread's ``columns`` of query tile ``m_block``; nothing where there is none."""
         return tuple(each.kept(m_block, self.mask.tile_m, columns) for each in self.dropout)
+
+    def kept_anew(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
+        """The same, for a loop that has no registers for what is the same in all blocks."""
+        return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(m_block, columns)
 
     @property
     def is_capped(self) -> bool:

@@ -1,7 +1,7 @@
 """Between Q K^T and the softmax: the one place in which a kernel changes scores."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -115,3 +115,7 @@ class ScoreTile(LoopInvariant):
         """What dropout keeps of key block ``n_block``; nothing where there is none."""
         tile_n = self.mask.tile_n
         return tuple(each.kept(n_block, tile_n, tile_n) for each in self.dropout)
+
+    def kept_anew(self, n_block: Int32) -> tuple[Kept, ...]:
+        """The same, for a loop that has no registers for what is the same in all blocks."""
+        return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(n_block)

@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.arguments import philox_argument, strided
+from cute_kernels.dropout import Dropout
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 
 
@@ -46,6 +48,10 @@ class KernelOptions(NamedTuple):
 
     def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
         return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
+
+    def key_rules(self, scale_log2: Float32, dtype: type[cutlass.Numeric]) -> KeyRules:
+        """What a backward kernel does to scores and P."""
+        return KeyRules(scale_log2, self.softcaps(dtype), self.slopes, Dropout.all_of(self.dropout))
 
 
 def read_options(

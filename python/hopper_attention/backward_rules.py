@@ -24,7 +24,6 @@ from hopper_attention.backends import (
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.forward_rules import missing_dropout
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
 
@@ -155,8 +154,6 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
         given = ".".join(map(str, capability)) or "none"
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
-    if p.scores.has_dropout:
-        raise missing_dropout(backend)
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
     has_softcap, has_alibi, has_dropout = changes

@@ -104,8 +104,6 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
     if backend == "ampere":
-        if p.scores.has_dropout:
-            raise missing_dropout(backend)
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
@@ -113,14 +111,6 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
     return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
-
-
-def missing_dropout(backend: str) -> NotImplementedError:
-    """The error for dropout on a kernel that has none."""
-    return NotImplementedError(
-        f"dropout_p is given: the kernels of backend {backend!r} have no dropout yet; use backend='reference', or "
-        "dropout_p=0.0"
-    )
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -128,6 +128,7 @@ class Arguments:
             self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
         if rules.sinks is not None:
             self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+        self.dropout(rules)
 
     def dropout(self, rules: Rules) -> None:
         """What every kernel takes of it, behind the rest."""
