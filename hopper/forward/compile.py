@@ -30,7 +30,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
     Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, num_ctas)``, as
+    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, num_ctas)``, as
     ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and out
     are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
     ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
@@ -54,6 +54,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         words(2),
         scale,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,

@@ -34,6 +34,7 @@ def forward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -42,10 +43,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
-    window are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
+    window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
@@ -63,6 +64,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -130,6 +132,7 @@ def backward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -141,7 +144,7 @@ def backward(
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    mask = MaskSpec(causal, window_left, window_right)
+    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
@@ -152,17 +155,19 @@ def backward(
     if needs_parts(v.shape[3]):
 
         def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            options = softmax_scale, causal, backend, deterministic, *mask.window, *scores.values
+            options = softmax_scale, causal, backend, deterministic, *mask.sides, *scores.values
             return backward(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
+    if attention_chunk:
+        problem = problem._replace(has_chunk=True)
     if scores is not NO_SCORES:
         problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
-        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.window
+        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
         warn_once(
@@ -180,6 +185,7 @@ def backward(
         softmax_scale=softmax_scale,
         window_left=window_left,
         window_right=window_right,
+        attention_chunk=attention_chunk,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
@@ -202,6 +208,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -173,7 +173,7 @@ def flash_attn_varlen_func(
         causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
         q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
-        attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
+        attention_chunk: as there, with the used lengths of each sequence.
         num_splits, pack_gqa, sm_margin, deterministic, qv, softcap, sinks: as for ``flash_attn_func``.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
         dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
@@ -210,7 +210,7 @@ def flash_attn_varlen_func(
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         flags = mask.causal, backend, sm_margin, return_attn_probs
-        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.window, scores)
+        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
     else:
         options = (mask, scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
@@ -239,6 +239,4 @@ def _call_operator(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
-    return autograd.forward_varlen(
-        q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
-    )
+    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

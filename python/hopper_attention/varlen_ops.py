@@ -32,6 +32,7 @@ def forward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -40,10 +41,10 @@ def forward_varlen(
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
 
-    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``;
-    from ``softcap`` on they are those of ``Scores``.
+    ``deterministic`` is for the gradient. ``causal``, the sides of the window and the chunk are those of a
+    ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
@@ -68,6 +69,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -100,6 +102,7 @@ def backward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -111,7 +114,7 @@ def backward_varlen(
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     in_order = deterministic or torch.are_deterministic_algorithms_enabled()
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
@@ -146,6 +149,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

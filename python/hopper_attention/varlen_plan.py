@@ -93,7 +93,7 @@ def explain_varlen(
         checks.check_scale(softmax_scale)
     specs, notes = first_part(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    masked = mask.causal, mask.has_window
+    masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     choice = choose_backend(target, problem.dtype, backend)
     config = forward_rules.select_for(problem, choice.backend, target.capability)
@@ -125,6 +125,7 @@ def _note_on_gradients(
         forward.head_dim_v,
         forward.causal,
         has_window=forward.has_window,
+        has_chunk=forward.has_chunk,
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,

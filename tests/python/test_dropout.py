@@ -279,7 +279,7 @@ def test_wrong_words(philox: Tensor | None, error: type[Exception], message: str
     q, k, v = qkv((5, 6), torch.float16)
     with pytest.raises(error, match=message):
         torch.ops.hopper_attention.forward(
-            q, k, v, 0.2, False, None, 0, False, -1, -1, 0.0, None, None, P, philox
+            q, k, v, 0.2, False, None, 0, False, -1, -1, 0, 0.0, None, None, P, philox
         )
 
 
