@@ -13,7 +13,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_forward_config, with_dropout
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
@@ -135,7 +135,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return replace(plain, **fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(config, **fields)
+    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
