@@ -146,6 +146,8 @@ def takes_wide_values(problem: AttentionProblem, target: Target, requested: str 
     """
     if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
         return False
+    if problem.scores.has_dropout:
+        return False
     return choose_backend(target, problem.dtype, requested).backend == "hopper"
 
 
@@ -154,6 +156,8 @@ def _select_wide(
 ) -> WideForwardConfig:
     """The config of a problem with a second query or wide values, for which only Hopper has a kernel."""
     reason = why_not_wide(p.head_dim, p.head_dim_v)
+    if fields.pop("dropout"):
+        reason = "no kernel has a second query and dropout"
     if backend != "hopper":
         reason = "the kernels without WGMMA have no second query"
     if reason:
