@@ -114,22 +114,31 @@ class Scores:
         return self.softcap, self.alibi_slopes, self.sinks, self.dropout_p, self.philox
 
     @property
+    def changes(self) -> tuple[float, Tensor | None, Tensor | None]:
+        """``values`` without those of dropout."""
+        return self.softcap, self.alibi_slopes, self.sinks
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given."""
         return tuple(x for x in (self.alibi_slopes, self.sinks, self.philox) if x is not None)
 
     def for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
-        """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
-        (heads,), contiguous; and of dropout ``philox``, contiguous, and ``kept_steps``. None for what there is not."""
+        """What a kernel takes: ``changes_for_kernel``, and of dropout ``philox``, contiguous, and ``kept_steps``. None
+        for what there is not."""
+        philox = self.philox
+        dropout = (None, None) if philox is None else (philox.contiguous(), kept_steps(self.dropout_p))
+        return *self.changes_for_kernel(batch, heads), *dropout
+
+    def changes_for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
+        """Softcap; the slopes, float32 (batch, heads), the last stride 1; and the sinks, float32 (heads,), contiguous.
+        None for what there is not."""
         cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
         if slopes is not None:
             slopes = slopes.detach().contiguous().expand(batch, heads)
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
-        dropout = (
-            (None, None) if self.philox is None else (self.philox.contiguous(), kept_steps(self.dropout_p))
-        )
-        return cap, slopes, sinks, *dropout
+        return cap, slopes, sinks
 
     def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
