@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.spec import Workload
+from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.tiles import Span
 
 LEAST_CHECKED = 64
 """A sequence shorter than this is not checked if there are others: its gradients nearly vanish, and rounding is most of
@@ -66,7 +68,7 @@ def compute_pieces(
         of_q, of_k = slice(head_kv * group, (head_kv + 1) * group), slice(head_kv, head_kv + 1)
         k, v = inputs.k[rows, head_kv].double(), inputs.v[rows, head_kv].double()
         q = inputs.q[rows, of_q].double()
-        terms = terms_of_heads(workload, of_q, str(device))
+        terms = terms_of_heads(workload, sequence, of_q, str(device))
         if workload.is_backward:
             found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), terms, chunk_scores)
             places = zip(NAMES, (of_q, of_k, of_k), found, strict=True)
@@ -78,22 +80,33 @@ def compute_pieces(
 
 @dataclass(frozen=True)
 class Terms:
-    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, and sink, -inf for none."""
+    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, sink, -inf for none, and our mask of
+    dropout."""
 
     softcap: float
     slope: Tensor
     sink: Tensor
+    dropout: DropoutMask | None
+
+    def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        """P, or its gradient, without what dropout drops."""
+        if self.dropout is None:
+            return x
+        kept = self.dropout.tile(Span(rows.start, rows.stop), Span(keys.start, keys.stop))[0, 0]
+        return dropped(x, kept, self.dropout.factor)
 
 
-def terms_of_heads(workload: Workload, heads: slice, device: str) -> list[Terms | None]:
-    """Of query heads; None for each where scores stay as they are."""
+def terms_of_heads(workload: Workload, sequence: int, heads: slice, device: str) -> list[Terms | None]:
+    """Of query heads of a sequence; None for each where scores stay as they are."""
     if not workload.changes_scores:
         return [None] * (heads.stop - heads.start)
     slopes = score_terms.slopes_of(workload, device).double() * workload.alibi
     sinks = score_terms.sinks_of(workload, device).double()
     sinks = sinks if workload.sinks else torch.full_like(sinks, -math.inf)
-    pairs = zip(slopes[heads], sinks[heads], strict=True)
-    return [Terms(workload.softcap, slope, sink) for slope, sink in pairs]
+    mask = DropoutMask.of(workload.dropout, score_terms.philox_of(device), 1, 1, sequence)
+    masks = [mask and replace(mask, first_head=head) for head in range(heads.start, heads.stop)]
+    parts = zip(slopes[heads], sinks[heads], masks, strict=True)
+    return [Terms(workload.softcap, *of_head) for of_head in parts]
 
 
 def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
@@ -132,6 +145,11 @@ def weigh(
     return torch.softmax(torch.cat((scores, sink), -1), -1)[:, :-1], slope
 
 
+def drop(terms: Terms | None, x: Tensor, rows: slice, keys: slice) -> Tensor:
+    """``Terms.dropped``, where there are some."""
+    return x if terms is None else terms.dropped(x, rows, keys)
+
+
 def attend(
     workload: Workload, tensors: tuple[Tensor, Tensor, Tensor], terms: Sequence[Terms | None], scores: int
 ) -> Tensor:
@@ -141,7 +159,7 @@ def attend(
     for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
             weights, _ = weigh(q[rows, i], k[keys], hidden, distance, terms[i])
-            out[rows, i] = weights @ v[keys]
+            out[rows, i] = drop(terms[i], weights, rows, keys) @ v[keys]
     return out
 
 
@@ -157,12 +175,12 @@ def attend_backward(
     for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
             (weights, slope), do = weigh(q[rows, i], k[keys], hidden, distance, terms[i]), dout[rows, i]
-            ds = do @ v[keys].mT
+            ds = drop(terms[i], do @ v[keys].mT, rows, keys)
             ds -= (weights * ds).sum(-1, keepdim=True)
             ds.mul_(weights).mul_(slope).div_(math.sqrt(q.shape[-1]))
             dq[rows, i] = ds @ k[keys]
             dk[keys] += ds.mT @ q[rows, i]
-            dv[keys] += weights.mT @ do
+            dv[keys] += drop(terms[i], weights, rows, keys).mT @ do
     return dq, dk[:, None], dv[:, None]
 
 

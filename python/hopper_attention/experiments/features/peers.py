@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hopper_attention import explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
+from hopper_attention import autograd, explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
 from hopper_attention.backends import target_of
 from hopper_attention.backward_rules import choose_for, select_for
 from hopper_attention.experiments.bench import peers as bench_peers
@@ -30,7 +32,9 @@ from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
 from hopper_attention.experiments.features.results import OURS_DENSE
 from hopper_attention.experiments.features.spec import UNLIMITED, Workload
+from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import ScoreKind, Scores
 
 Binding = Callable[[Tensor, Tensor, Tensor], Launch]
 """From q, k and v to a launch of the forward on them, which returns out."""
@@ -74,6 +78,7 @@ class FeaturePeer:
         bind: its forward on a workload.
         takes: which workloads it is meant for; of the others it is no row.
         note: what will run, where the peer can tell.
+        draws_mask: with dropout its mask is drawn by itself and not known, and its result is not compared.
         enter, leave: from (tokens, heads, head_dim) to what its forward takes, and back.
         context: entered once around a batch of launches.
     """
@@ -87,6 +92,7 @@ class FeaturePeer:
     note: Callable[[Workload, Inputs, Setting], str] = field(default=lambda workload, inputs, setting: "")
     enter: Callable[[Workload, Tensor], Tensor] = field(default=as_given)
     leave: Callable[[Tensor], Tensor] = field(default=as_tokens)
+    draws_mask: bool = False
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def prepare(self, workload: Workload, inputs: Inputs, setting: Setting) -> Prepared:
@@ -115,11 +121,32 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
 def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
     options |= score_terms.our_terms(workload, setting.device)
+    if workload.dropout:
+        return bind_dropout(workload, setting, backend)
     if not workload.is_packed:
         return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
     offsets, longest = offsets_of(workload, setting.device), workload.longest
     lengths = offsets, offsets, longest, longest
     return lambda q, k, v: partial(flash_attn_varlen_func, q, k, v, *lengths, **options)
+
+
+def bind_dropout(workload: Workload, setting: Setting, backend: str | None) -> Binding:
+    """Our operator with a mask that is known. The public function draws it, in a launch of a few microseconds."""
+    scores = Scores.of(workload.softcap, None, None, workload.dropout, score_terms.philox_of(setting.device))
+    if workload.alibi or workload.sinks:
+        raise NotImplementedError("dropout is measured without ALiBi and sinks")
+    mask = MaskSpec.canonical(workload.causal, *workload.window, workload.longest, workload.longest)
+    scale = workload.head_dim**-0.5
+    options = scale, mask.causal, backend, 0, False, *mask.sides, *scores.values
+
+    def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        def launch() -> Tensor:
+            out: Tensor = autograd.forward(q, k, v, *options)[0]
+            return out
+
+        return launch
+
+    return bind
 
 
 def bind_dense(workload: Workload, setting: Setting) -> Binding:
@@ -166,6 +193,7 @@ def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, i
         workload.causal,
         has_window=workload.has_window,
         is_packed=is_packed,
+        scores=ScoreKind(bool(workload.softcap), workload.alibi, workload.sinks, bool(workload.dropout)),
     )
     target = target_of(inputs.q.device)
     choice = choose_for(problem, target, backend)
@@ -215,6 +243,28 @@ def bind_fa4(workload: Workload, setting: Setting) -> Binding:
             result = function(q, k, v, **options)
             out: Tensor = result[0] if isinstance(result, tuple) else result
             return out
+
+        return launch
+
+    return bind
+
+
+# cuDNN, through torch's scaled_dot_product_attention
+
+
+def has_dropout(workload: Workload) -> bool:
+    return bool(workload.dropout)
+
+
+def bind_cudnn(workload: Workload, setting: Setting) -> Binding:
+    """SDPA with dropout. The backward pass is that of the forward which ran."""
+    options: dict[str, Any] = {"is_causal": workload.causal, "dropout_p": workload.dropout}
+    options |= {"enable_gqa": workload.heads != workload.heads_kv}
+
+    def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        def launch() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return functional.scaled_dot_product_attention(q, k, v, **options)
 
         return launch
 
@@ -293,6 +343,10 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
         ),
         FeaturePeer(
+            "cudnn", "cuDNN (torch SDPA), with dropout", bench_peers.needs_gpu, bench_peers.cudnn_version,
+            bind_cudnn, takes=has_dropout, enter=heads_second, leave=tokens_of_heads, draws_mask=True,
+        ),
+        FeaturePeer(
             "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,
             bind_flex, enter=heads_second, leave=tokens_of_heads,
         ),
@@ -303,7 +357,7 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
     )
 }  # fmt: skip
 
-DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, "fa3", "fa4")
+DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, "fa3", "fa4", "cudnn")
 
 
 def parse_feature_peers(

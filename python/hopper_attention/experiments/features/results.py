@@ -21,8 +21,8 @@ LEAST_RATIO = 1.05
 LEAST_OF_DENSE = 0.97
 """Of the speed of our dense call, promised for packed sequences of equal lengths."""
 
-LEAST_RATIOS = {"softcap": 1.0, "alibi": 1.1, "sinks": LEAST_RATIO}
-"""The same where scores are changed, by what changes them."""
+LEAST_RATIOS = {"softcap": 1.0, "alibi": 1.1, "sinks": LEAST_RATIO, "dropout": 1.2}
+"""The same where scores or P are changed, by what changes them."""
 
 SHORT_WINDOW = 128
 MOST_US = {("forward", 128): 85.0, ("forward", 64): 110.0, ("backward", 128): 280.0}

@@ -51,6 +51,7 @@ class Workload:
         direction: which pass is timed.
         softcap: c of c tanh(score / c); 0 is none.
         alibi, sinks: whether there are slopes and sinks, whose values ``score_terms`` has.
+        dropout: how much of P is dropped; not of packed sequences.
     """
 
     lengths: tuple[int, ...]
@@ -65,10 +66,13 @@ class Workload:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
             raise ValueError(f"lengths is {self.lengths}, allowed: 1 or more, all equal unless packed")
+        if self.dropout and self.is_packed:
+            raise ValueError(f"dropout is {self.dropout}, allowed of packed sequences: 0")
         if self.direction not in PASSES:
             raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
 
@@ -153,13 +157,18 @@ class Workload:
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.softcap) or self.alibi or self.sinks
+        return bool(self.softcap) or self.alibi or self.sinks or bool(self.dropout)
 
     @property
     def scores_name(self) -> str:
-        """What is done to scores, such as softcap 30; empty if nothing is."""
-        names = [f"softcap {self.softcap:g}"] if self.softcap else []
-        return ", ".join([*names, *(["ALiBi"] if self.alibi else []), *(["sinks"] if self.sinks else [])])
+        """What is done to scores and P, such as softcap 30; empty if nothing is."""
+        names = {
+            f"softcap {self.softcap:g}": self.softcap,
+            "ALiBi": self.alibi,
+            "sinks": self.sinks,
+            f"dropout {self.dropout:g}": self.dropout,
+        }
+        return ", ".join(name for name, is_there in names.items() if is_there)
 
     @property
     def heads_name(self) -> str:
@@ -222,6 +231,7 @@ CAPPED = Workload(lengths=(8192,), heads=16, heads_kv=8, head_dim=256, softcap=3
 BIASED = Workload(lengths=(4096,) * 2, heads=32, heads_kv=32, head_dim=128, alibi=True)
 SUNK = Workload(lengths=(8192,), heads=64, heads_kv=8, head_dim=64, sinks=True)
 CHANGED = (CAPPED, replace(CAPPED, window=(4095, 0)), BIASED, SUNK, replace(SUNK, window=(127, 0)))
+DROPPED = Workload(lengths=(16_384,), heads=16, heads_kv=16, head_dim=128, causal=False, dropout=0.1)
 
 
 def backward_of(*workloads: Workload) -> tuple[Workload, ...]:
@@ -238,6 +248,8 @@ WORKLOADS = (
     *WINDOWED,
     *backward_of(*filter(of_16k_d128, WINDOWED)),
     *CHANGED,
+    DROPPED,
+    *backward_of(DROPPED),
 )
 """What is measured, in this order. A new row is one more workload here."""
 

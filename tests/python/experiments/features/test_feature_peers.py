@@ -30,7 +30,8 @@ CAPPED = replace(WINDOWED, softcap=2.0)
 BIASED = replace(WINDOWED, window=(-1, -1), alibi=True)
 SUNK = replace(PACKED, sinks=True)
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
-CHANGED = (CAPPED, BIASED, SUNK)
+DROPPED = replace(WINDOWED, window=(-1, -1), heads=4, dropout=0.3)
+CHANGED = (CAPPED, BIASED, SUNK, DROPPED, replace(DROPPED, causal=False, softcap=2.0, window=(20, 10)))
 
 
 def errors_of(peer: FeaturePeer, workload: Workload) -> str:
@@ -136,6 +137,29 @@ def test_each_peer_gets_what_changes_scores_by_its_own_names() -> None:
         score_terms.flex_score(SUNK, "cpu")
 
 
+def test_cudnn_drops_and_draws_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        return q + 0 * (k + v).repeat_interleave(2, 1)
+
+    monkeypatch.setattr(peers.functional, "scaled_dot_product_attention", sdpa)
+    cudnn = FEATURE_PEERS["cudnn"]
+    workload = replace(DROPPED, heads_kv=2)
+    assert cudnn.takes(workload) and not cudnn.takes(WINDOWED) and cudnn.draws_mask
+    for each in (workload, *backward_of(workload)):
+        prepared = cudnn.prepare(each, draw_tokens(each, FAMILIES["normal"], 0, "cpu"), CPU)
+        result = prepared.read(prepared.launch())
+        assert checks.check_result(each, result, (), checks.limits_of(each)) == (0.0, "")
+    assert calls[0] == {"is_causal": True, "dropout_p": 0.3, "enable_gqa": True}
+    for name in ("fa3_terms", "fa4_terms", "flex_score"):
+        with pytest.raises(NotImplementedError, match="has no dropout"):
+            getattr(score_terms, name)(DROPPED, "cpu")
+    with pytest.raises(ValueError, match=r"dropout is 0\.3, allowed of packed sequences: 0"):
+        replace(PACKED, dropout=0.3)
+
+
 def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def described(workload: Workload, **options: Any) -> str:
         inputs = draw_tokens(workload, FAMILIES["normal"], 0, "cpu")
@@ -154,7 +178,7 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
-    assert [p.name for p in peers.parse_feature_peers("")] == ["ours", "ours_dense", "fa3", "fa4"]
+    assert [p.name for p in peers.parse_feature_peers("")] == ["ours", "ours_dense", "fa3", "fa4", "cudnn"]
     assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
@@ -162,7 +186,7 @@ def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
         peers.parse_feature_peers("fa9")
     infos = peers.inspect_feature_peers(tuple(FEATURE_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
-    assert absent == {"fa3", "fa4", "flex", "ampere"}
+    assert absent == {"fa3", "fa4", "flex", "ampere", "cudnn"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"
 
 
