@@ -193,10 +193,10 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    if not c.is_plain and not (c.pipelined and c.warp_specialized):
+    if not c.is_plain and not c.warp_specialized:
         raise ValueError(
-            f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
-            "sequences and where scores are changed: True"
+            f"warp_specialized is {c.warp_specialized}, allowed with a window, with packed sequences and where scores "
+            "are changed: True"
         )
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:

@@ -8,7 +8,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kernel import Fp8ForwardKernel
+from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel, KernelParts
 
 
@@ -85,14 +85,18 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     The scales and mean_v are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
+
+    Where the config ``is_plain`` no more, window_left and window_right stand before num_ctas, None for what the config
+    has no use for.
     """
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
     b, sq, sk, sk_padded, h, hk, nq, nk = (cute.sym_int() for _ in range(8))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
 
     v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
+    general = ((Int32(0), Int32(0)) if config.window else (None, None)) if not config.is_plain else ()
     return compile_for_torch(
-        Fp8ForwardKernel(config),
+        Fp8ForwardKernel(config) if config.is_plain else GeneralFp8ForwardKernel(config),
         strided(e4m3, (b, sq, h, d), 16),
         strided(e4m3, (b, sk, hk, d), 16),
         strided(e4m3, v_shape, 16),
@@ -107,6 +111,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         Int32(0),
         Int32(0),
         Float32(0.0),
+        *general,
         Int32(0),
         options=options,
     )

@@ -95,13 +95,6 @@ def resolve_packed_mask(
     return mask
 
 
-def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
-    """Raise NotImplementedError for e4m3 tensors under a window that hides something."""
-    if mask.has_window and dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or window_size=(-1, -1)"
-        raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
-
-
 def check_packed_dtype(dtype: torch.dtype) -> None:
     """Raise NotImplementedError for e4m3 sequences of different lengths."""
     if dtype == FP8_DTYPE:

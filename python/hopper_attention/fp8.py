@@ -13,8 +13,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from hopper_attention import checks
+from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import Result
+from hopper_attention.checks import FULL_WINDOW, Result
+from hopper_attention.features import resolve_packed_mask
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.plain_calls import is_plain_call, needs_gradient
@@ -39,6 +41,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -54,6 +57,7 @@ def flash_attn_fp8_func(
     return_attn_probs: Literal[True],
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -69,6 +73,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -84,6 +89,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -98,6 +104,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    window_size: Window = FULL_WINDOW,
     backend: str | None = None,
 ) -> Result:
     """Quantize 16-bit q, k and v to e4m3 and attend (FlashAttention-3, section 3.3).
@@ -116,6 +123,8 @@ def flash_attn_fp8_func(
             bits, which ``smooth_v`` of the quantization keeps from mattering where V has an offset. The gradient stays
             that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on the same blocks they give
             the same with it as without. Without ``block_k`` it decides on the blocks too.
+        window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
         backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
             or None to have one chosen.
 
@@ -137,13 +146,16 @@ def flash_attn_fp8_func(
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     two_level = two_level_accumulation
+    mask = resolve_packed_mask(causal, window_size, 0, shape.seqlen_q, shape.seqlen_k)
     if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
         head_dims = shape.head_dim, shape.head_dim_v
-        c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, causal)
+        c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
-        out, lse = attend_and_undo(parts, scale, causal, backend, two_level, wants_lse=return_attn_probs)
+        call = scale, mask.causal, backend, two_level, return_attn_probs, mask.window
+        out, lse = attend_and_undo(parts, *call)
     else:
-        out, lse = differentiable_fp8(q, k, v, scale, causal, quantization, backend, two_level)
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.window
+        out, lse = differentiable_fp8(q, k, v, *call_16)
     return (out, lse) if return_attn_probs else out
 
 
@@ -155,6 +167,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[False] = ...,
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -167,6 +180,7 @@ def flash_attn_quantized_func(
     *,
     return_attn_probs: Literal[True],
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -179,6 +193,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[True],
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -191,6 +206,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = ...,
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -202,6 +218,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = False,
     *,
     two_level_accumulation: bool = False,
+    window_size: Window = FULL_WINDOW,
     backend: str | None = None,
 ) -> Result:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
@@ -220,9 +237,10 @@ def flash_attn_quantized_func(
     scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    options = (scale, causal, backend, two_level_accumulation)
+    mask = resolve_packed_mask(causal, window_size, 0, parts.q.shape[1], parts.k.shape[1])
+    options = (scale, mask.causal, backend, two_level_accumulation)
     if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
-        out, lse = attend_and_undo(parts, *options, wants_lse=return_attn_probs)
+        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.window)
     else:
-        out, lse = attend_traced(parts, *options)
+        out, lse = attend_traced(parts, *options, mask.window)
     return (out, lse) if return_attn_probs else out

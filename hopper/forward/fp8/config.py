@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from cute_kernels.problem import SCORE_FEATURES
 from hopper.config import ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
@@ -97,6 +98,9 @@ class Fp8ForwardConfig(ForwardConfig):
         return super().smem_bytes + rows
 
     def validate_precision(self) -> None:
+        for name in SCORE_FEATURES:
+            if getattr(self, name):
+                raise ValueError(f"{name} is True, allowed for {FP8_DTYPE}: False")
         if self.tile_n % FP8_KEYS_PER_STEP:
             raise ValueError(
                 f"tile_n is {self.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
@@ -119,8 +123,9 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
     if config.polynomial_pairs == 8:
         # Only MUFU's exponentials tell what float16, which the others are, does not hold: a P, or the scale.
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
-    if config.softmax is Softmax.HALF_SCORES and config.v_rows:
-        raise ValueError(f"v_rows is True, allowed with {softmax}: False")
+    for name in ("v_rows", "window"):
+        if config.softmax is Softmax.HALF_SCORES and getattr(config, name):
+            raise ValueError(f"{name} is True, allowed with {softmax}: False")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:

@@ -1,7 +1,7 @@
 """The Hopper forward kernel for e4m3 inputs with block scales."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from hopper.forward.batch import DenseBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
@@ -48,4 +48,38 @@ class Fp8ForwardKernel(ForwardKernel):
         ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
+class GeneralFp8ForwardKernel(Fp8ForwardKernel):
+    """``Fp8ForwardKernel`` with whatever its config asks for beside a causal mask."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. What the config has no use for is None; the sides of a window are as for ``GeneralForwardKernel``."""
+        options = LaunchOptions(
+            extras=(q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k),
+            window=(window_left, window_right) if const_expr(self.config.window) else (),
+        )
+        tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
