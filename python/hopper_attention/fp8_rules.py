@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.problem import MAX_HEAD_DIM
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
@@ -175,7 +175,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, PyTorch does so first.
     """
     p = problem
-    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window
+    layout = VARLEN if p.is_packed else DENSE
+    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window, layout
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
 

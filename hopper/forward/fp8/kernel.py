@@ -3,9 +3,15 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopper.forward.batch import DenseBatch
+from cute_kernels.problem import VARLEN
+from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kv_source import TransposedTma, TransposingRows
+from hopper.forward.fp8.kv_source import (
+    PackedTransposedTma,
+    PackedTransposingRows,
+    TransposedTma,
+    TransposingRows,
+)
 from hopper.forward.fp8.precision import BlockScaled
 from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
 from hopper.forward.operands import PerOperand
@@ -21,8 +27,11 @@ class Fp8ForwardKernel(ForwardKernel):
     """
 
     def __init__(self, config: Fp8ForwardConfig):
-        kv_source = TransposingRows(config) if config.v_rows else TransposedTma(config)
-        super().__init__(config, KernelParts(BlockScaled(config), kv_source, DenseBatch(config)))
+        if config.layout == VARLEN:
+            source, batch = PackedTransposingRows if config.v_rows else PackedTransposedTma, PackedBatch
+        else:
+            source, batch = TransposingRows if config.v_rows else TransposedTma, DenseBatch
+        super().__init__(config, KernelParts(BlockScaled(config), source(config), batch(config)))
 
     @cute.jit
     def __call__(
@@ -73,12 +82,17 @@ class GeneralFp8ForwardKernel(Fp8ForwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
         num_ctas: Int32,
         stream,
     ):
-        """Launch. What the config has no use for is None; the sides of a window are as for ``GeneralForwardKernel``."""
+        """Launch. What the config has no use for is None; sides of a window, plan and number of sequences are as for
+        ``GeneralForwardKernel``. With the layout "varlen" mQ, mK, mO are (total, heads, head_dim), mV (kv_heads,
+        head_dim_v, keys) or with ``v_rows`` (total_k, kv_heads, head_dim_v)."""
         options = LaunchOptions(
             extras=(q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k),
+            plan=(plan, sequences) if const_expr(self.config.layout == VARLEN) else (),
             window=(window_left, window_right) if const_expr(self.config.window) else (),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
