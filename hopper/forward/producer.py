@@ -69,9 +69,7 @@ class Producer(LoopInvariant):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
 
     @cute.jit
-    def load_keys(
-        self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState
-    ):
+    def load_keys(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of K."""
         tile, rows = (self.config.tile_n, self.config.head_dim), seqlens.rows_k
         tKsK, tKgK = self.k.partition(tile, (None, 0), head_kv, rows)
@@ -79,9 +77,7 @@ class Producer(LoopInvariant):
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, state)
 
     @cute.jit
-    def load_values(
-        self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState
-    ):
+    def load_values(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of V."""
         tile, rows = (self.config.head_dim_v, self.config.tile_n), self._rows_v(seqlens)
         tVsV, tVgV = self.v.partition(tile, (0, None), head_kv, rows)

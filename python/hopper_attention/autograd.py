@@ -105,3 +105,4 @@ forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False
 )
 forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)
+forward_varlen_fp8 = differentiable(varlen_ops.forward_varlen_fp8, _refuse_fp8_gradient, has_batch=False)

@@ -95,13 +95,6 @@ def resolve_packed_mask(
     return mask
 
 
-def check_packed_dtype(dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for e4m3 sequences of different lengths."""
-    if dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or flash_attn_func once a sequence"
-        raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
-
-
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     """What is done to scores with these arguments; ``check_scores`` says whether it fits a q.
 

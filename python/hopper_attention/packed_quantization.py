@@ -35,7 +35,9 @@ from hopper_attention.quantization_rules import SOURCE_DTYPES, power_of_two, to_
 from hopper_attention.quantized import E4M3, Fp8Quantization, default_block_k
 from hopper_attention.rotation import rotate_head_dim
 
-SIX = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
+NO_MASK = MaskSpec(causal=False)
+
+TOGETHER = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
 
 
 def resolve_lengths(
@@ -62,7 +64,9 @@ def resolve_lengths(
     if len(lacking) == len(named) and seqused_q is None and seqused_k is None:
         return None
     if lacking:
-        raise ValueError(f"{lacking[0]} is None, allowed for packed sequences: {SIX} together, or none of them")
+        raise ValueError(
+            f"{lacking[0]} is None, allowed for packed sequences: {TOGETHER} together, or none of them"
+        )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     check_kinds(lengths)
     return lengths
@@ -84,8 +88,8 @@ def check_packed_sources(
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, allowed: the dtype of q, {q.dtype}")
     # Float32, which no kernel attends to, can be quantized.
-    specs = (TensorSpec.of(x)._replace(dtype=checks.HALF_DTYPES[0]) for x in (q, k, v))
-    check_packed(*specs, lengths.specs)
+    q_spec, k_spec, v_spec = (TensorSpec.of(x)._replace(dtype=checks.HALF_DTYPES[0]) for x in (q, k, v))
+    check_packed(q_spec, k_spec, v_spec, lengths.specs)
     for name in ("smooth_k", "smooth_v"):
         if getattr(quantization, name):
             feature = "quantization of packed sequences without their means"
@@ -96,7 +100,7 @@ def with_packed_blocks(
     quantization: Fp8Quantization,
     head_dims: tuple[int, int],
     two_level: bool = False,
-    mask: MaskSpec = MaskSpec(False),
+    mask: MaskSpec = NO_MASK,
 ) -> Fp8Quantization:
     """``quantization`` with ``block_k`` as a number: unless told otherwise of keys in a tile of the kernel that will
     attend, whatever the lengths."""

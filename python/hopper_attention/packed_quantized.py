@@ -1,9 +1,9 @@
 """Q, K and V of sequences of different lengths in e4m3, with blocks that end where sequences do.
 
-Sequences lie one after another (:class:`hopper_attention.lengths.Lengths`). Whatever comes in units of some rows, blocks
-that share a scale and the steps of a transposed V, is numbered so that no unit has rows of two sequences: those of
-sequence b begin at unit cu_seqlens[b] // rows + b, of total // rows + batch + 1 in all. Behind the last one stand units
-of the rows that belong to none. No number depends on another length than these, and none is read on the host.
+Sequences lie one after another (:class:`hopper_attention.lengths.Lengths`). Whatever comes in units of some rows, the
+blocks that share a scale and the steps of a transposed V, is numbered so that no unit has rows of two sequences: those
+of sequence b begin at unit cu_seqlens[b] // rows + b, of total // rows + batch + 1 in all. Behind the last one stand
+units of the rows that belong to none. So no sum over lengths is needed, and none is read on the host.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from hopper_attention.reference.tiles import Span
 
 ONE_PER_SEQUENCE = 2**31 - 1
 """``block`` of a tensor in which all rows of a sequence share a scale."""
+
+PACKED_IN_TWO_STEPS = (
+    "packed quantize_qkv and flash_attn_quantized_func under torch.compile, torch.func or on fake tensors are not "
+    "implemented: use flash_attn_fp8_func with cu_seqlens_q, which is both in one"
+)
 
 count_units = plan_entries
 """(total, batch, rows) -> units of so many rows, those of no sequence among them."""
@@ -184,9 +189,7 @@ def slot_of_key(key: torch.Tensor) -> torch.Tensor:
     return key // 16 * 16 + key % 8 // 2 * 4 + key % 16 // 8 * 2 + key % 2
 
 
-def _scales_of_sequence(
-    scale: torch.Tensor, block: int, number: int, rows: Span
-) -> tuple[torch.Tensor, int]:
+def _scales_of_sequence(scale: torch.Tensor, block: int, number: int, rows: Span) -> tuple[torch.Tensor, int]:
     """Scales (1, heads, blocks) of one sequence, and the rows that share one, as ``QuantizedTensor`` has them."""
     length = rows.stop - rows.start
     first = rows.start // block + number

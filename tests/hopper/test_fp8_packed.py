@@ -135,9 +135,7 @@ def test_tiles_that_are_selected() -> None:
     packing = Packing.of([(150, 300), (40, 20)], TAIL)
     c = Fp8Quantization(block_k=128)
     parts = quantize_packed_by_torch(*draw(packing, (2, 1), 128), lengths_of(packing), c)
-    config = select_fp8_forward_config(
-        128, 128, False, "bfloat16", 0, 128, half_scores=True, layout="varlen"
-    )
+    config = select_fp8_forward_config(128, 128, False, "bfloat16", 0, 128, half_scores=True, layout="varlen")
     assert config.softmax is Softmax.HALF_SCORES and config.consumers == 3
     check(parts, packing, config)
 

@@ -11,7 +11,7 @@ import torch
 
 from hopper_attention import device_memory
 from hopper_attention.backends import Target
-from hopper_attention.launch import backward, forward, fp8, quantize, varlen
+from hopper_attention.launch import backward, forward, fp8, packed_fp8, quantize, varlen
 
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
@@ -45,7 +45,7 @@ def pretend(
 
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
     for module in kinds:
-        monkeypatch.setattr(module, "target_of", lambda device: target())
+        monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
@@ -56,7 +56,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, forward, fp8, quantize, varlen):
+    for module in (backward, forward, fp8, packed_fp8, quantize, varlen):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

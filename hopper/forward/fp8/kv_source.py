@@ -142,8 +142,8 @@ def load_ahead(
 
 
 class PackedTransposedTma(TransposedTma):
-    """``TransposedTma`` for packed sequences: V is (kv_heads, head_dim_v, keys), and each sequence has whole steps of 32
-    keys to itself (``SeqlenInfo.padded_rows_k``)."""
+    """``TransposedTma`` for packed sequences: V is (kv_heads, head_dim_v, keys), and each sequence has whole steps of
+    32 keys to itself (``SeqlenInfo.padded_rows_k``)."""
 
     v_row_step = FP8_KEYS_PER_STEP
 

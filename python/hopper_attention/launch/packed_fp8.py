@@ -65,8 +65,9 @@ class PackedDequantizedLaunch:
     def __call__(
         self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = parts.dequantize()
         options = self.causal, self.backend, self.sm_margin, wants_lse, window
-        out, lse = run_varlen(*parts.dequantize(), parts.lengths, softmax_scale, *options)
+        out, lse = run_varlen(q, k, v, parts.lengths, softmax_scale, *options)
         return restore(out, parts), lse
 
 
