@@ -1,15 +1,14 @@
-"""Packed quantized inputs of attention, made here and now: by PyTorch."""
+"""Packed quantized inputs of attention, made here and now: by the kernel or by PyTorch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from hopper_attention.launch.packed_quantize import quantize_packed_fused, why_not_fused_packed
 from hopper_attention.lengths import Lengths
 from hopper_attention.packed_quantization import quantize_packed_by_torch
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantized import Fp8Quantization
-
-NO_KERNEL = "the fused kernel takes sequences of one length"
 
 
 def quantize_packed_here(
@@ -21,6 +20,11 @@ def quantize_packed_here(
     Raises:
         ValueError: ``backend`` cannot do the problem.
     """
+    if backend == "torch":
+        return quantize_packed_by_torch(q, k, v, lengths, quantization)
+    reason = why_not_fused_packed(q, k, v, lengths, quantization)
+    if not reason:
+        return quantize_packed_fused(q, k, v, lengths, quantization)
     if backend == "fused":
-        raise ValueError(f"backend is 'fused', but {NO_KERNEL}; allowed here: 'torch' or None")
+        raise ValueError(f"backend is 'fused', but {reason}; allowed here: 'torch' or None")
     return quantize_packed_by_torch(q, k, v, lengths, quantization)

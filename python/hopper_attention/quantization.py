@@ -120,8 +120,8 @@ def quantize_qkv(
         quantization: rotation, what shares a scale, and the block sizes.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: for packed sequences, as for
             :func:`hopper_attention.flash_attn_varlen_func`. q is (total_q, heads, head_dim) then, k and v (total_k,
-            kv_heads, ...), and each sequence becomes what it would be by itself. PyTorch does it, without waiting for
-            the GPU.
+            kv_heads, ...), and each sequence becomes what it would be by itself, without waiting for the GPU. Rows of
+            no sequence become anything.
         backend: "fused" for the kernel, "torch" for PyTorch, or None for the kernel where it can do the problem.
 
     Returns:
