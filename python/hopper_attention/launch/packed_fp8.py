@@ -88,7 +88,9 @@ class PackedFp8Launcher(Launcher):
         (total_q, heads, _), (total_k, kv_heads, _) = parts.q.shape, parts.k.shape
         batch, device, lengths = parts.batch, parts.q.data.device, parts.lengths
         check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), self.config.tile_m)
-        out, lse = self._empty_results(parts, wants_lse)
+        # The kernel writes the rows of sequences, and those behind the last one.
+        writes_all = lengths.seqused_q is None
+        out, lse = empty_results(parts, wants_lse) if writes_all else no_results(parts)
         plan = self.planner(*lengths[:4], (total_q, total_k), self.config.tile_m)
         self.kernel(
             make_packed_addressable(parts.q.data),
@@ -111,14 +113,6 @@ class PackedFp8Launcher(Launcher):
         )
         return restore(out, parts), lse
 
-    def _empty_results(self, parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, Tensor]:
-        """Memory for the results. The kernel writes the rows of sequences, and those behind the last one."""
-        if parts.lengths.seqused_q is not None:
-            return no_results(parts)
-        (total_q, heads, _), device = parts.q.shape, parts.q.data.device
-        out = torch.empty(total_q, heads, parts.v.shape[2], dtype=parts.dtype, device=device)
-        return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=device)
-
     def _values(self, parts: PackedQuantizedQKV) -> Tensor:
         """V as the kernel takes it."""
         if isinstance(parts.v, PackedTransposedV):
@@ -134,6 +128,13 @@ class PackedFp8Launcher(Launcher):
         if parts.v.block == ONE_PER_SEQUENCE:
             return ones.view(1, kv_heads, batch + 1), parts.v.scale.t().contiguous().unsqueeze(2)
         return parts.v.scale[None], ones
+
+
+def empty_results(parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for out, and for lse, which lacks its rows if not wanted."""
+    (total_q, heads, _), device = parts.q.shape, parts.q.data.device
+    out = torch.empty(total_q, heads, parts.v.shape[2], dtype=parts.dtype, device=device)
+    return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=device)
 
 
 def no_results(parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
