@@ -131,7 +131,7 @@ def _narrowest_blocks(options: Options, head_dims: tuple[int, int], call: Call) 
     """``options`` with the fewest rows that a block of K and V may have at any length."""
     if options.block_k != OF_THE_TILE:
         return options
-    kind = call.two_level, call.causal, call.mask.has_window
+    kind = call.two_level, call.causal
     return options._replace(block_k=default_block_widths(*head_dims, *kind).narrowest())
 
 
@@ -149,8 +149,8 @@ def with_blocks_of_the_tile(
     """
     if quantization.block_k != TILE:
         return quantization
-    kind = two_level, mask.causal, mask.has_window
-    return replace(quantization, block_k=default_block_k(*head_dims, mask.most_keys(seqlen_k), *kind))
+    seen = mask.most_keys(seqlen_k)
+    return replace(quantization, block_k=default_block_k(*head_dims, seen, two_level, mask.causal))
 
 
 def quantizer_of(backend: str | None) -> str | None:

@@ -106,7 +106,7 @@ def with_packed_blocks(
     attend, whatever the lengths."""
     if isinstance(quantization.block_k, int):
         return quantization
-    kind = two_level, mask.causal, mask.has_window
+    kind = two_level, mask.causal
     return replace(quantization, block_k=default_block_k(*head_dims, PACKED_SEQLEN, *kind))
 
 

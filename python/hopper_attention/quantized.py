@@ -52,48 +52,41 @@ class BlockWidths(NamedTuple):
 
 
 def default_block_k(
-    head_dim: int,
-    head_dim_v: int,
-    seqlen_k: int,
-    two_level: bool = False,
-    causal: bool = False,
-    window: bool = False,
+    head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False, causal: bool = False
 ) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
-    accumulation or, with ``two_level``, of that with two if its tiles would divide those.
+    accumulation or, with ``two_level``, of that with two if its tiles would divide those. ``seqlen_k`` are the keys
+    that a query sees at most."""
+    return default_block_widths(head_dim, head_dim_v, two_level, causal).of(seqlen_k)
 
-    ``seqlen_k`` are the keys that a query sees at most; ``window`` says whether that is by a sliding window."""
-    return default_block_widths(head_dim, head_dim_v, two_level, causal, window).of(seqlen_k)
 
-
-def default_block_widths(
-    head_dim: int, head_dim_v: int, two_level: bool, causal: bool, window: bool = False
-) -> BlockWidths:
+def default_block_widths(head_dim: int, head_dim_v: int, two_level: bool, causal: bool) -> BlockWidths:
     """:func:`default_block_k` for every length."""
     # Sizes are compared and not looked up: torch.compile may have symbols for them, which have no hash.
     for native in FP8_HEAD_DIMS:
         if head_dim <= native and head_dim_v <= native:
-            return _tile_widths(native, two_level, causal, window)
+            return _tile_widths(native, two_level, causal)
     return BlockWidths((), BLOCK_K_WITHOUT_KERNEL)
 
 
 @torch.compiler.assume_constant_result
-def _tile_widths(native: int, two_level: bool, causal: bool, window: bool) -> BlockWidths:
+def _tile_widths(native: int, two_level: bool, causal: bool) -> BlockWidths:
     """Of the kernels for one of ``FP8_HEAD_DIMS``. torch.compile calls it, and does not look into it."""
-    return _find_tile_widths(native, two_level, causal, window)
+    return _find_tile_widths(native, two_level, causal)
 
 
 @cache
-def _find_tile_widths(native: int, two_level: bool, causal: bool, window: bool) -> BlockWidths:
+def _find_tile_widths(native: int, two_level: bool, causal: bool) -> BlockWidths:
     lengths = length_bounds()
-    rows = [_tile_keys(native, n, two_level, causal, window) for n in lengths]
+    rows = [_tile_keys(native, n, two_level, causal) for n in lengths]
     steps = zip(lengths[:-1], rows[:-1], rows[1:], strict=True)
     return BlockWidths(tuple((longest, n) for longest, n, next_n in steps if n != next_n), rows[-1])
 
 
-def _tile_keys(native: int, seqlen_k: int, two_level: bool, causal: bool, window: bool) -> int:
-    problem = native, native, causal, "bfloat16", seqlen_k
-    select = partial(select_fp8_forward_config, *problem, half_scores=True, window=window)
+def _tile_keys(native: int, seqlen_k: int, two_level: bool, causal: bool) -> int:
+    select = partial(
+        select_fp8_forward_config, native, native, causal, "bfloat16", seqlen_k, half_scores=True
+    )
     width = select().tile_n
     is_divided = two_level and select(width, two_level=True).tile_n < width
     return select(two_level=True).tile_n if is_divided else width

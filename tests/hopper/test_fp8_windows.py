@@ -15,7 +15,7 @@ from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
-from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, allowed_ratio, emulate
+from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, allowed_ratio, emulate, score_rounding
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 
@@ -55,12 +55,16 @@ def check(parts: QuantizedQKV, config: Fp8ForwardConfig, sides: tuple[int, int])
     visible = exact_lse > -math.inf
     assert torch.equal(lse > -math.inf, visible)
     assert not out.transpose(1, 2)[~visible].any()
-    assert bool(((lse - exact_lse)[visible].abs() < LAGGING_LSE_ROUNDING).all())
+    rounding = score_rounding(config, config.head_dim)
+    allowed = COARSE_LSE_ROUNDING + rounding * exact_lse[visible].abs()
+    assert bool(((lse - exact_lse)[visible].abs() < allowed).all())
     errors = [
         (like.double() - exact).norm().item() for like, _ in emulate(parts, config.causal, True, window)
     ]
     error = (out.double() - exact).norm().item()
-    assert error <= allowed_ratio(out, lagging=True) * max(errors) + 2e-4 * exact.norm().item()
+    # What rounded scores do to P goes by their size, which is a few octaves here.
+    least = 2e-4 + 4 * rounding
+    assert error <= allowed_ratio(out, lagging=True) * max(errors) + least * exact.norm().item()
 
 
 WINDOWS = [
@@ -73,7 +77,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("softmax", [Softmax.EXACT, Softmax.LAGGING], ids=lambda softmax: softmax.value)
+@pytest.mark.parametrize("softmax", [Softmax.LAGGING, Softmax.HALF_SCORES], ids=lambda softmax: softmax.value)
 @pytest.mark.parametrize("causal,seqlens,heads,sides", WINDOWS)
 def test_a_window(causal: bool, seqlens, heads, sides: tuple[int, int], softmax: Softmax) -> None:
     parts = quantized(seqlens, heads, DIM, TILE, smooth_v=seqlens[0] == 300)
@@ -83,7 +87,6 @@ def test_a_window(causal: bool, seqlens, heads, sides: tuple[int, int], softmax:
 @pytest.mark.parametrize(
     "head_dim,causal,options,sides",
     [
-        (128, False, {}, (150, 60)),
         (128, True, {"v_rows": True}, (150, 0)),
         (256, False, {"two_level": True}, (70, 70)),
     ],
@@ -111,6 +114,10 @@ def of_one_scale(parts: QuantizedQKV) -> QuantizedQKV:
     )
 
 
+def test_a_softmax_that_takes_every_maximum() -> None:
+    check(quantized((300, 170), (1, 1), DIM, TILE, smooth_v=True), config_of(True, Softmax.EXACT), (33, 0))
+
+
 def test_keys_outside_of_the_window_are_not_read() -> None:
     """NaN in blocks that no row of the tile sees, and in a scale of them."""
     config = config_of(False, Softmax.LAGGING)
@@ -127,11 +134,8 @@ def test_keys_outside_of_the_window_are_not_read() -> None:
 
 def test_what_a_window_does_not_go_with() -> None:
     config = config_of(True, Softmax.LAGGING)
-    with pytest.raises(ValueError, match="window is True, allowed with softmax 'half': False"):
-        validate_forward_config(replace(config, softmax=Softmax.HALF_SCORES))
     with pytest.raises(ValueError, match="softcap is True, allowed for float8_e4m3fn: False"):
         validate_forward_config(replace(config, softcap=True))
     chosen = select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128, half_scores=True, window=True)
-    assert (
-        chosen.window and chosen.softmax is Softmax.LAGGING and chosen.name.endswith("window_lagging_poly3")
-    )
+    assert chosen.window and chosen.softmax is Softmax.HALF_SCORES
+    assert chosen.name.endswith("window_half_poly5")

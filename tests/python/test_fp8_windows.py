@@ -136,7 +136,7 @@ def test_the_kernel_is_given_the_sides(recorder: Recorder) -> None:
     flash_attn_quantized_func(parts)
     (config, plain), calls = recorder.configs, recorder.calls
     assert isinstance(config, Fp8ForwardConfig) and config.window and not plain.window
-    assert config.softmax is not Softmax.HALF_SCORES
+    assert config.softmax is Softmax.LAGGING and plain.softmax is Softmax.LAGGING
     assert [call[-3:-1] for call in calls[:3]] == [(40, 20), (41, 22), (50, NO_LIMIT)]
     assert len(calls[3]) == len(calls[0]) - 2
 
@@ -153,7 +153,7 @@ def test_blocks_are_as_wide_as_the_tile_under_a_window() -> None:
                 assert isinstance(config, Fp8ForwardConfig) and config.window
                 assert block_k == config.tile_n
                 seen = seqlen_k // 2 + 1
-                assert block_k == default_block_k(head_dim, head_dim, seen, causal=True, window=True)
+                assert block_k == default_block_k(head_dim, head_dim, seen, causal=True)
 
 
 def test_explain_says_what_a_window_leaves() -> None:

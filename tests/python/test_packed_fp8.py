@@ -256,7 +256,7 @@ def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None
     e4m3 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     flash_attn_varlen_func(*e4m3, **lengths_of(case))
     windowed, rows = recorder.configs
-    assert windowed.window and windowed.softmax is Softmax.LAGGING and windowed.layout == "varlen"
+    assert windowed.window and windowed.softmax is Softmax.HALF_SCORES and windowed.layout == "varlen"
     assert rows.v_rows and rows.layout == "varlen"
     assert [call[14:16] for call in recorder.calls] == [(9, 3), (10, NO_LIMIT), (None, None)]
     assert recorder.calls[2][2].shape == e4m3[2].shape and recorder.calls[2][12] == 2**31 - 1

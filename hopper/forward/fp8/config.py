@@ -123,9 +123,8 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
     if config.polynomial_pairs == 8:
         # Only MUFU's exponentials tell what float16, which the others are, does not hold: a P, or the scale.
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
-    for name in ("v_rows", "window"):
-        if config.softmax is Softmax.HALF_SCORES and getattr(config, name):
-            raise ValueError(f"{name} is True, allowed with {softmax}: False")
+    if config.softmax is Softmax.HALF_SCORES and config.v_rows:
+        raise ValueError(f"v_rows is True, allowed with {softmax}: False")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:

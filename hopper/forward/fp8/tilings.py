@@ -170,7 +170,6 @@ def select_fp8_forward_config(
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
     (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
-    Under a ``window`` scores are in float32, as masks of its left side are.
 
     Raises:
         ValueError: a head dimension is too large, or no tiling divides ``block_k``.
@@ -180,7 +179,7 @@ def select_fp8_forward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores and not window)
+    tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]

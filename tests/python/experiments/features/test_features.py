@@ -315,7 +315,10 @@ def workload(part: str) -> Workload:
 
 def test_promises_are_a_ratio_a_time_or_a_share_of_the_dense_call() -> None:
     skewed = workload("bf16-packed-32k-in-32-skewed-h16-d128-causal-forward")
-    equal, eight = workload("32-equal-h16-d128-causal-forward"), workload("fp8*skewed-h16-d128-causal-forward")
+    equal, eight = (
+        workload("32-equal-h16-d128-causal-forward"),
+        workload("fp8*skewed-h16-d128-causal-forward"),
+    )
     short, long = workload("16k*d128*window-128-forward"), workload("64k*d128*window-128-forward")
     report = report_of(
         (skewed, {"ours": 400.0, "fa3": 440.0, "fa4": 500.0}),
