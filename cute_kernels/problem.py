@@ -28,6 +28,12 @@ def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim
     return min(fits, key=sum)
 
 
+def check_chunk(window: bool, chunk: bool) -> None:
+    """Raise ValueError for a config with a chunk but without the window that it is part of."""
+    if chunk and not window:
+        raise ValueError("window is False, allowed with chunk=True: True")
+
+
 def check_problem_size(kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:
     """Raise NotImplementedError for sizes that a kernel's 32-bit tile and key numbers cannot count.
 

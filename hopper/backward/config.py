@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -32,9 +32,9 @@ class BackwardConfig:
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
     tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
     added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
-    window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. ``layout`` is "dense", for
-    sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's
-    bias to them.
+    window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. With ``chunk`` it is given
+    the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
+    "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them.
     """
 
     dtype: str
@@ -47,6 +47,7 @@ class BackwardConfig:
     registers: Registers = TWO_CONSUMERS
     ordered: bool = False
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
@@ -153,6 +154,7 @@ class BackwardConfig:
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += ["ordered"] if self.ordered else []
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("softcap", "alibi") if getattr(self, name)]
         return "_".join(parts)
@@ -240,6 +242,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads

@@ -442,6 +442,7 @@ class GeneralBackwardKernel(BackwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
@@ -451,5 +452,5 @@ class GeneralBackwardKernel(BackwardKernel):
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        given = (window_left, window_right, attention_chunk), (plan, sequences), softcap, alibi_slopes
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

@@ -10,6 +10,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.window import sides_of
 from hopper.backward.config import BackwardConfig
 
 
@@ -18,6 +19,7 @@ class BackwardOptions(LoopInvariant):
     """Each is empty for kernels that have no use for it.
 
     ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
+    The keys of a chunk, 1 or more, come behind them.
     ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
     ``slopes`` those of ALiBi, float32 (batch, heads).
     """
@@ -30,14 +32,14 @@ class BackwardOptions(LoopInvariant):
     @staticmethod
     def of(
         config: BackwardConfig,
-        window: tuple[Int32 | None, Int32 | None],
+        window: tuple[Int32 | None, Int32 | None, Int32 | None],
         plan: tuple[cute.Tensor | None, Int32 | None],
         softcap: Float32 | None,
         slopes: cute.Tensor | None,
     ) -> "BackwardOptions":
         """Of arguments, those that the config has a use for."""
         return BackwardOptions(
-            window if config.window else (),
+            sides_of(config, *window),
             plan if config.layout == VARLEN else (),
             (softcap,) if config.softcap else (),
             (slopes,) if config.alibi else (),

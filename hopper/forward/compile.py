@@ -23,10 +23,11 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
     Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, plan, sequences, softcap, alibi_slopes, sinks, num_ctas)``, as ``GeneralForwardKernel`` has them, with
-    None for what the config has no use for. With the layout "varlen" q and out are (total_q, h, ...), k and v (total_k,
-    hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with ``sequences`` sequences, one more than the
-    caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride of b may be 0; sinks float32 (h,).
+    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, num_ctas)``, as
+    ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and out
+    are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
+    ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
+    of b may be 0; sinks float32 (h,).
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -46,6 +47,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         words(2),
         scale,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
@@ -86,10 +88,10 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    Where the config ``is_plain`` no more, window_left, window_right, plan and sequences stand before num_ctas, as for
-    ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d), vt (hk, dv, keys)
-    with whole steps of 32 keys for each sequence, or (total_k, hk, dv), and lse (h, total_q or 0); sizes of the batch
-    are those of ``BlockScales``.
+    Where the config ``is_plain`` no more, window_left, window_right, attention_chunk, plan and sequences stand before
+    num_ctas, as for ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d),
+    vt (hk, dv, keys) with whole steps of 32 keys for each sequence, or (total_k, hk, dv), and lse (h, total_q or 0);
+    sizes of the batch are those of ``BlockScales``.
     """
     c = config
     is_packed = c.layout == VARLEN
@@ -105,6 +107,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         GeneralFp8ForwardKernel(c),
         *plain,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
         Int32(0),
         options=options,

@@ -26,7 +26,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
-from cute_kernels.window import window_of
+from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
@@ -74,7 +74,8 @@ class KernelParts:
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap`` and the ``slopes`` of ALiBi."""
+    that ``PackedBatch`` wants, the sides of a ``window`` and its chunk, the cap of ``softcap`` and the ``slopes`` of
+    ALiBi."""
 
     extras: tuple = ()
     plan: tuple = ()
@@ -405,6 +406,7 @@ class GeneralForwardKernel(ForwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
@@ -416,15 +418,15 @@ class GeneralForwardKernel(ForwardKernel):
         """Launch. What the config has no use for is None.
 
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
-        whatever is given. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
-        0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
-        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
+        whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
+        heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
+        the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
         """
         c = self.config
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
-            window=(window_left, window_right) if const_expr(c.window) else (),
+            window=sides_of(c, window_left, window_right, attention_chunk),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
         )

@@ -10,7 +10,7 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
@@ -153,7 +153,10 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
             side is 0 whatever it says.
-        attention_chunk: only 0, or a chunk that holds all keys.
+        attention_chunk: c above 0 cuts the keys into chunks of c. Query i sees none outside of the chunk of key
+            p = i + seqlen_k - seqlen_q, which begins at p // c * c, rounded down (Llama 4's chunked attention), and of
+            that chunk what ``causal`` and ``window_size`` leave it. Where seqlen_q is larger, queries come before all
+            keys and see none.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
@@ -183,7 +186,7 @@ def flash_attn_func(
     """
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
-    window, scores = FULL_WINDOW, NO_SCORES
+    sides, scores = FULL_SIDES, NO_SCORES
     if (
         qv is not None
         or window_size is not FULL_WINDOW
@@ -204,7 +207,7 @@ def flash_attn_func(
             num_splits=num_splits,
             pack_gqa=pack_gqa,
         )
-        causal, window = mask.causal, mask.window
+        causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if backend is not None:
         checks.check_backend(backend)
@@ -225,10 +228,10 @@ def flash_attn_func(
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         flags = causal, backend, sm_margin, return_attn_probs
-        results = run_forward(q, k, v, softmax_scale, *flags, window, scores)
+        results = run_forward(q, k, v, softmax_scale, *flags, sides, scores)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *window), scores, backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
@@ -254,9 +257,9 @@ def _call_operator(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, backend, two_level, sm_margin, *mask.window
+        options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
         return autograd.forward_fp8(q, k, v, *descales, scale, *options_8)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic
-    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.window, *scores.values)
+    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.sides, *scores.values)

@@ -14,8 +14,8 @@ from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs[:10]
-    ctx.softcap, alibi_slopes, sinks = inputs[10:]
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.sides = inputs[:11]
+    ctx.softcap, alibi_slopes, sinks = inputs[11:]
     ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
@@ -26,10 +26,10 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     if dout is None:
         dout = torch.zeros_like(out)
     scores = ctx.softcap, alibi_slopes, sinks
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
-    dsinks = _gradient_of_sinks(ctx.needs_input_grad[11:], dout, dlse, out, lse, sinks)
-    return dq, dk, dv, *[None] * 9, dsinks
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[12:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 10, dsinks
 
 
 def _gradient_of_sinks(
@@ -73,7 +73,7 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths = inputs[:7]
     *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
-    *ctx.window, ctx.softcap, alibi_slopes, sinks = inputs[14:]
+    *ctx.sides, ctx.softcap, alibi_slopes, sinks = inputs[14:]
     ctx.save_for_backward(q, k, v, *output, *lengths, alibi_slopes, sinks)
     ctx.set_materialize_grads(False)
 
@@ -83,11 +83,11 @@ def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dout is None:
         dout = torch.zeros_like(out)
     scores = ctx.softcap, alibi_slopes, sinks
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
     dq, dk, dv = backward_varlen(*tensors, *ctx.max_seqlens, *options)
-    dsinks = _gradient_of_sinks(ctx.needs_input_grad[17:], dout, dlse, out, lse, sinks)
-    return dq, dk, dv, *[None] * 15, dsinks
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[18:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 16, dsinks
 
 
 def _have_tensors_without_batch(*arguments: Any) -> bool:

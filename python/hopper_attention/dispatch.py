@@ -178,7 +178,7 @@ def explain(
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
-        config = select_config(*where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind)
+        config = select_config(*where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind)
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
@@ -190,6 +190,7 @@ def explain(
         shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
+        problem = problem._replace(has_chunk=mask.attention_chunk > 0)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif is_launched:
@@ -198,13 +199,15 @@ def explain(
 
 
 def describe_window(mask: MaskSpec) -> tuple[str, ...]:
-    """A note on the keys that a window leaves to a query."""
-    if not mask.has_window:
-        return ()
+    """Notes on the keys that a window and a chunk leave to a query."""
+    notes: tuple[str, ...] = ()
+    if mask.attention_chunk:
+        notes = (f"attention_chunk: a query sees keys of its own chunk of {mask.attention_chunk} alone",)
+    if mask.window == FULL_WINDOW:
+        return notes
     left, right = ("all" if side == UNLIMITED else str(side) for side in mask.window)
-    return (
-        f"window: a query sees {left} of the keys before its own and {'0' if mask.causal else right} after it",
-    )
+    right = "0" if mask.causal else right
+    return (f"window: a query sees {left} of the keys before its own and {right} after it", *notes)
 
 
 def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
@@ -299,7 +302,7 @@ def _plan_fp8(
         mask.causal,
         v_rows=True,
         two_level=two_level,
-        window=mask.window,
+        window=mask.sides,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":
@@ -307,7 +310,7 @@ def _plan_fp8(
     if choice.backend == "ampere":
         dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
         q, k, v = (dequantized[name] for name in "qkv")
-        return choice, select_config(choice.backend, target.capability, q, k, v, mask.causal, mask.window)
+        return choice, select_config(choice.backend, target.capability, q, k, v, mask.causal, mask.sides)
     return choice, ReferenceConfig(fp8=True)
 
 

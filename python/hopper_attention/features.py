@@ -60,19 +60,24 @@ def resolve_mask(
     checks.check_dimensions("q", q.shape)
     checks.check_dimensions("k", k.shape)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    mask = mask_of_window(window_size, causal, seqlen_q, seqlen_k)
-    _check_chunk(attention_chunk, mask.causal, seqlen_q, seqlen_k)
-    return mask
+    chunk = _read_count("attention_chunk", attention_chunk)
+    if chunk and seqlen_q <= seqlen_k <= chunk:
+        # All keys are in a chunk, and so are all queries.
+        chunk = 0
+    return mask_of_window(window_size, causal, seqlen_q, seqlen_k, chunk)
 
 
-def mask_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> MaskSpec:
-    """The canonical mask of a ``window_size``, for sequences of at most these lengths.
+def mask_of_window(
+    window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int, attention_chunk: int = 0
+) -> MaskSpec:
+    """The canonical mask of a ``window_size`` and a chunk, for sequences of at most these lengths.
 
     Raises:
         ValueError, TypeError: it is no pair of sides.
         NotImplementedError: the sequences are too long for a window.
     """
-    mask = MaskSpec.canonical(causal, *_read_window(window_size), seqlen_q, seqlen_k)
+    window = _read_window(window_size)
+    mask = MaskSpec.canonical(causal, *window, seqlen_q, seqlen_k, attention_chunk)
     check_window_lengths(mask, seqlen_q, seqlen_k)
     return mask
 
@@ -83,16 +88,13 @@ def resolve_packed_mask(
     """``resolve_mask`` of sequences of different lengths, which are at most these.
 
     Raises:
-        NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
+        NotImplementedError: a window or a chunk is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
-    mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
-    # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
-    longest_q = 0 if mask.causal else max_seqlen_k + 1
-    _check_chunk(attention_chunk, mask.causal, longest_q, max_seqlen_k)
-    return mask
+    chunk = _read_count("attention_chunk", attention_chunk)
+    return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
@@ -153,18 +155,6 @@ def _read_side(side: Any, window_size: Any) -> int:
     if side < UNLIMITED:
         raise ValueError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")
     return side
-
-
-def _check_chunk(attention_chunk: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
-    """Pass 0, and a chunk that holds all keys.
-
-    A query sees the keys of its own chunk. Queries that stand before the first key are in a chunk before all of them:
-    they see none, which only a causal mask asks for as well.
-    """
-    chunk = _read_count("attention_chunk", attention_chunk)
-    holds_all = chunk >= seqlen_k and (causal or seqlen_q <= seqlen_k)
-    if chunk and not holds_all:
-        raise missing("attention_chunk", chunk, "chunked attention", "attention_chunk=0")
 
 
 def _read_count(name: str, value: Any) -> int:

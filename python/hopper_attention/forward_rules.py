@@ -14,8 +14,8 @@ from cute_kernels.ampere.config import (
 from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
-from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
-from hopper_attention.masks import MaskSpec
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
 from hopper_attention.scores import PLAIN, ScoreKind
 
@@ -43,7 +43,7 @@ def select_config(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
@@ -61,14 +61,14 @@ def problem_of(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are a ``MaskSpec`` and its sides."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     seen = k.shape[1]
-    if window != FULL_WINDOW:
+    if window != FULL_SIDES:
         seen = MaskSpec(causal, *window).most_keys(seen)
     return AttentionProblem(
         q.dtype,
@@ -78,18 +78,32 @@ def problem_of(
         causal,
         longest_alike(seen),
         is_empty,
-        window != FULL_WINDOW,
+        window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         scores=scores,
     )
 
 
 def packed_problem_of(
-    q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool, scores: ScoreKind = PLAIN
+    q: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[bool, bool],
+    scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
-    head_dims = q.shape[2], v.shape[2]
+    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths; ``window`` are
+    has_window and has_chunk."""
+    has_window, has_chunk = window
     return AttentionProblem(
-        q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True, scores=scores
+        q.dtype,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=has_window,
+        has_chunk=has_chunk,
+        is_packed=True,
+        scores=scores,
     )
 
 
@@ -103,6 +117,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
+    fields["chunk"] = p.has_chunk
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v

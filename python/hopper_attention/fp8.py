@@ -53,6 +53,7 @@ def flash_attn_fp8_func(
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
@@ -75,6 +76,7 @@ def flash_attn_fp8_func(
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
@@ -97,6 +99,7 @@ def flash_attn_fp8_func(
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
@@ -119,6 +122,7 @@ def flash_attn_fp8_func(
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
@@ -140,6 +144,7 @@ def flash_attn_fp8_func(
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
     window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -166,6 +171,7 @@ def flash_attn_fp8_func(
             the same with it as without. Without ``block_k`` it decides on the blocks too.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
+        attention_chunk: as for :func:`hopper_attention.flash_attn_func`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: for packed sequences, as for
             :func:`hopper_attention.flash_attn_varlen_func`. q is (total_q, heads, head_dim) then, k and v (total_k,
             kv_heads, ...), out (total_q, heads, head_dim_v) and lse (heads, total_q). No block has rows of two
@@ -193,21 +199,23 @@ def flash_attn_fp8_func(
     lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     if lengths is not None:
         check_packed_sources(q, k, v, lengths, quantization)
-        mask = resolve_packed_mask(causal, window_size, 0, lengths.max_seqlen_q, lengths.max_seqlen_k)
+        mask = resolve_packed_mask(
+            causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+        )
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
         of_call = packed_scale, backend, two_level, return_attn_probs
         return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    mask = resolve_packed_mask(causal, window_size, 0, shape.seqlen_q, shape.seqlen_k)
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
     if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
         head_dims = shape.head_dim, shape.head_dim_v
         c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
-        call = scale, mask.causal, backend, two_level, return_attn_probs, mask.window
+        call = scale, mask.causal, backend, two_level, return_attn_probs, mask.sides
         out, lse = attend_and_undo(parts, *call)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.window
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
         out, lse = differentiable_fp8(q, k, v, *call_16)
     return (out, lse) if return_attn_probs else out
 
@@ -228,9 +236,9 @@ def _attend_packed(
         c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
         parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, wants_lse
-        out, lse = attend_packed(parts, *call, window=mask.window)
+        out, lse = attend_packed(parts, *call, window=mask.sides)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.window
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
         out, lse = differentiable_packed_fp8(q, k, v, lengths, *call_16)
     return (out, lse) if wants_lse else out
 
@@ -244,6 +252,7 @@ def flash_attn_quantized_func(
     *,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -257,6 +266,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[True],
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -270,6 +280,7 @@ def flash_attn_quantized_func(
     *,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -283,6 +294,7 @@ def flash_attn_quantized_func(
     *,
     two_level_accumulation: bool = ...,
     window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -295,6 +307,7 @@ def flash_attn_quantized_func(
     *,
     two_level_accumulation: bool = False,
     window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
     backend: str | None = None,
 ) -> Result:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
@@ -317,14 +330,14 @@ def flash_attn_quantized_func(
         if not is_plain_call(parts.q.data, parts.k.data, parts.v.data):
             raise NotImplementedError(PACKED_IN_TWO_STEPS)
         bounds = parts.lengths.max_seqlen_q, parts.lengths.max_seqlen_k
-        mask = resolve_packed_mask(causal, window_size, 0, *bounds)
+        mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
         of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
-        out, lse = attend_packed(parts, *of_call, window=mask.window)
+        out, lse = attend_packed(parts, *of_call, window=mask.sides)
         return (out, lse) if return_attn_probs else out
-    mask = resolve_packed_mask(causal, window_size, 0, parts.q.shape[1], parts.k.shape[1])
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
     if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
-        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.window)
+        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
     else:
-        out, lse = attend_traced(parts, *options, mask.window)
+        out, lse = attend_traced(parts, *options, mask.sides)
     return (out, lse) if return_attn_probs else out

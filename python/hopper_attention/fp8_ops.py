@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import largest_codes
-from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch.fp8 import attend
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.quantized import (
     E4M3,
@@ -205,7 +204,7 @@ def attend_and_undo(
     backend: str | None,
     two_level: bool,
     wants_lse: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors, with the mean of K back in the LSE."""
     out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse, window=window)
@@ -219,13 +218,14 @@ def attend_and_undo(
     "hopper_attention::forward_quantized",
     mutates_args=(),
     schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, {LAYOUT}, {OPTIONS}, float softmax_scale, "
-    "bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1) -> (Tensor, Tensor)",
+    "bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
+    "SymInt attention_chunk=0) -> (Tensor, Tensor)",
 )
 def _forward_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
     parts, layout, options = Parts(*arguments[:8]), Layout(*arguments[8:16]), Options(*arguments[16:24])
     quantized = put_together(parts, layout, options.quantization())
     softmax_scale, causal, backend, two_level, *sides = arguments[24:]
-    window = MaskSpec(causal, *sides).window
+    window = MaskSpec(causal, *sides).sides
     return attend_and_undo(
         quantized, softmax_scale, causal, backend, two_level, wants_lse=True, window=window
     )
@@ -251,7 +251,7 @@ def attend_traced(
     causal: bool,
     backend: str | None,
     two_level: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """``attend_and_undo`` by way of torch's dispatcher, with the LSE."""
     parts, layout, options = take_apart(quantized)

@@ -77,6 +77,7 @@ def explain_fp8(
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
     window_size: Any = FULL_WINDOW,
+    attention_chunk: int = 0,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Fp8Plan:
@@ -103,7 +104,7 @@ def explain_fp8(
     tensors, casts = cast_by_autocast({"q": q, "k": k, "v": v})
     q, k, v = tensors.values()
     shape = attention_shape(q, k, v)
-    mask = resolve_packed_mask(causal, window_size, 0, shape.seqlen_q, shape.seqlen_k)
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
     target = target_of(device) if device_capability is None else imagined_target(device_capability)
     head_dims = q.shape[3], v.shape[3]
     chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level_accumulation, mask)
@@ -113,7 +114,7 @@ def explain_fp8(
     is_torch_asked = quantizer_of(backend) == "torch"
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
-    problem = problem_of(parts, mask.causal, two_level_accumulation, mask.window)
+    problem = problem_of(parts, mask.causal, two_level_accumulation, mask.sides)
     attention = plan_attention(problem, target, backend)
     attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:

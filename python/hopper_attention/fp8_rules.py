@@ -12,8 +12,8 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
-from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE, FULL_WINDOW
-from hopper_attention.masks import MaskSpec
+from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
 
 HEAD_DIM_STEP = 16
@@ -43,7 +43,7 @@ class Fp8Problem(NamedTuple):
     v_rows: bool = False
     two_level: bool = False
     half_scores: bool = False
-    window: tuple[int, int] = FULL_WINDOW
+    window: Sides = FULL_SIDES
 
     @property
     def kind(self) -> Fp8AttentionProblem:
@@ -59,7 +59,8 @@ class Fp8Problem(NamedTuple):
             head_dim_v,
             self.causal,
             longest_alike(MaskSpec(self.causal, *self.window).most_keys(seqlen_k)),
-            has_window=self.window != FULL_WINDOW,
+            has_window=self.window != FULL_SIDES,
+            has_chunk=self.window[2] > 0,
             is_empty=0 in self.q_shape or 0 in self.k_shape,
             block_k=self.block_k,
             block_v=self.block_v,
@@ -176,7 +177,7 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     """
     p = problem
     layout = VARLEN if p.is_packed else DENSE
-    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window, layout
+    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window, layout, p.has_chunk
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
 

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from hopper_attention import ops
 from hopper_attention.autograd import refuse_second_derivative
-from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.fp8_ops import (
     OF_THE_TILE,
     OPTIONS,
@@ -33,7 +32,7 @@ from hopper_attention.fp8_ops import (
     mixes_samples,
     put_together,
 )
-from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides
 from hopper_attention.quantization_rules import add_mean
 from hopper_attention.quantized import (
     TILE,
@@ -45,7 +44,10 @@ from hopper_attention.quantizers import quantize_here
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 from hopper_attention.transforms import differentiable
 
-CALL = "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1"
+CALL = (
+    "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
+    "SymInt attention_chunk=0"
+)
 """How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``."""
 
 
@@ -58,10 +60,11 @@ class Call(NamedTuple):
     two_level: bool
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
+    attention_chunk: int = 0
 
     @property
     def mask(self) -> MaskSpec:
-        return MaskSpec(self.causal, self.window_left, self.window_right)
+        return MaskSpec(self.causal, self.window_left, self.window_right, self.attention_chunk)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -109,7 +112,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     head_dims = k.shape[3], v.shape[3]
     c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], call.two_level, call.mask)
     quantized = quantize_here(q, k, v, c, quantizer_of(call.backend))
-    out, lse = attend_and_undo(quantized, *call[:4], wants_lse=True, window=call.mask.window)
+    out, lse = attend_and_undo(quantized, *call[:4], wants_lse=True, window=call.mask.sides)
     narrowest = _narrowest_blocks(options, head_dims, call)
     blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
     return out, lse, *Saved.of(Parts.of(quantized), blocks)
@@ -175,7 +178,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
         lse = lse - call.softmax_scale * saved.shift
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
-    options_16 = call.softmax_scale, call.causal, call.backend, False, *call.mask.window
+    options_16 = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
     dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, *options_16)
     if c.rotate:
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
@@ -240,7 +243,7 @@ def differentiable_fp8(
     quantization: Fp8Quantization,
     backend: str | None,
     two_level: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
     options = Options.of(quantization)

@@ -34,16 +34,17 @@ def forward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
-    window are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
+    window and the chunk are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
@@ -61,6 +62,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -83,13 +85,14 @@ def forward_fp8(
     sm_margin: int = 0,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
-    ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal`` and the sides of the window are those of a
-    ``MaskSpec``.
+    ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
+    those of a ``MaskSpec``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
@@ -113,6 +116,7 @@ def _(
     sm_margin: int = 0,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 
@@ -132,6 +136,7 @@ def backward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -141,7 +146,7 @@ def backward(
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    mask = MaskSpec(causal, window_left, window_right)
+    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
     scores = Scores.of(softcap, alibi_slopes, sinks)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
@@ -152,17 +157,19 @@ def backward(
     if needs_parts(v.shape[3]):
 
         def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            options = softmax_scale, causal, backend, deterministic, *mask.window, *scores.values
+            options = softmax_scale, causal, backend, deterministic, *mask.sides, *scores.values
             return backward(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
+    if attention_chunk:
+        problem = problem._replace(has_chunk=True)
     if scores is not NO_SCORES:
         problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
-        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.window
+        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
         warn_once(
@@ -180,6 +187,7 @@ def backward(
         softmax_scale=softmax_scale,
         window_left=window_left,
         window_right=window_right,
+        attention_chunk=attention_chunk,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
@@ -200,6 +208,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -15,11 +15,12 @@ from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.quantize.config import largest_codes
 from hopper_attention import varlen_ops
 from hopper_attention.autograd import refuse_second_derivative
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.fp8_ops import OPTIONS, Options
 from hopper_attention.fp8_training import CALL, Call, Gradients, quantizer_of
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.lengths import Lengths
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.packed_quantization import with_packed_blocks
 from hopper_attention.packed_quantized import (
     ONE_PER_SEQUENCE,
@@ -105,7 +106,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     given = Arguments.of(*arguments)
     call, c = given.call, given.quantization((k.shape[2], v.shape[2]))
     parts = quantize_packed_here(q, k, v, given.lengths, c, quantizer_of(call.backend))
-    out, lse = attend_packed(parts, *call[:4], window=call.mask.window)
+    out, lse = attend_packed(parts, *call[:4], window=call.mask.sides)
     return out, lse, *Saved.of(parts)
 
 
@@ -145,7 +146,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
     q, k, v = saved.parts(given.lengths, c, out.dtype).dequantize()
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
-    options = call.softmax_scale, call.causal, call.backend, False, *call.mask.window
+    options = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
     dq, dk, dv = varlen_ops.backward_varlen(dout, dlse, q, k, v, out, lse, *given.lengths, *options)
     if c.rotate:
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
@@ -194,7 +195,7 @@ def differentiable_packed_fp8(
     quantization: Fp8Quantization,
     backend: str | None,
     two_level: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
     call = softmax_scale, causal, backend, two_level, *window

@@ -171,7 +171,7 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: for float8_e4m3fn only, as for ``flash_attn_func``: float32 (batch, kv_heads)
             factors, whose batch are the sequences.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
-        attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
+        attention_chunk: as there, with the used lengths of each sequence.
         num_splits, pack_gqa, sm_margin, deterministic, qv, softcap, sinks: as for ``flash_attn_func``.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
         return_attn_probs: also return the LSE.
@@ -205,7 +205,7 @@ def flash_attn_varlen_func(
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         flags = mask.causal, backend, sm_margin, return_attn_probs
-        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.window, scores)
+        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
     else:
         options = (mask, scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
@@ -233,10 +233,8 @@ def _call_operator(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, *flags[:2], *mask.window
+        options_8 = mask.causal, *flags[:2], *mask.sides
         return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
-    return autograd.forward_varlen(
-        q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
-    )
+    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

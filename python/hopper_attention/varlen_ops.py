@@ -35,16 +35,17 @@ def forward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
 
-    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``;
-    ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``deterministic`` is for the gradient. ``causal``, the sides of the window and the chunk are those of a
+    ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     scores = Scores.of(softcap, alibi_slopes, sinks)
     options = softmax_scale, causal, backend, sm_margin
@@ -69,6 +70,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -98,9 +100,10 @@ def forward_varlen_fp8(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32."""
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
 
@@ -131,6 +134,7 @@ def _(
     sm_margin: int,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]), dtype=FP8_OUT_DTYPE)
@@ -158,6 +162,7 @@ def backward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -167,7 +172,7 @@ def backward_varlen(
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     in_order = deterministic or torch.are_deterministic_algorithms_enabled()
     scores = Scores.of(softcap, alibi_slopes, sinks)
@@ -202,6 +207,7 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -91,7 +91,7 @@ def explain_varlen(
         checks.check_scale(softmax_scale)
     specs, notes = first_part(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    masked = mask.causal, mask.has_window
+    masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     is_fp8 = problem.dtype == checks.FP8_DTYPE
     if is_fp8:
@@ -131,6 +131,7 @@ def _plan_fp8(
         p.head_dim_v,
         p.causal,
         has_window=p.has_window,
+        has_chunk=p.has_chunk,
         is_packed=True,
         v_rows=True,
         transposes=True,
@@ -154,6 +155,7 @@ def _note_on_gradients(
         forward.head_dim_v,
         forward.causal,
         has_window=forward.has_window,
+        has_chunk=forward.has_chunk,
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,

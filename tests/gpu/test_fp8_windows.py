@@ -59,7 +59,7 @@ def compare(
     sides = {"window_left": mask.window_left, "window_right": mask.window_right}
     oracle, oracle_lse = attention_naive(*tensors, causal=mask.causal, **sides)
     visible = oracle_lse > -math.inf
-    emulations = emulate(parts, mask.causal, lagging, mask.window)
+    emulations = emulate(parts, mask.causal, lagging, mask.sides)
     emulated = max(rms(like.double() - oracle) for like, _ in emulations)
     if backend == "ampere":
         allowed, of_lse = allowed_16_bit_error(emulated, oracle, out), torch.full_like(lse, LSE_16_BITS)
@@ -139,7 +139,7 @@ def test_scores_in_float32(draw, head_dim: int) -> None:
     parts = quantize_qkv(x.q, x.k, x.v)
     parts = replace(parts, q=replace(parts.q, largest=448.0))
     for window in ((100, 30), (300, 0), (-1, 70)):
-        config = select_config(problem_of(parts, False, False, window))
+        config = select_config(problem_of(parts, False, False, (*window, 0)))
         assert config.window and config.softmax is Softmax.LAGGING
         assert find_differences(parts, False, window) == []
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig, Softmax
 from hopper_attention.launch.fp8 import EmulationLaunch
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization import QuantizedQKV
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 
@@ -30,7 +31,7 @@ def score_rounding(config: Fp8ForwardConfig, head_dim: int) -> float:
 
 
 def emulate(
-    parts: QuantizedQKV, causal: bool, lagging: bool, window: tuple[int, int] = (-1, -1)
+    parts: QuantizedQKV, causal: bool, lagging: bool, window: Sides = FULL_SIDES
 ) -> list[tuple[Tensor, Tensor]]:
     """out and lse of the emulation, what was done to V undone.
 

@@ -59,7 +59,7 @@ def check(parts: QuantizedQKV, config: Fp8ForwardConfig, sides: tuple[int, int])
     allowed = COARSE_LSE_ROUNDING + rounding * exact_lse[visible].abs()
     assert bool(((lse - exact_lse)[visible].abs() < allowed).all())
     errors = [
-        (like.double() - exact).norm().item() for like, _ in emulate(parts, config.causal, True, window)
+        (like.double() - exact).norm().item() for like, _ in emulate(parts, config.causal, True, (*window, 0))
     ]
     error = (out.double() - exact).norm().item()
     # What rounded scores do to P goes by their size, which is a few octaves here.

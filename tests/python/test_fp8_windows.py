@@ -137,8 +137,9 @@ def test_the_kernel_is_given_the_sides(recorder: Recorder) -> None:
     (config, plain), calls = recorder.configs, recorder.calls
     assert isinstance(config, Fp8ForwardConfig) and config.window and not plain.window
     assert config.softmax is Softmax.LAGGING and plain.softmax is Softmax.LAGGING
-    assert [call[-3:-1] for call in calls[:3]] == [(40, 20), (41, 22), (50, NO_LIMIT)]
-    assert len(calls[3]) == len(calls[0]) - 2
+    given = [(40, 20), (41, 22), (50, NO_LIMIT)]
+    assert [call[-6:-1] for call in calls[:3]] == [(*sides, None, None, None) for sides in given]
+    assert len(calls[3]) == len(calls[0]) - 5
 
 
 def test_blocks_are_as_wide_as_the_tile_under_a_window() -> None:
@@ -177,3 +178,30 @@ def test_what_is_refused() -> None:
             call((-2, 0))
         with pytest.raises(TypeError, match="window_size is 5, allowed: a pair"):
             call(5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_chunk(causal: bool) -> None:
+    for seqlens in ((113, 203), (203, 113)):
+        q, k, v = qkv(seqlens)
+        named: dict[str, Any] = {"causal": causal, "attention_chunk": 50}
+        exact, exact_lse = attention_naive(q, k, v, window_left=20, **named)
+        c = Fp8Quantization(smooth_v=True)
+        out, lse = flash_attn_fp8_func(
+            q, k, v, window_size=(20, -1), return_attn_probs=True, quantization=c, **named
+        )
+        visible = exact_lse > -math.inf
+        assert torch.equal(lse > -math.inf, visible) and not out.transpose(1, 2)[~visible].any()
+        assert relative(out, exact) < 0.08
+        again = flash_attn_quantized_func(quantize_qkv(q, k, v), window_size=(20, -1), **named)
+        assert relative(again, exact) < 0.08
+        e4m3 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+        rows = flash_attn_func(*e4m3, window_size=(20, -1), **named)
+        exact, _ = attention_naive(*(x.float() for x in e4m3), window_left=20, **named)
+        assert relative(rows, exact) < 0.05
+
+
+def test_the_kernel_is_given_the_chunk(recorder: Recorder) -> None:
+    flash_attn_fp8_func(*qkv(), causal=True, attention_chunk=50)
+    (config,), (call,) = recorder.configs, recorder.calls
+    assert config.window and config.chunk and call[-6:-1] == (NO_LIMIT, NO_LIMIT, 50, None, None)

@@ -244,8 +244,8 @@ def test_what_the_kernel_is_given(recorder: Recorder) -> None:
         assert v.shape == (2, 32, 32 * (k.shape[0] // 32 + batch + 1)) and lse.shape == (4, q.shape[0])
         assert [x.shape[0] for x in arguments[6:11]] == [1, 1, 1, batch + 1, batch + 1]
         assert arguments[6].shape == (1, 4, q.shape[0] + batch + 1)
-        assert arguments[11:14] == (1, 128, 0.3) and arguments[14:16] == (None, None)
-        assert arguments[16].dtype == torch.int32 and arguments[17:] == (batch + 1, 132)
+        assert arguments[11:14] == (1, 128, 0.3) and arguments[14:17] == (None, None, None)
+        assert arguments[17].dtype == torch.int32 and arguments[18:] == (batch + 1, 132)
 
 
 def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None:
@@ -258,7 +258,8 @@ def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None
     windowed, rows = recorder.configs
     assert windowed.window and windowed.softmax is Softmax.HALF_SCORES and windowed.layout == "varlen"
     assert rows.v_rows and rows.layout == "varlen"
-    assert [call[14:16] for call in recorder.calls] == [(9, 3), (10, NO_LIMIT), (None, None)]
+    given = [(9, 3, None), (10, NO_LIMIT, None), (None, None, None)]
+    assert [call[14:17] for call in recorder.calls] == given
     assert recorder.calls[2][2].shape == e4m3[2].shape and recorder.calls[2][12] == 2**31 - 1
 
 

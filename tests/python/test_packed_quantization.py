@@ -178,7 +178,7 @@ def call(**changed: Any) -> Any:
             ValueError,
             "q has 4 dimensions, shape (1, 3, 4, 32), allowed: 3",
         ),
-        ({"backend": "fused"}, ValueError, "backend is 'fused', but the fused kernel"),
+        ({"backend": "fused"}, ValueError, "backend is 'fused', but "),
         (
             {"quantization": Fp8Quantization(smooth_v=True)},
             NotImplementedError,

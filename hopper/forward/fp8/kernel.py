@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.problem import VARLEN
+from cute_kernels.window import sides_of
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kv_source import (
@@ -82,18 +83,21 @@ class GeneralFp8ForwardKernel(Fp8ForwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         num_ctas: Int32,
         stream,
     ):
-        """Launch. What the config has no use for is None; sides of a window, plan and number of sequences are as for
-        ``GeneralForwardKernel``. With the layout "varlen" mQ, mK, mO are (total, heads, head_dim), mV (kv_heads,
-        head_dim_v, keys) or with ``v_rows`` (total_k, kv_heads, head_dim_v)."""
+        """Launch. What the config has no use for is None; what is not here is as for ``GeneralForwardKernel``.
+
+        With the layout "varlen" mQ, mK, mO are (total, heads, head_dim), mV (kv_heads, head_dim_v, keys) or with
+        ``v_rows`` (total_k, kv_heads, head_dim_v).
+        """
         options = LaunchOptions(
             extras=(q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k),
             plan=(plan, sequences) if const_expr(self.config.layout == VARLEN) else (),
-            window=(window_left, window_right) if const_expr(self.config.window) else (),
+            window=sides_of(self.config, window_left, window_right, attention_chunk),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

@@ -164,6 +164,7 @@ def select_fp8_forward_config(
     half_scores: bool = False,
     window: bool = False,
     layout: str = DENSE,
+    chunk: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
@@ -188,7 +189,7 @@ def select_fp8_forward_config(
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
-    return replace(_build(chosen, min(fits), causal, output), window=window, layout=layout)
+    return replace(_build(chosen, min(fits), causal, output), window=window, layout=layout, chunk=chunk)
 
 
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:

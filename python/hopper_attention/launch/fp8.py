@@ -15,7 +15,7 @@ from hopper.forward.fp8.tilings import scores_fit_half
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Choice, target_of
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.fp8_rules import Fp8Problem, block_of, check_size, choose_for, select_for
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
@@ -26,9 +26,9 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
-from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.forward import NO_PLAN, run_forward
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
-from hopper_attention.masks import kernel_sides
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantization_rules import restore_values
@@ -52,7 +52,7 @@ class EmulationLaunch:
         parts: QuantizedQKV,
         softmax_scale: float,
         wants_lse: bool,
-        window: tuple[int, int] = FULL_WINDOW,
+        window: Sides = FULL_SIDES,
     ) -> tuple[Tensor, Tensor]:
         # As the kernel: a mean is added before the output is rounded, a rotation undone after.
         dtype = torch.float32 if adds_mean(parts) else parts.dtype
@@ -85,7 +85,7 @@ class DequantizedLaunch:
         parts: QuantizedQKV,
         softmax_scale: float,
         wants_lse: bool,
-        window: tuple[int, int] = FULL_WINDOW,
+        window: Sides = FULL_SIDES,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
         options = self.causal, self.backend, self.sm_margin, wants_lse, window
@@ -116,7 +116,7 @@ class Fp8HopperLauncher(Launcher):
         parts: QuantizedQKV,
         softmax_scale: float,
         wants_lse: bool,
-        window: tuple[int, int] = FULL_WINDOW,
+        window: Sides = FULL_SIDES,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
             return self.call_there(parts, softmax_scale, wants_lse, window)
@@ -149,7 +149,7 @@ class Fp8HopperLauncher(Launcher):
             parts.q.block if parts.q.block < seqlen_q else ALL_ROWS,
             self.block_k,
             softmax_scale,
-            *(kernel_sides(*window) if self.has_window else ()),
+            *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
             self.num_ctas,
         )
         if adds or not changes_values(parts):
@@ -200,7 +200,7 @@ def attend(
     two_level: bool,
     wants_lse: bool = True,
     sm_margin: int = 0,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
@@ -219,7 +219,7 @@ def attend(
 
 
 def problem_of(
-    parts: QuantizedQKV, causal: bool, two_level: bool = False, window: tuple[int, int] = FULL_WINDOW
+    parts: QuantizedQKV, causal: bool, two_level: bool = False, window: Sides = FULL_SIDES
 ) -> Fp8Problem:
     """What the rules need to know of quantized tensors; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v

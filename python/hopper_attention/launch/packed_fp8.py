@@ -18,20 +18,20 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import scores_fit_half
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.layout import make_packed_addressable
-from hopper_attention.masks import kernel_sides
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.packed_quantization import transpose_packed
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem
 from hopper_attention.rotation import rotate_back
 
-PackedFp8Launch = Callable[[PackedQuantizedQKV, float, bool, tuple[int, int]], tuple[Tensor, Tensor]]
+PackedFp8Launch = Callable[[PackedQuantizedQKV, float, bool, Sides], tuple[Tensor, Tensor]]
 """(parts, softmax_scale, wants_lse, window) -> out (total_q, heads, head_dim_v), with what was done to V undone, and
 lse (heads, total_q), which may lack its rows where it is not wanted."""
 
@@ -43,7 +43,7 @@ class PackedEmulationLaunch:
     causal: bool
 
     def __call__(
-        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: tuple[int, int]
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
     ) -> tuple[Tensor, Tensor]:
         out, lse = no_results(parts)
         attend = EmulationLaunch(self.causal)
@@ -63,7 +63,7 @@ class PackedDequantizedLaunch:
 
     @torch.no_grad()
     def __call__(
-        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: tuple[int, int]
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
     ) -> tuple[Tensor, Tensor]:
         q, k, v = parts.dequantize()
         options = self.causal, self.backend, self.sm_margin, wants_lse, window
@@ -81,7 +81,7 @@ class PackedFp8Launcher(Launcher):
     num_ctas: int
 
     def __call__(
-        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: tuple[int, int]
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
             return self.call_there(parts, softmax_scale, wants_lse, window)
@@ -151,7 +151,7 @@ def restore(out: Tensor, parts: PackedQuantizedQKV) -> Tensor:
 
 
 def packed_problem_of(
-    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: tuple[int, int]
+    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: Sides
 ) -> Fp8AttentionProblem:
     """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
@@ -162,7 +162,8 @@ def packed_problem_of(
         q.shape[2],
         v.shape[2],
         causal,
-        has_window=window != FULL_WINDOW,
+        has_window=window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         is_packed=True,
         block_k=_block(k.block),
         block_v=_block(v.block),
@@ -204,7 +205,7 @@ def attend_packed(
     two_level: bool,
     wants_lse: bool = True,
     sm_margin: int = 0,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with the rotation of V undone, and lse
     (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.

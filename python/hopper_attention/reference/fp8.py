@@ -9,7 +9,7 @@ import torch
 
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention.autocast import without_autocast
-from hopper_attention.checks import FULL_WINDOW
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization_rules import (
     check_sources,
     quantize_by_torch,
@@ -74,7 +74,7 @@ def _forward(
     softmax_scale: float | None,
     out_dtype: torch.dtype,
     p_exponent: float,
-    window: tuple[int, int],
+    window: Sides,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tile loop; P is multiplied by 2^p_exponent before it is rounded to e4m3."""
     q, k, (v, factor) = parts.q, parts.k, _split_scales(parts.v.row_major())
@@ -117,7 +117,7 @@ def attention_tiled_fp8(
     softmax_scale: float | None = None,
     out_dtype: torch.dtype | None = None,
     p_exponent: float = P_EXPONENT,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
@@ -142,8 +142,8 @@ def attention_tiled_fp8(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         out_dtype: dtype of out; ``parts.dtype`` by default.
         p_exponent: P of the largest score is 2^p_exponent, at most 448, the largest of e4m3.
-        window: (left, right), query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q +
-            right; -1 is no limit. With ``causal`` the right side is 0.
+        window: (left, right, chunk), query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k -
+            seqlen_q + right; -1 is no limit. With ``causal`` the right side is 0. Of a chunk above 0 it sees its own.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float32 (batch, heads,

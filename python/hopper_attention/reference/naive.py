@@ -46,8 +46,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Chunk], tuple[torch
 """(q rows, keys, values, chunk) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
-Sides = tuple[bool, int, int]
-"""causal, window_left and window_right."""
+Sides = tuple[bool, int, int, int]
+"""causal, window_left, window_right and attention_chunk."""
 
 ScoreOptions = tuple["float | None", float, "torch.Tensor | None", "torch.Tensor | None"]
 """softmax_scale, softcap, alibi_slopes and sinks."""
@@ -102,6 +102,7 @@ def attention_naive(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -116,6 +117,8 @@ def attention_naive(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        attention_chunk: c above 0: query i sees keys of its own chunk alone, which begins at
+            (i + seqlen_k - seqlen_q) // c * c, rounded down; 0 is none.
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
@@ -145,7 +148,8 @@ def attention_naive(
         # The maximum of a row without keys and sink is -inf, and so is its LSE.
         return masked_matmul(p, values, chunk.visible) / row_sum, row_sum.log() + row_max
 
-    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    sides = causal, window_left, window_right, attention_chunk
+    options = softmax_scale, softcap, alibi_slopes, sinks
     return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
 
 
@@ -158,6 +162,7 @@ def attention_standard(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -190,5 +195,6 @@ def attention_standard(
         p = round_to(torch.softmax(scores, -1), dtype).masked_fill(nothing, 0.0)[..., :seqlen_k]
         return masked_matmul(p, values, chunk.visible), p.sum(-1, keepdim=True)
 
-    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    sides = causal, window_left, window_right, attention_chunk
+    options = softmax_scale, softcap, alibi_slopes, sinks
     return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)

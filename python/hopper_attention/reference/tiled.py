@@ -47,6 +47,7 @@ def tiled_forward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -59,7 +60,7 @@ def tiled_forward(
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     scale = default_scale(softmax_scale, shape.head_dim)
     terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
 
@@ -115,12 +116,14 @@ class TiledAttention(torch.autograd.Function):
         tile_n: int,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         softcap: float,
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
         ctx.options |= {"window_left": window_left, "window_right": window_right}
+        ctx.options |= {"attention_chunk": attention_chunk}
         ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
         ctx.set_materialize_grads(False)
         out, lse = tiled_forward(q, k, v, **ctx.options, sinks=sinks)
@@ -134,7 +137,7 @@ class TiledAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
         dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-        return *dqkv, *[None] * 8, dsinks
+        return *dqkv, *[None] * 9, dsinks
 
 
 def attention_tiled(
@@ -148,6 +151,7 @@ def attention_tiled(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -168,6 +172,8 @@ def attention_tiled(
         tile_n: keys of a tile.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        attention_chunk: c above 0: query i sees keys of its own chunk alone, which begins at
+            (i + seqlen_k - seqlen_q) // c * c, rounded down; 0 is none.
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
@@ -183,6 +189,6 @@ def attention_tiled(
         NotImplementedError: the gradients are themselves differentiated, or that of the slopes is wanted.
     """
     check_slopes_are_constant(alibi_slopes)
-    options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, softcap, alibi_slopes, sinks
-    result = TiledAttention.apply(q, k, v, *options)
+    options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk
+    result = TiledAttention.apply(q, k, v, *options, softcap, alibi_slopes, sinks)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

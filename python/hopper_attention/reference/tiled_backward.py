@@ -43,6 +43,7 @@ def tiled_backward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +59,8 @@ def tiled_backward(
         dlse: gradient of lse, (batch, heads, seqlen_q); None means zero.
         q, k, v: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, tile_m, tile_n, window_left, window_right: as in the forward pass; the tiles may differ.
+        causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk: as in the forward pass; the
+            tiles may differ.
         softcap, alibi_slopes: as in the forward pass. Sinks are in its LSE, and need not be known.
 
     Returns:
@@ -73,7 +75,7 @@ def tiled_backward(
     accum = accumulator_dtype(q.dtype)
     scale = default_scale(softmax_scale, shape.head_dim)
     terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
     q_rows, do_rows, o_rows = (fold_heads(x, shape.kv_heads, accum) for x in (q, dout, out))
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     delta = (do_rows * o_rows).sum(-1, keepdim=True)

@@ -28,6 +28,7 @@ def varlen_forward(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -38,7 +39,7 @@ def varlen_forward(
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (..., head_dim_v).
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
-        causal, softmax_scale, window_left, window_right, softcap, sinks: as there.
+        causal, softmax_scale, window_left, window_right, attention_chunk, softcap, sinks: as there.
         alibi_slopes: as there; the batch of (batch, heads) are the sequences.
 
     Returns:
@@ -57,6 +58,7 @@ def varlen_forward(
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=_slopes_of(alibi_slopes, b),
             sinks=sinks,
@@ -80,6 +82,7 @@ def varlen_backward(
     softmax_scale: float,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -91,7 +94,7 @@ def varlen_backward(
         dlse: gradient of lse, (heads, total_q); None means zero.
         q, k, v, sequences: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, window_left, window_right, softcap, alibi_slopes, sinks: as there.
+        causal, softmax_scale, window_left, window_right, attention_chunk, softcap, alibi_slopes, sinks: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous; 0 for rows of no sequence.
@@ -119,6 +122,7 @@ def varlen_backward(
                 softmax_scale=softmax_scale,
                 window_left=window_left,
                 window_right=window_right,
+                attention_chunk=attention_chunk,
                 softcap=softcap,
                 alibi_slopes=_slopes_of(alibi_slopes, b),
             )

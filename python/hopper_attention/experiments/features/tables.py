@@ -20,7 +20,7 @@ from hopper_attention.experiments.reports import (
 )
 from hopper_attention.experiments.tables import FittedTable, figures, names, spare
 
-WORKLOAD_HEADINGS = ("pass", "batch", "heads", "d", "mask")
+WORKLOAD_HEADINGS = ("pass", "batch", "heads", "d", "mask", "scores")
 OWN_HEADINGS = ("ratio", "TFLOP/s", "limit, us", "of the limit")
 
 
@@ -28,7 +28,7 @@ def describe(workload: Workload) -> list[str]:
     """A workload, as table cells under WORKLOAD_HEADINGS."""
     w = workload
     direction = f"{w.direction}, FP8" if w.is_fp8 else w.direction
-    return [direction, w.batch_name, w.heads_name, str(w.head_dim), w.mask_name]
+    return [direction, w.batch_name, w.heads_name, str(w.head_dim), w.mask_name, w.scores_name or NOTHING]
 
 
 def time_of(cell: FeatureCell, peer: str) -> str:
@@ -96,7 +96,7 @@ def render_features(report: FeatureReport, figure: str) -> str:
         f"cannot go below; see the method. {titles}."
     )
     parts = [
-        "# Packed sequences and windows",
+        "# Packed sequences, windows and changed scores",
         RENDERED,
         measured_on(head["date"], head["commit"], head["machine"]),
     ]
