@@ -18,6 +18,7 @@ from hopper_attention.launch import (
     packed_fp8,
     packed_quantize,
     quantize,
+    qv,
     varlen,
 )
 
@@ -64,7 +65,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, forward, fp8, packed_fp8, packed_quantize, quantize, varlen):
+    for module in (backward, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

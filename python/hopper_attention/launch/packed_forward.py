@@ -15,8 +15,7 @@ from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.launch.base import Launcher, count_ctas, index_of
-from hopper_attention.launch.forward import NO_SIDES
+from hopper_attention.launch.base import NO_SIDES, Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides, present
