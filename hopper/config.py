@@ -207,10 +207,10 @@ def validate_forward_config(config: ForwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
-    if not c.is_plain and not (c.pipelined and c.warp_specialized):
+    if not c.is_plain and not c.warp_specialized:
         raise ValueError(
-            f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
-            "sequences and where scores are changed: True"
+            f"warp_specialized is {c.warp_specialized}, allowed with a window, with packed sequences and where scores "
+            "are changed: True"
         )
     if c.dropout and c.tile_n % 32:
         raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")

@@ -220,7 +220,8 @@ class ForwardKernel:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         row_modes = (0, 0, self.parts.kv_source.v_row_mode, 0)
-        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes))
+        steps = (1, 1, self.parts.kv_source.v_row_step, 1)
+        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes, steps))
         lane = cute.arch.lane_idx()
         scheduler = TileScheduler(
             tile_counter,
@@ -306,7 +307,7 @@ class ForwardKernel:
             scores = work.rules.tile(mask, head, batch)
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
-            softmax.enter_tile(rows, head, batch)
+            softmax.enter_tile(rows, head, seqlens)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))

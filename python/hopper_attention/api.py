@@ -159,11 +159,11 @@ def flash_attn_func(
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
-            side is 0 whatever it says. Of float8_e4m3fn tensors no window may hide anything yet.
+            side is 0 whatever it says.
         attention_chunk: c above 0 cuts the keys into chunks of c. Query i sees none outside of the chunk of key
             p = i + seqlen_k - seqlen_q, which begins at p // c * c, rounded down (Llama 4's chunked attention), and of
             that chunk what ``causal`` and ``window_size`` leave it. Where seqlen_q is larger, queries come before all
-            keys and see none. Of float8_e4m3fn tensors no chunk may hide anything yet.
+            keys and see none.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
@@ -306,9 +306,9 @@ def _call_operator(
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        features.check_fp8_window(q.dtype, mask)
         features.check_fp8_scores(q.dtype, scores)
-        return autograd.forward_fp8(q, k, v, *descales, scale, mask.causal, backend, two_level, sm_margin)
+        options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
+        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic

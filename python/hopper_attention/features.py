@@ -100,24 +100,6 @@ def resolve_packed_mask(
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
-def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
-    """Raise NotImplementedError for e4m3 tensors under a window or a chunk that hides something."""
-    if mask.attention_chunk and dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or attention_chunk=0"
-        feature = f"chunked attention of {FP8_DTYPE} tensors"
-        raise missing("attention_chunk", mask.attention_chunk, feature, instead)
-    if mask.has_window and dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or window_size=(-1, -1)"
-        raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
-
-
-def check_packed_dtype(dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for e4m3 sequences of different lengths."""
-    if dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or flash_attn_func once a sequence"
-        raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
-
-
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     """What is done to scores with these arguments; ``check_scores`` says whether it fits a q.
 

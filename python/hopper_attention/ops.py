@@ -87,15 +87,20 @@ def forward_fp8(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
-    ``two_level`` asks the FP8 kernel for two-level accumulation.
+    ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
+    those of a ``MaskSpec``.
     """
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
-        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin)
+        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin, window=window)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
 
@@ -113,6 +118,9 @@ def _(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 

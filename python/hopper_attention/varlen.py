@@ -12,7 +12,7 @@ from torch import Tensor
 from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
@@ -163,7 +163,8 @@ def flash_attn_varlen_func(
     hold when it is replayed. The reference reads them on the host, for which it waits for the GPU.
 
     Args:
-        q: (total_q, heads, head_dim), float16 or bfloat16; head_dim is a multiple of 8, at most 256. Strides are free.
+        q: (total_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn; head_dim is a multiple of 8, at most 256.
+            Strides are free.
         k: (total_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
         v: (total_k, kv_heads, head_dim_v), likewise; head_dim_v is at most 512.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device of q, contiguous: sums of lengths, from 0 to at
@@ -173,7 +174,8 @@ def flash_attn_varlen_func(
             first; all by default.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default.
         causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
-        q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
+        q_descale, k_descale, v_descale: for float8_e4m3fn only, as for ``flash_attn_func``: float32 (batch, kv_heads)
+            factors, whose batch are the sequences.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
         attention_chunk: as there, with the used lengths of each sequence.
         num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
@@ -275,9 +277,12 @@ def _call_operator(
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
-    features.check_packed_dtype(q.dtype)
-    checks.check_descales(q, k, *descales)
+    checks.check_descales_of((lengths.cu_seqlens_q.shape[0] - 1, k.shape[1]), q, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    if q.dtype == FP8_DTYPE:
+        features.check_fp8_scores(q.dtype, scores)
+        options_8 = mask.causal, *flags[:2], *mask.sides
+        return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
     return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

@@ -270,8 +270,10 @@ def fp8_forward_on_numpy(
     parts: QuantizedQKV,
     softmax_scale: float,
     timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one."""
+    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one; ``sides``
+    are those of its window."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -292,6 +294,7 @@ def fp8_forward_on_numpy(
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(arguments, q.data, k.data, softmax_scale)
+    arguments.add(*sides)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
 

@@ -83,7 +83,7 @@ class QueryTile(LoopInvariant):
             place, warp, lane = self._anew()
             first_row = self._first_row(place, warp)
         for of_band in softmax:
-            of_band.enter_tile((), place.head, place.seqlens.batch)
+            of_band.enter_tile((), place.head, place.seqlens)
         mO, mLSE = outputs
         Epilogue(c, sQ, warp, lane).store(
             mainloop,

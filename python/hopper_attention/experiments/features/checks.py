@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
 from hopper_attention.experiments.bench.checks import CHECKED_SCORES
+from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
@@ -43,6 +44,8 @@ def draw_output_gradient(workload: Workload, device: str) -> Tensor:
 
 def limits_of(workload: Workload) -> Limits:
     """Allowed errors, as in the benchmarks of dense attention."""
+    if workload.is_fp8:
+        return END_TO_END_LIMITS
     return (GRADIENT_LIMITS if workload.is_backward else ERROR_LIMITS)[workload.dtype]
 
 

@@ -19,14 +19,24 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hopper_attention import autograd, explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
+from hopper.quantize.config import E4M3_MAX
+from hopper_attention import (
+    autograd,
+    explain,
+    explain_varlen,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_quantized_func,
+    flash_attn_varlen_func,
+    quantize_qkv,
+)
 from hopper_attention.backends import target_of
 from hopper_attention.backward_rules import choose_for, select_for
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
 from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
-from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
+from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END, PeerInfo
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
@@ -34,6 +44,7 @@ from hopper_attention.experiments.features.results import OURS_DENSE
 from hopper_attention.experiments.features.spec import UNLIMITED, Workload
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import GradientProblem
+from hopper_attention.quantization import to_e4m3
 from hopper_attention.scores import ScoreKind, Scores
 
 Binding = Callable[[Tensor, Tensor, Tensor], Launch]
@@ -115,10 +126,24 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
     return lengths.cumsum(0).to(torch.int32).to(device)
 
 
+def in_16_bits(workload: Workload) -> bool:
+    return not workload.is_fp8
+
+
+def in_fp8(workload: Workload) -> bool:
+    return workload.is_fp8
+
+
 # ours
 
 
 def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
+    if workload.is_fp8:
+        return bind_quantized(workload, setting)
+    return bind_16_bits(workload, setting, backend)
+
+
+def bind_16_bits(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
     options |= score_terms.our_terms(workload, setting.device)
     if workload.dropout:
@@ -149,6 +174,35 @@ def bind_dropout(workload: Workload, setting: Setting, backend: str | None) -> B
     return bind
 
 
+def lengths_by_name(workload: Workload, setting: Setting) -> dict[str, Any]:
+    """What the FP8 functions take for packed sequences."""
+    if not workload.is_packed:
+        return {}
+    offsets, longest = offsets_of(workload, setting.device), workload.longest
+    bounds = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **bounds}
+
+
+def bind_quantized(workload: Workload, setting: Setting) -> Binding:
+    """On parts that were quantized before. On a GPU it must be the kernel: nothing else is ours."""
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window}
+    options["backend"] = "hopper" if setting.is_cuda else None
+    lengths = lengths_by_name(workload, setting)
+
+    def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        parts = quantize_qkv(q, k, v, **lengths)
+        return partial(flash_attn_quantized_func, parts, **options)
+
+    return bind
+
+
+def bind_end_to_end(workload: Workload, setting: Setting) -> Binding:
+    """From 16 bits to 16 bits."""
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window}
+    options |= lengths_by_name(workload, setting)
+    return lambda q, k, v: partial(flash_attn_fp8_func, q, k, v, **options)
+
+
 def bind_dense(workload: Workload, setting: Setting) -> Binding:
     """The batch of equal lengths, without the offsets that say so."""
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window}
@@ -164,6 +218,8 @@ def describe_ours(
         NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if workload.is_fp8:
+        return "FP8"
     options |= score_terms.our_terms(workload, setting.device)
     if workload.is_packed and not dense:
         offsets, longest = offsets_of(workload, setting.device), workload.longest
@@ -218,7 +274,28 @@ def bind_fa3(workload: Workload, setting: Setting) -> Binding:
         more |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         more |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     is_causal = workload.causal and not workload.has_window
+    if workload.is_fp8:
+        return lambda q, k, v: call_fp8_of_fa3(workload, Inputs(q, k, v), is_causal, more)
     return lambda q, k, v: bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, **more)
+
+
+def call_fp8_of_fa3(workload: Workload, inputs: Inputs, is_causal: bool, more: Mapping[str, Any]) -> Launch:
+    """Its operator on e4m3 tensors with a descale for each sequence and key/value head."""
+    e4m3, descales = [], {}
+    for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True):
+        sequences = x.split(workload.lengths) if workload.is_packed else x.unbind(0)
+        scaled = [scale_sequence(sequence, workload.heads_kv) for sequence in sequences]
+        data = [part for part, _ in scaled]
+        e4m3.append(torch.cat(data) if workload.is_packed else torch.stack(data))
+        descales[f"{name}_descale"] = torch.stack([descale for _, descale in scaled])
+    return bench_peers.call_of_fa3(Inputs(*e4m3), is_causal, **more, **descales)
+
+
+def scale_sequence(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
+    """x (rows, heads, head_dim) in e4m3, and the descale of each key/value head: (heads_kv,)."""
+    groups = x.float().unflatten(1, (heads_kv, -1))
+    descale = groups.abs().amax((0, 2, 3)) / E4M3_MAX
+    return to_e4m3(groups / descale[:, None, None]).flatten(1, 2), descale
 
 
 # FlashAttention-4, in the CuTe DSL
@@ -321,7 +398,7 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
 
 
 def is_dense_batch(workload: Workload) -> bool:
-    return workload.is_packed and workload.has_equal_lengths
+    return workload.is_packed and workload.has_equal_lengths and not workload.is_fp8
 
 
 FEATURE_PEERS: dict[str, FeaturePeer] = {
@@ -337,10 +414,19 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
             enter=as_batch,
         ),
         FeaturePeer(
+            OURS_END_TO_END, "hopper-attention FP8, end to end", bench_peers.always_available,
+            bench_peers.our_version, bind_end_to_end, takes=in_fp8,
+        ),
+        FeaturePeer(
+            OURS_16_BIT, "hopper-attention, 16 bits", bench_peers.always_available, bench_peers.our_version,
+            bind_16_bits, takes=in_fp8,
+        ),
+        FeaturePeer(
             "fa3", "FlashAttention-3 (CUDA C++)", bench_peers.why_no_fa3, bench_peers.fa3_version, bind_fa3,
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
+            takes=in_16_bits,
         ),
         FeaturePeer(
             "cudnn", "cuDNN (torch SDPA), with dropout", bench_peers.needs_gpu, bench_peers.cudnn_version,
@@ -348,16 +434,16 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,
-            bind_flex, enter=heads_second, leave=tokens_of_heads,
+            bind_flex, takes=in_16_bits, enter=heads_second, leave=tokens_of_heads,
         ),
         FeaturePeer(
             AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
-            partial(bind_ours, backend="ampere"), note=partial(describe_ours, backend="ampere"),
+            partial(bind_ours, backend="ampere"), takes=in_16_bits, note=partial(describe_ours, backend="ampere"),
         ),
     )
 }  # fmt: skip
 
-DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, "fa3", "fa4", "cudnn")
+DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, OURS_END_TO_END, OURS_16_BIT, "fa3", "fa4", "cudnn")
 
 
 def parse_feature_peers(

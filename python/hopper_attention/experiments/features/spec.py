@@ -14,6 +14,8 @@ from hopper_attention.experiments.reports import short_length
 PEAK_FLOPS = 989e12
 """Of an H200 in 16 bits, a second."""
 
+PEAK_FP8_FLOPS = 2 * PEAK_FLOPS
+
 COPY_BYTES = 4.25e12
 """What a copy moves on an H200, a second."""
 
@@ -49,6 +51,7 @@ class Workload:
         is_packed: the sequences lie one after another in one tensor, as ``flash_attn_varlen_func`` has them.
         window: (left, right) as ``flash_attn_func`` takes it; with ``causal`` the right side is 0 whatever it says.
         direction: which pass is timed.
+        is_fp8: q, k and v are drawn in ``dtype`` and made e4m3, unless a peer says so outside of the timing.
         softcap: c of c tanh(score / c); 0 is none.
         alibi, sinks: whether there are slopes and sinks, whose values ``score_terms`` has.
         dropout: how much of P is dropped; not of packed sequences.
@@ -63,6 +66,7 @@ class Workload:
     is_packed: bool = False
     direction: Direction = "forward"
     dtype: str = "bfloat16"
+    is_fp8: bool = False
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
@@ -75,6 +79,10 @@ class Workload:
             raise ValueError(f"dropout is {self.dropout}, allowed of packed sequences: 0")
         if self.direction not in PASSES:
             raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
+        if self.is_fp8 and self.is_backward:
+            raise ValueError(
+                "direction is 'backward', allowed in FP8: 'forward', as gradients are those of 16 bits"
+            )
 
     @property
     def tokens(self) -> int:
@@ -122,20 +130,29 @@ class Workload:
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v together."""
-        size = 4 if self.dtype == "float32" else 2
-        return self.tokens * (self.heads + 2 * self.heads_kv) * self.head_dim * size
+        return (
+            self.tokens
+            * (self.heads + 2 * self.heads_kv)
+            * self.head_dim
+            * (1 if self.is_fp8 else self._size)
+        )
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a pass reads and writes at least: q, k, v and out; backward also the gradients of all four."""
-        size = 4 if self.dtype == "float32" else 2
-        forward = self.tokens * 2 * (self.heads + self.heads_kv) * self.head_dim * size
+        forward = self.input_bytes + self.tokens * self.heads * self.head_dim * self._size
         return 2 * forward if self.is_backward else forward
+
+    @property
+    def _size(self) -> int:
+        """Bytes of an element of the output."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def limit_us(self) -> float:
         """Microseconds below which an H200 cannot go: the larger of operations and bytes at their peak rates."""
-        return 1e6 * max(self.flops / PEAK_FLOPS, self.moved_bytes / COPY_BYTES)
+        peak = PEAK_FP8_FLOPS if self.is_fp8 else PEAK_FLOPS
+        return 1e6 * max(self.flops / peak, self.moved_bytes / COPY_BYTES)
 
     @property
     def batch_name(self) -> str:
@@ -177,7 +194,7 @@ class Workload:
     @property
     def name(self) -> str:
         """Such as ``bf16-packed-32k-in-32-skewed-h16-d128-causal-forward``."""
-        parts = [LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
+        parts = ["fp8" if self.is_fp8 else LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
         parts += [self.batch_name.replace(" x ", "x"), f"h{self.heads_name.replace('/', '-hk')}"]
         scores = [self.scores_name.lower()] if self.changes_scores else []
         parts += [
@@ -242,6 +259,20 @@ def of_16k_d128(workload: Workload) -> bool:
     return workload.lengths == (16_384,) and workload.head_dim == 128
 
 
+LONG_SKEWED = replace(SKEWED, lengths=skewed_lengths(2 * TOKENS, 8))
+FP8 = tuple(
+    replace(workload, is_fp8=True)
+    for workload in (
+        LONG_SKEWED,
+        replace(LONG_SKEWED, causal=False),
+        replace(LONG_SKEWED, heads=32, heads_kv=32, head_dim=64),
+        replace(LONG_SKEWED, heads=8, heads_kv=8, head_dim=256),
+        replace(SKEWED, lengths=(8192,) * 4),
+        replace(SKEWED, lengths=(8192,) * 4, causal=False),
+        *(w for w in WINDOWED if w.window[0] == 4095),
+    )
+)
+
 WORKLOADS = (
     *PACKED,
     *backward_of(*PACKED),
@@ -250,13 +281,17 @@ WORKLOADS = (
     *CHANGED,
     DROPPED,
     *backward_of(DROPPED),
+    *FP8,
 )
 """What is measured, in this order. A new row is one more workload here."""
 
 TOPICS: dict[str, Callable[[Workload], bool]] = {
-    "Packed sequences": lambda workload: workload.is_packed,
-    "Windows": lambda workload: workload.has_window and not (workload.is_packed or workload.changes_scores),
+    "Packed sequences": lambda workload: workload.is_packed and not workload.is_fp8,
+    "Windows": lambda workload: (
+        workload.has_window and not (workload.is_packed or workload.changes_scores or workload.is_fp8)
+    ),
     "Scores": lambda workload: workload.changes_scores and not workload.is_packed,
+    "FP8": lambda workload: workload.is_fp8,
 }
 """Parts of a report, by title: which workloads each has."""
 

@@ -54,6 +54,30 @@ def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
         assert errors_of(dense, workload) == ""
 
 
+FP8 = tuple(replace(workload, is_fp8=True) for workload in FORWARD)
+
+
+@pytest.mark.parametrize("workload", FP8, ids=lambda w: w.name)
+def test_ours_in_fp8_with_and_without_quantization_and_in_16_bits(workload: Workload) -> None:
+    for name in ("ours", "ours_e2e", "ours_bf16"):
+        assert FEATURE_PEERS[name].takes(workload)
+        assert errors_of(FEATURE_PEERS[name], workload) == ""
+    others = "ours_dense", "fa4", "flex", "ampere"
+    assert not any(FEATURE_PEERS[name].takes(workload) for name in others)
+    assert not FEATURE_PEERS["ours_e2e"].takes(replace(workload, is_fp8=False))
+
+
+@pytest.mark.parametrize("workload", FP8, ids=lambda w: w.name)
+def test_fa3_gets_a_descale_for_each_sequence(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFa3()
+    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    assert errors_of(FEATURE_PEERS["fa3"], workload) == ""
+    (call,) = fake.calls
+    assert call["q"].dtype == torch.float8_e4m3fn
+    assert call["k_descale"].shape == (len(workload.lengths), workload.heads_kv)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED), ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +98,7 @@ class FakeFa3:
         self.calls.append(c)
         q, k, v = c["q"], c["k"], c["v"]
         options = {"causal": c["is_causal"], "window_size": (c["window_size_left"], c["window_size_right"])}
+        options |= {name: c[name] for name in ("q_descale", "k_descale", "v_descale")}
         if c["cu_seqlens_q"] is None:
             return (flash_attn_func(q, k, v, **options),)
         lengths = (c[f"{name}_{side}"] for name in ("cu_seqlens", "max_seqlen") for side in "qk")
@@ -178,7 +203,8 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
-    assert [p.name for p in peers.parse_feature_peers("")] == ["ours", "ours_dense", "fa3", "fa4", "cudnn"]
+    usual = ["ours", "ours_dense", "ours_e2e", "ours_bf16", "fa3", "fa4", "cudnn"]
+    assert [p.name for p in peers.parse_feature_peers("")] == usual
     assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
