@@ -109,12 +109,25 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
     return lengths.cumsum(0).to(torch.int32).to(device)
 
 
+def without_latent(workload: Workload, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rotary parts of q and k, and what of q meets the latent."""
+    own = workload.head_dim
+    return q[..., :own], k[..., :own], q[..., own:]
+
+
 # ours
 
 
 def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
     options |= score_terms.our_terms(workload, setting.device)
+    if workload.latent:
+
+        def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+            q, k, qv = without_latent(workload, q, k)
+            return partial(flash_attn_func, q, k, v, qv=qv, **options)
+
+        return bind
     if not workload.is_packed:
         return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
     offsets, longest = offsets_of(workload, setting.device), workload.longest
@@ -143,6 +156,8 @@ def describe_ours(
         plan = explain_varlen(inputs.q, inputs.k, inputs.v, offsets, offsets, longest, longest, **options)
     else:
         q, k, v = (as_batch(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+        if workload.latent:
+            q, k, options["qv"] = without_latent(workload, q, k)
         plan = explain(q, k, v, **options)
     if setting.is_cuda and plan.backend == "reference":
         raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
@@ -190,6 +205,14 @@ def bind_fa3(workload: Workload, setting: Setting) -> Binding:
         more |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         more |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     is_causal = workload.causal and not workload.has_window
+    if workload.latent:
+        more["softmax_scale"] = workload.score_dim**-0.5
+
+        def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+            q, k, qv = without_latent(workload, q, k)
+            return bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, q_v=qv, **more)
+
+        return bind
     return lambda q, k, v: bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, **more)
 
 
@@ -270,6 +293,10 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     return bind
 
 
+def has_no_latent(workload: Workload) -> bool:
+    return not workload.latent
+
+
 def is_dense_batch(workload: Workload) -> bool:
     return workload.is_packed and workload.has_equal_lengths
 
@@ -291,14 +318,16 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
+            takes=has_no_latent,
         ),
         FeaturePeer(
             "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,
-            bind_flex, enter=heads_second, leave=tokens_of_heads,
+            bind_flex, takes=has_no_latent, enter=heads_second, leave=tokens_of_heads,
         ),
         FeaturePeer(
             AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
-            partial(bind_ours, backend="ampere"), note=partial(describe_ours, backend="ampere"),
+            partial(bind_ours, backend="ampere"), takes=has_no_latent,
+            note=partial(describe_ours, backend="ampere"),
         ),
     )
 }  # fmt: skip
