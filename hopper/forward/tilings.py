@@ -126,6 +126,11 @@ def select_forward_config(
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
 
 
+def with_dropout(config: ForwardConfig) -> ForwardConfig:
+    """That which serves the same problem with dropout, whose mask is made for 32 keys at a time."""
+    return replace(config, tile_n=config.tile_n // 32 * 32, dropout=True)
+
+
 def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:
     head_dim, head_dim_v, causal = key
     return tiling.build(ForwardConfig, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)

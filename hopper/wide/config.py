@@ -59,6 +59,7 @@ class WideForwardConfig:
     sinks: bool = False
 
     head_dim = HEAD_DIM
+    dropout = False
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2

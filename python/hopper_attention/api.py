@@ -13,7 +13,7 @@ from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.qv import QvInputs, run_qv
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
-from hopper_attention.qv import check_qv, scale_with_qv
+from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
@@ -42,6 +42,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -69,6 +70,7 @@ def flash_attn_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -96,6 +98,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -122,6 +125,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -180,6 +184,9 @@ def flash_attn_func(
             are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default (attention
             over a latent, MLA). 16 bits, forward only: a backward pass through the result raises. On the Hopper kernel
             with a head_dim of at most 64; elsewhere with backend="reference".
+        dropout_p: this much of P is dropped, from 0 on, below 1, and what is kept is multiplied by 1 / (1 - p)
+            (FlashAttention-2's). 1 - p is rounded to a multiple of 1/256. The mask comes from torch's generator of the
+            device of q, which moves on; the same seed gives the same mask on every backend. The LSE is that without.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse),
@@ -213,6 +220,8 @@ def flash_attn_func(
         )
         causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if dropout_p != 0.0:
+        scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:
@@ -257,6 +266,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
+    check_qv_without_dropout(scores.dropout_p)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)
@@ -273,7 +283,7 @@ def _attend_with_qv(
     checks.check_descales(q, k, *descales)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
-    return autograd.forward_qv(q, k, v, qv, scale, mask.causal, *flags, *mask.sides, *scores.values)
+    return autograd.forward_qv(q, k, v, qv, scale, mask.causal, *flags, *mask.sides, *scores.changes)
 
 
 def _call_operator(

@@ -18,6 +18,7 @@ from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.dropout import STEPS, kept_steps, no_draw
 from hopper_attention.forward_rules import (
     Config,
     ReferenceConfig,
@@ -156,6 +157,7 @@ def explain(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
@@ -182,6 +184,7 @@ def explain(
         pack_gqa=pack_gqa,
     )
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
@@ -263,6 +266,10 @@ def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
             "alibi_slopes: scores fall by a slope of their head with the distance of query and key",
         ),
         (spec.has_sinks, "sinks: a logit of each head joins the sum of a row"),
+        (
+            spec.dropout_p != 0.0,
+            f"dropout_p: {STEPS - kept_steps(spec.dropout_p)} of {STEPS} elements of P are dropped",
+        ),
     )
     return tuple(note for is_there, note in notes if is_there)
 
@@ -394,7 +401,8 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
-    if problem.k_shape[1] == 1 and not problem.scores.has_sinks:
+    scores = problem.scores
+    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout):
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     return describe_gradients(
         lambda: backward_rules.choose_backward(problem, target, requested),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.dropout import draw_philox
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
 
@@ -23,6 +26,7 @@ SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
+    "dropout_p": "dropout of P",
 }
 """What the arguments for scores ask for."""
 
@@ -127,11 +131,28 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
 
 
+def with_dropout(
+    scores: Scores, dropout_p: Any, q: Any, draw: Callable[[torch.device], Tensor] = draw_philox
+) -> Scores:
+    """These with dropout of P, for tensors on the device of q; ``draw`` gives what the mask is made of.
+
+    Raises:
+        ValueError, TypeError: the argument has no meaning.
+        NotImplementedError: q is e4m3.
+    """
+    p = checks.check_dropout_p(dropout_p)
+    if not p:
+        return scores
+    checks.check_are_tensors(q=q)
+    check_fp8_scores(q.dtype, replace(scores, dropout_p=p))
+    return replace(scores, dropout_p=p, philox=draw(q.device))
+
+
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
     """Raise NotImplementedError for e4m3 tensors whose scores something is done to."""
     if dtype == FP8_DTYPE and scores is not NO_SCORES:
         name = scores.kind.names[0]
-        value, default = (scores.softcap, 0.0) if name == "softcap" else ("given", None)
+        value, default = (getattr(scores, name), 0.0) if name in ("softcap", "dropout_p") else ("given", None)
         feature = f"{SCORE_FEATURES[name]} of {FP8_DTYPE} tensors"
         raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
 

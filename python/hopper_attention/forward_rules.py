@@ -13,7 +13,7 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_forward_config, with_dropout
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
@@ -135,7 +135,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return replace(plain, **fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(config, **fields)
+    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
@@ -146,6 +146,8 @@ def takes_wide_values(problem: AttentionProblem, target: Target, requested: str 
     """
     if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
         return False
+    if problem.scores.has_dropout:
+        return False
     return choose_backend(target, problem.dtype, requested).backend == "hopper"
 
 
@@ -154,6 +156,8 @@ def _select_wide(
 ) -> WideForwardConfig:
     """The config of a problem with a second query or wide values, for which only Hopper has a kernel."""
     reason = why_not_wide(p.head_dim, p.head_dim_v)
+    if fields.pop("dropout"):
+        reason = "no kernel has a second query and dropout"
     if backend != "hopper":
         reason = "the kernels without WGMMA have no second query"
     if reason:

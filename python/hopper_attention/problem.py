@@ -33,7 +33,7 @@ class AttentionProblem:
             arguments of a call.
         has_chunk: there are chunks. How long they are is an argument of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
-        scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
+        scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
         has_qv: there is a second query, of head_dim_v columns, that multiplies V.
     """
 

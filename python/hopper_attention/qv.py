@@ -67,6 +67,15 @@ def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
     return checks.check_scale(softmax_scale)
 
 
+def check_qv_without_dropout(dropout_p: float) -> None:
+    """Raise NotImplementedError for dropout with a second query."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout_p is {dropout_p} with qv, which is not implemented; use dropout_p=0.0, or concatenate qv to q "
+            "and v to k where head_dim + head_dim_v is at most 256"
+        )
+
+
 def no_qv(backend: str, reason: str) -> NotImplementedError:
     """The error of a backend that has no kernel with qv for a problem."""
     return NotImplementedError(

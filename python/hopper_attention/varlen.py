@@ -18,7 +18,7 @@ from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
-from hopper_attention.qv import check_qv, scale_with_qv
+from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores
 
 
@@ -50,6 +50,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -82,6 +83,7 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -114,6 +116,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -145,6 +148,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
     """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
@@ -175,6 +179,7 @@ def flash_attn_varlen_func(
         num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
         qv: (total_q, heads, head_dim_v), as there.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
+        dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
 
@@ -192,6 +197,8 @@ def flash_attn_varlen_func(
     scores = NO_SCORES
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if dropout_p != 0.0:
+        scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
@@ -229,6 +236,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
+    check_qv_without_dropout(scores.dropout_p)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)
@@ -246,7 +254,7 @@ def _attend_with_qv(
     scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
     check_packed_scores(scores, q, lengths)
     return autograd.forward_qv_varlen(
-        q, k, v, qv, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values
+        q, k, v, qv, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.changes
     )
 
 

@@ -27,6 +27,7 @@ from hopper_attention.dispatch import (
     imagined_target,
     of_one_launch,
 )
+from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, GradientProblem
@@ -60,6 +61,7 @@ def explain_varlen(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -79,6 +81,7 @@ def explain_varlen(
     check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    scores = features.with_dropout(scores, dropout_p, q, no_draw)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
