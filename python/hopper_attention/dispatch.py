@@ -30,7 +30,7 @@ from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
-from hopper_attention.qv import check_qv
+from hopper_attention.qv import check_qv, fold, folds_heads
 from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -48,6 +48,7 @@ __all__ = [
 
 
 NOTE_ON_QV = "qv: a second query multiplies v, and its products join those of q and k"
+NOTE_ON_HEADS = "the query heads of a key/value head become queries of one, as there is a single query"
 NO_GRADIENT_WITH_QV = "a backward pass through the result raises NotImplementedError: qv has no gradient"
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
@@ -204,6 +205,9 @@ def explain(
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
     specs, notes = of_one_launch(whole, problem, target, backend)
+    if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
+        specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
+        notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8:
         choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
     else:

@@ -38,7 +38,7 @@ class Piece:
 def draw_output_gradient(workload: Workload, device: str) -> Tensor:
     """dout (tokens, heads, head_dim), N(0, 1): the same numbers at every call."""
     generator = torch.Generator(device).manual_seed(DOUT_SEED)
-    shape = workload.tokens, workload.heads, workload.head_dim
+    shape = workload.tokens, workload.heads, workload.value_dim
     return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, workload.dtype))
 
 
@@ -158,7 +158,7 @@ def attend(
 ) -> Tensor:
     """Output (rows, group, head_dim) of one key/value head; ``terms`` are of its query heads."""
     q, k, v = tensors
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[1])
     for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
             weights, _ = weigh(q[rows, i], k[keys], hidden, distance, terms[i])
@@ -204,8 +204,8 @@ def check_result(
     heads = (w.heads, w.heads_kv, w.heads_kv) if w.is_backward else (w.heads,)
     names = NAMES if w.is_backward else ("out",)
     for name, tensor, of in zip(names, result, heads, strict=True):
-        if tuple(tensor.shape) != (w.tokens, of, w.head_dim):
-            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.head_dim)}"
+        if tuple(tensor.shape) != (w.tokens, of, w.value_dim):
+            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.value_dim)}"
         wrong = int((~tensor.isfinite()).sum())
         if wrong:
             return math.inf, f"{wrong} of {tensor.numel()} of {name} are not finite"

@@ -134,6 +134,12 @@ def in_fp8(workload: Workload) -> bool:
     return workload.is_fp8
 
 
+def without_latent(workload: Workload, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rotary parts of q and k, and what of q meets the latent."""
+    own = workload.head_dim
+    return q[..., :own], k[..., :own], q[..., own:]
+
+
 # ours
 
 
@@ -148,6 +154,13 @@ def bind_16_bits(workload: Workload, setting: Setting, backend: str | None = Non
     options |= score_terms.our_terms(workload, setting.device)
     if workload.dropout:
         return bind_dropout(workload, setting, backend)
+    if workload.latent:
+
+        def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+            q, k, qv = without_latent(workload, q, k)
+            return partial(flash_attn_func, q, k, v, qv=qv, **options)
+
+        return bind
     if not workload.is_packed:
         return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
     offsets, longest = offsets_of(workload, setting.device), workload.longest
@@ -226,6 +239,8 @@ def describe_ours(
         plan = explain_varlen(inputs.q, inputs.k, inputs.v, offsets, offsets, longest, longest, **options)
     else:
         q, k, v = (as_batch(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+        if workload.latent:
+            q, k, options["qv"] = without_latent(workload, q, k)
         plan = explain(q, k, v, **options)
     if setting.is_cuda and plan.backend == "reference":
         raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
@@ -276,6 +291,14 @@ def bind_fa3(workload: Workload, setting: Setting) -> Binding:
     is_causal = workload.causal and not workload.has_window
     if workload.is_fp8:
         return lambda q, k, v: call_fp8_of_fa3(workload, Inputs(q, k, v), is_causal, more)
+    if workload.latent:
+        more["softmax_scale"] = workload.score_dim**-0.5
+
+        def bind(q: Tensor, k: Tensor, v: Tensor) -> Launch:
+            q, k, qv = without_latent(workload, q, k)
+            return bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, q_v=qv, **more)
+
+        return bind
     return lambda q, k, v: bench_peers.call_of_fa3(Inputs(q, k, v), is_causal, **more)
 
 
@@ -397,6 +420,10 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     return bind
 
 
+def in_16_bits_without_latent(workload: Workload) -> bool:
+    return not (workload.is_fp8 or workload.latent)
+
+
 def is_dense_batch(workload: Workload) -> bool:
     return workload.is_packed and workload.has_equal_lengths and not workload.is_fp8
 
@@ -426,7 +453,7 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
-            takes=in_16_bits,
+            takes=in_16_bits_without_latent,
         ),
         FeaturePeer(
             "cudnn", "cuDNN (torch SDPA), with dropout", bench_peers.needs_gpu, bench_peers.cudnn_version,
@@ -434,11 +461,11 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,
-            bind_flex, takes=in_16_bits, enter=heads_second, leave=tokens_of_heads,
+            bind_flex, takes=in_16_bits_without_latent, enter=heads_second, leave=tokens_of_heads,
         ),
         FeaturePeer(
             AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
-            partial(bind_ours, backend="ampere"), takes=in_16_bits, note=partial(describe_ours, backend="ampere"),
+            partial(bind_ours, backend="ampere"), takes=in_16_bits_without_latent, note=partial(describe_ours, backend="ampere"),
         ),
     )
 }  # fmt: skip

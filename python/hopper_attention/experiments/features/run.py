@@ -38,16 +38,20 @@ class WorkloadLostError(RuntimeError):
 
 
 def draw_tokens(workload: Workload, family: Family, seed: int, device: str) -> Inputs:
-    """One set of inputs, each (tokens, heads, head_dim), made on the device."""
+    """One set of inputs, each (tokens, heads, head_dim), made on the device.
+
+    With a latent q and k have its columns behind their own, and v are those of k.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, workload.dtype)
 
     def draw(heads: int) -> Tensor:
-        shape = workload.tokens, heads, workload.head_dim
+        shape = workload.tokens, heads, workload.score_dim
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     q = draw(workload.heads).mul_(family.query_factor)
-    return Inputs(q, draw(workload.heads_kv), draw(workload.heads_kv))
+    k = draw(workload.heads_kv)
+    return Inputs(q, k, k[..., workload.head_dim :] if workload.latent else draw(workload.heads_kv))
 
 
 def admit_all(

@@ -55,6 +55,8 @@ class Workload:
         softcap: c of c tanh(score / c); 0 is none.
         alibi, sinks: whether there are slopes and sinks, whose values ``score_terms`` has.
         dropout: how much of P is dropped; not of packed sequences.
+        latent: columns of a latent, which are further columns of the keys, and the values as well (MLA); ``head_dim``
+            are then those of the rotary part. 0: there is none, and values have head_dim columns.
     """
 
     lengths: tuple[int, ...]
@@ -71,6 +73,7 @@ class Workload:
     alibi: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
@@ -83,6 +86,15 @@ class Workload:
             raise ValueError(
                 "direction is 'backward', allowed in FP8: 'forward', as gradients are those of 16 bits"
             )
+
+    @property
+    def score_dim(self) -> int:
+        """Columns of a query that make a score."""
+        return self.head_dim + self.latent
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     @property
     def tokens(self) -> int:
@@ -124,23 +136,24 @@ class Workload:
     @property
     def flops(self) -> float:
         """Useful operations: those of visible pairs alone."""
-        forward = 4.0 * self.heads * self.head_dim * self.visible
+        forward = 2.0 * self.heads * (self.score_dim + self.value_dim) * self.visible
         return BACKWARD_WORK * forward if self.is_backward else forward
 
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v together."""
-        return (
-            self.tokens
-            * (self.heads + 2 * self.heads_kv)
-            * self.head_dim
-            * (1 if self.is_fp8 else self._size)
-        )
+        size = 1 if self.is_fp8 else self._size
+        return self.tokens * (self.heads * self.score_dim + self.heads_kv * self.key_columns) * size
+
+    @property
+    def key_columns(self) -> int:
+        """Of K and V together; a latent counts once."""
+        return self.score_dim if self.latent else 2 * self.head_dim
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a pass reads and writes at least: q, k, v and out; backward also the gradients of all four."""
-        forward = self.input_bytes + self.tokens * self.heads * self.head_dim * self._size
+        forward = self.input_bytes + self.tokens * self.heads * self.value_dim * self._size
         return 2 * forward if self.is_backward else forward
 
     @property
@@ -192,13 +205,18 @@ class Workload:
         return f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
 
     @property
+    def columns_name(self) -> str:
+        """Such as d128, or d64 latent 512."""
+        return f"d{self.head_dim}" + (f" latent {self.latent}" if self.latent else "")
+
+    @property
     def name(self) -> str:
         """Such as ``bf16-packed-32k-in-32-skewed-h16-d128-causal-forward``."""
         parts = ["fp8" if self.is_fp8 else LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
         parts += [self.batch_name.replace(" x ", "x"), f"h{self.heads_name.replace('/', '-hk')}"]
         scores = [self.scores_name.lower()] if self.changes_scores else []
         parts += [
-            f"d{self.head_dim}",
+            self.columns_name.replace(" ", "-"),
             *(x.replace(", ", "-") for x in (self.mask_name, *scores)),
             self.direction,
         ]
@@ -249,6 +267,8 @@ BIASED = Workload(lengths=(4096,) * 2, heads=32, heads_kv=32, head_dim=128, alib
 SUNK = Workload(lengths=(8192,), heads=64, heads_kv=8, head_dim=64, sinks=True)
 CHANGED = (CAPPED, replace(CAPPED, window=(4095, 0)), BIASED, SUNK, replace(SUNK, window=(127, 0)))
 DROPPED = Workload(lengths=(16_384,), heads=16, heads_kv=16, head_dim=128, causal=False, dropout=0.1)
+LATENT = Workload(lengths=(16_384,), heads=16, heads_kv=1, head_dim=64, latent=512)
+LATENTS = (replace(LATENT, lengths=(4096,)), LATENT)
 
 
 def backward_of(*workloads: Workload) -> tuple[Workload, ...]:
@@ -282,6 +302,7 @@ WORKLOADS = (
     DROPPED,
     *backward_of(DROPPED),
     *FP8,
+    *LATENTS,
 )
 """What is measured, in this order. A new row is one more workload here."""
 
@@ -290,6 +311,7 @@ TOPICS: dict[str, Callable[[Workload], bool]] = {
     "Windows": lambda workload: (
         workload.has_window and not (workload.is_packed or workload.changes_scores or workload.is_fp8)
     ),
+    "A latent": lambda workload: bool(workload.latent),
     "Scores": lambda workload: workload.changes_scores and not workload.is_packed,
     "FP8": lambda workload: workload.is_fp8,
 }

@@ -29,6 +29,7 @@ TWO_SIDED = replace(WINDOWED, causal=False, window=(-1, 30))
 CAPPED = replace(WINDOWED, softcap=2.0)
 BIASED = replace(WINDOWED, window=(-1, -1), alibi=True)
 SUNK = replace(PACKED, sinks=True)
+LATENT = Workload(lengths=(70, 70), heads=4, heads_kv=1, head_dim=16, latent=32)
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
 DROPPED = replace(WINDOWED, window=(-1, -1), heads=4, dropout=0.3)
 CHANGED = (CAPPED, BIASED, SUNK, DROPPED, replace(DROPPED, causal=False, softcap=2.0, window=(20, 10)))
@@ -105,6 +106,15 @@ class FakeFa3:
         return (flash_attn_varlen_func(q, k, v, *lengths, **options),)
 
 
+class FakeFa3WithLatent(FakeFa3):
+    """FA3's operator with its second query, as the public function computes it."""
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        c = dict(zip((x.name for x in self._schema.arguments), arguments, strict=True))
+        options = {"causal": c["is_causal"], "softmax_scale": c["softmax_scale"], "qv": c["q_v"]}
+        return (flash_attn_func(c["q"], c["k"], c["v"], **options),)
+
+
 @pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
 def test_fa3_gets_lengths_and_windows_by_name(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeFa3()
@@ -120,6 +130,19 @@ def test_fa3_gets_lengths_and_windows_by_name(workload: Workload, monkeypatch: p
         assert (call["window_size_left"], call["window_size_right"], call["num_splits"]) == (-1, -1, 1)
     with pytest.raises(NotImplementedError, match="has the forward alone"):
         errors_of(FEATURE_PEERS["fa3"], *backward_of(workload))
+
+
+def test_a_latent_is_a_second_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors_of(FEATURE_PEERS["ours"], LATENT) == ""
+    assert LATENT.name == "bf16-2x70-h4-hk1-d16-latent-32-causal-forward"
+    assert LATENT.flops == 2 * 4 * (48 + 32) * 2 * (70 * 71 // 2)
+    assert LATENT.input_bytes == 140 * (4 * 48 + 48) * 2
+    fake = FakeFa3WithLatent()
+    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    assert errors_of(FEATURE_PEERS["fa3"], LATENT) == ""
+    takers = {name for name, peer in FEATURE_PEERS.items() if peer.takes(LATENT)}
+    assert takers == {"ours", "fa3"}
 
 
 @pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
