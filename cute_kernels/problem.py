@@ -10,8 +10,9 @@ DENSE, VARLEN = "dense", "varlen"
 LAYOUTS = (DENSE, VARLEN)
 """Of a batch: sequences of one length, each with rows of its own; or of any lengths, packed behind each other."""
 
-SCORE_FEATURES = ("softcap", "alibi", "sinks")
-"""Fields of a config for what is done to scores; a backward kernel finds sinks in the LSE, and has no such field."""
+SCORE_FEATURES = ("softcap", "alibi", "sinks", "dropout")
+"""Fields of a config for what is done to scores and P; a backward kernel finds sinks in the LSE, and has none for
+them."""
 
 MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16

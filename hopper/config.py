@@ -59,7 +59,8 @@ class ForwardConfig:
     ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
     With ``chunk`` it is given the keys of a chunk too, outside of which a query sees none.
     ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
-    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes elements
+    of P.
     """
 
     dtype: str
@@ -81,6 +82,7 @@ class ForwardConfig:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +91,7 @@ class ForwardConfig:
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or self.dropout
 
     @property
     def consumers(self) -> int:
@@ -210,6 +212,8 @@ def validate_forward_config(config: ForwardConfig) -> None:
             f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
             "sequences and where scores are changed: True"
         )
+    if c.dropout and c.tile_n % 32:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
@@ -245,6 +249,7 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""

@@ -74,7 +74,7 @@ class AmpereForwardConfig:
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
     kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences
     lie in the tensors. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit
-    without a value to each row.
+    without a value to each row; ``dropout`` zeroes elements of P.
     """
 
     dtype: str
@@ -95,10 +95,11 @@ class AmpereForwardConfig:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or self.dropout
 
     @property
     def threads(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.dropout import draw_philox
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
 
@@ -23,6 +26,7 @@ SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
+    "dropout_p": "dropout of P",
 }
 """What the arguments for scores ask for."""
 
@@ -36,7 +40,6 @@ def resolve_mask(
     k: Any,
     causal: bool,
     *,
-    qv: Any = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: Any = 0,
     num_splits: Any = 1,
@@ -53,7 +56,7 @@ def resolve_mask(
         NotImplementedError: an argument asks for a feature that no backend has.
         ValueError, TypeError: an argument has no meaning.
     """
-    check_hints(qv, num_splits, pack_gqa)
+    check_hints(num_splits, pack_gqa)
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
@@ -128,23 +131,37 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
 
 
+def with_dropout(
+    scores: Scores, dropout_p: Any, q: Any, draw: Callable[[torch.device], Tensor] = draw_philox
+) -> Scores:
+    """These with dropout of P, for tensors on the device of q; ``draw`` gives what the mask is made of.
+
+    Raises:
+        ValueError, TypeError: the argument has no meaning.
+        NotImplementedError: q is e4m3.
+    """
+    p = checks.check_dropout_p(dropout_p)
+    if not p:
+        return scores
+    checks.check_are_tensors(q=q)
+    check_fp8_scores(q.dtype, replace(scores, dropout_p=p))
+    return replace(scores, dropout_p=p, philox=draw(q.device))
+
+
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
     """Raise NotImplementedError for e4m3 tensors whose scores something is done to."""
     if dtype == FP8_DTYPE and scores is not NO_SCORES:
         name = scores.kind.names[0]
-        value, default = (scores.softcap, 0.0) if name == "softcap" else ("given", None)
+        value, default = (getattr(scores, name), 0.0) if name in ("softcap", "dropout_p") else ("given", None)
         feature = f"{SCORE_FEATURES[name]} of {FP8_DTYPE} tensors"
         raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
 
 
-def check_hints(qv: Any, num_splits: Any, pack_gqa: Any) -> None:
-    """Raise for a second query, which no backend has, and for hints that have no meaning.
+def check_hints(num_splits: Any, pack_gqa: Any) -> None:
+    """Raise for hints that have no meaning.
 
-    The hints say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
+    They say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
     """
-    if qv is not None:
-        instead = "qv=None, or concatenate it to q and k"
-        raise missing("qv", "given", "a second query that multiplies V", instead)
     if num_splits is not None:
         _read_count("num_splits", num_splits)
     if pack_gqa is not None:

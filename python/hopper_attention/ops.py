@@ -38,14 +38,16 @@ def forward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
     ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
-    window and the chunk are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
 
@@ -66,6 +68,8 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -132,6 +136,8 @@ def backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
@@ -139,12 +145,12 @@ def backward(
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
     mask = MaskSpec(causal, window_left, window_right, attention_chunk)
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-    if k.shape[1] == 1 and sinks is None:
+    if k.shape[1] == 1 and sinks is None and not dropout_p:
         return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale, softcap)
     if needs_parts(v.shape[3]):
 
@@ -182,6 +188,8 @@ def backward(
         attention_chunk=attention_chunk,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        philox=philox,
     )
 
 
@@ -204,6 +212,8 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -31,7 +33,8 @@ class AttentionProblem:
             arguments of a call.
         has_chunk: there are chunks. How long they are is an argument of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
-        scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
+        scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
+        has_qv: there is a second query, of head_dim_v columns, that multiplies V.
     """
 
     dtype: torch.dtype
@@ -45,6 +48,7 @@ class AttentionProblem:
     has_chunk: bool = False
     is_packed: bool = False
     scores: ScoreKind = PLAIN
+    has_qv: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,9 @@ class GradientProblem(AttentionProblem):
 @lru_cache(maxsize=1)
 def length_bounds() -> tuple[int, ...]:
     """Every seqlen_k up to which some tiling of ``hopper`` serves, in ascending order."""
-    tables = (
+    tables: tuple[Mapping[Any, tuple[tilings.Tiling, ...]], ...] = (
         tilings.TILINGS,
+        tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,

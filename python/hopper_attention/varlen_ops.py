@@ -36,15 +36,17 @@ def forward_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
 
     ``deterministic`` is for the gradient. ``causal``, the sides of the window and the chunk are those of a
-    ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_varlen(q, k, v, lengths, *options, window=window, scores=scores)
 
@@ -71,6 +73,8 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]))
@@ -102,6 +106,8 @@ def backward_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward_varlen``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
@@ -111,7 +117,7 @@ def backward_varlen(
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, in_order, window, scores
 
     def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
@@ -147,6 +153,8 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv

@@ -400,7 +400,7 @@ def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
         tensors = [x.requires_grad_() for x in qkv()]
         plan = function(*tensors, backend=backend, device_capability=(9, 0), **scores)
         assert plan.backend == backend
-        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks) == kind
+        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks, plan.config.dropout) == kind
         (gradient,) = (note for note in plan.notes if note.startswith("the backward pass runs on the "))
         # A sink is in the LSE, and its gradient needs no kernel.
         assert ["softcap" in gradient, "alibi" in gradient, "sinks" in gradient] == [*kind[:2], False]
@@ -421,14 +421,18 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
             sides = () if window == (-1, -1, 0) else window[:2]
             if backend == "hopper":
                 sides = (*(sides or (None, None)), None, None, None)
-            assert call[: len(call) - len(last) - 3][-1 - len(sides) :] == (0.5, *sides)
-            found_cap, found_slopes, found_sinks = call[len(call) - len(last) - 3 :][:3]
-            assert found_cap == cap and call[len(call) - len(last) :] == last
+            assert call[: len(call) - len(last) - 5][-1 - len(sides) :] == (0.5, *sides)
+            found_cap, found_slopes, found_sinks, *dropout = call[len(call) - len(last) - 5 :][:5]
+            # Three CTAs an SM where the window is narrow.
+            grid = tuple(SMS if window == (-1, -1, 0) else 3 * SMS for _ in last)
+            assert found_cap == cap and dropout == [None, None] and call[len(call) - len(last) :] == grid
             assert torch.equal(found_slopes, slopes.expand(2, 4)) and found_slopes.dtype == torch.float32
             assert torch.equal(found_sinks, torch.ones(4)) and found_sinks.dtype == torch.float32
-    assert [(p.has_window, p.scores) for p in problems] == [(w, (True, True, True)) for w in (False, True)]
+    assert [(p.has_window, p.scores) for p in problems] == [
+        (w, (True, True, True, False)) for w in (False, True)
+    ]
     run_forward(*tensors, 0.5, False, backend, 0, scores=Scores(sinks=sinks))
-    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 3 :][:2] == (None, None)
+    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 5 :][:2] == (None, None)
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
@@ -453,9 +457,9 @@ def test_values_reach_a_backward_kernel(
         if backend == "hopper":
             sides = (*(sides or (None, None)), None, None, None)
         both = options_of(Scores(2.0, slopes), window)
-        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == last
+        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == (None, None, *last)
         assert torch.equal(both[2 + len(sides)], slopes.expand(2, 4))
-        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, *last)
+        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, None, None, *last)
     plain = options_of(NO_SCORES)
     assert plain == (0.5, *last) == options_of(Scores(sinks=SINKS))
 
@@ -466,7 +470,7 @@ def test_rows_behind_the_last_sequence_have_no_sink(
     def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
         """As a kernel to which rows behind the last sequence are rows without keys."""
         out.zero_()
-        lse.copy_(others[-2][:, None].expand_as(lse))
+        lse.copy_(others[-4][:, None].expand_as(lse))
 
     monkeypatch.setattr(
         compile_cache, "get_forward", lambda c: kernel if hasattr(c, "tile_m") else lambda *a: None
@@ -517,8 +521,8 @@ def test_rows_of_sequences(case: str) -> None:
 
 
 def test_records() -> None:
-    assert ScoreSpec(2.0, True, False).kind == ScoreKind(True, True, False) == (True, True, False)
-    assert ScoreKind(True, False, True).names == ("softcap", "sinks") and PLAIN.names == ()
+    assert ScoreSpec(2.0, True, False).kind == ScoreKind(True, True, False) == (True, True, False, False)
+    assert ScoreKind(True, False, True, True).names == ("softcap", "sinks", "dropout_p") and PLAIN.names == ()
     assert Scores(0.0, SLOPES, None).spec == ScoreSpec(has_alibi=True)
     with pytest.raises(ValueError, match=r"softcap is -2\.0"):
         ScoreSpec(-2.0)

@@ -203,7 +203,6 @@ MISSING = [
         FP8 | {"q_descale": torch.ones(2, 2)},
         "the dtype of q is torch.float8_e4m3fn: variable-length attention",
     ),
-    ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet"),
     (
         {"attention_chunk": 5, "max_seqlen_q": LONG},
         "attention_chunk is given for 536870913 queries and 11 keys",

@@ -48,7 +48,7 @@ class AmpereBackwardConfig:
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of
     a chunk. ``layout`` says how sequences lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward
-    kernel changed so; its sinks are in the LSE.
+    kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE.
     """
 
     dtype: str
@@ -71,10 +71,11 @@ class AmpereBackwardConfig:
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi
+        return self.softcap or self.alibi or self.dropout
 
     @property
     def has_mask(self) -> bool:

@@ -92,7 +92,7 @@ def kernel_options(
     """
     if isinstance(config, BackwardConfig) and config.is_plain:
         return ()
-    changes: tuple[Any, ...] = None, None
+    changes: tuple[Any, ...] = None, None, None, None
     if scores is not NO_SCORES:
         batch = q.shape[0] if plan is NO_PLAN else plan[1] - 1
         changes = scores.for_gradient(batch, q.shape[-2])

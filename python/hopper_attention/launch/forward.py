@@ -17,12 +17,22 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import choose_backend, target_of
 from hopper_attention.checks import TensorSpec
-from hopper_attention.forward_rules import Config, ReferenceConfig, check_size, problem_of, select_for
+from hopper_attention.forward_rules import (
+    Config,
+    ReferenceConfig,
+    check_size,
+    problem_of,
+    select_for,
+    takes_wide_values,
+)
 from hopper_attention.launch.base import (
+    NO_PLAN,
+    NO_SIDES,
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
     Launcher,
@@ -31,6 +41,7 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
+from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.notices import warn_once
@@ -102,10 +113,6 @@ class PartsLaunch:
         self, q: Tensor, k: Tensor, v: Tensor, *options: Any, **scores: Scores
     ) -> tuple[Tensor, Tensor]:
         return attend_in_parts(v, lambda part: self.launches[part.shape[3]](q, k, part, *options, **scores))
-
-
-NO_SIDES, NO_PLAN = (None, None, None), (None, None)
-"""In place of the sides of a window and a chunk, and of a plan and the number of its sequences."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,11 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
     return select_for(problem, choice.backend, target.capability)
 
 
+def takes_wide(problem: AttentionProblem, device: torch.device, backend: str | None) -> bool:
+    """``takes_wide_values`` on a device."""
+    return takes_wide_values(problem, target_of(device), backend)
+
+
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find(
     problem: AttentionProblem,
@@ -200,8 +212,10 @@ def find(
     scale = problem.head_dim**-0.5
     if isinstance(config, ReferenceConfig):
         return ReferenceLaunch(config, problem.causal, scale)
+    if isinstance(config, WideForwardConfig):
+        return WithoutQv(make_wide_launcher(config, device, problem.head_dim_v, sm_margin), scale)
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     result = ResultSpec(problem.out_dtype, problem.head_dim_v, is_like_q)
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):
@@ -244,13 +258,13 @@ def find_launch(
     checks.check_qkv(q, k, v)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    if needs_parts(v_shape[3]):
+    problem = problem_of(q, k, v, causal, window, scores)
+    if needs_parts(v_shape[3]) and not takes_wide(problem, q_device, backend):
         shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
         options = causal, backend, sm_margin, window, scores
         return PartsLaunch(
             {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
         )
-    problem = problem_of(q, k, v, causal, window, scores)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))

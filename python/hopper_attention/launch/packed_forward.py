@@ -15,8 +15,7 @@ from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.launch.base import Launcher, count_ctas, index_of
-from hopper_attention.launch.forward import NO_SIDES
+from hopper_attention.launch.base import NO_SIDES, Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides, present
@@ -137,7 +136,7 @@ def make_packed_launcher(
         ValueError: ``sm_margin`` leaves no multiprocessor.
     """
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     if isinstance(config, AmpereForwardConfig):
         num_ctas = 0
     kernel = compile_cache.get_forward(config)

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
-from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.forward import find_config, takes_wide
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
+from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.notices import warn_once
@@ -179,6 +181,8 @@ def find_varlen(
     config = find_config(problem, device, backend)
     if isinstance(config, ReferenceConfig):
         return ReferenceVarlen(problem.causal)
+    if isinstance(config, WideForwardConfig):
+        return PackedWithoutQv(make_packed_wide_launcher(config, device, problem.head_dim_v, sm_margin))
     return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
 
 
@@ -217,7 +221,8 @@ def find_varlen_launch(
     check_packed(q, k, v, lengths)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    if needs_parts(v.shape[2]):
+    problem = packed_problem_of(q, v, causal, window, scores)
+    if needs_parts(v.shape[2]) and not takes_wide(problem, q.device, backend):
         shapes = {width: (*v.shape[:2], width) for width in part_widths(v.shape[2])}
         options = lengths, causal, window, backend, sm_margin, scores
         return PartsVarlen(
@@ -226,7 +231,6 @@ def find_varlen_launch(
                 for width, shape in shapes.items()
             }
         )
-    problem = packed_problem_of(q, v, causal, window, scores)
     return find_varlen(problem, q.device, backend, sm_margin)
 
 
