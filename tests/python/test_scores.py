@@ -503,7 +503,7 @@ def test_nothing_to_launch() -> None:
         cu_q, cu_k, most_q, most_k, *used = c.lengths
         lengths = Lengths(cu_q, cu_k, *used, most_q, most_k)
         scores = Scores(2.0, None, SINKS)
-        empty = varlen.EMPTY(*tensors, *lengths, 0.2, -1, -1, True, scores=scores)
+        empty = varlen.EMPTY(*tensors, *lengths, 0.2, -1, -1, 0, True, scores=scores)
         wanted = varlen.run_varlen(*tensors, lengths, 0.2, False, None, 0, scores=scores)
         for mine, theirs in zip(empty, wanted, strict=True):
             assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype and mine.is_contiguous()
