@@ -126,10 +126,6 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
     return lengths.cumsum(0).to(torch.int32).to(device)
 
 
-def in_16_bits(workload: Workload) -> bool:
-    return not workload.is_fp8
-
-
 def in_fp8(workload: Workload) -> bool:
     return workload.is_fp8
 
@@ -465,7 +461,8 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             AMPERE, "hopper-attention without WGMMA", bench_peers.needs_gpu, bench_peers.our_version,
-            partial(bind_ours, backend="ampere"), takes=in_16_bits_without_latent, note=partial(describe_ours, backend="ampere"),
+            partial(bind_ours, backend="ampere"), takes=in_16_bits_without_latent,
+            note=partial(describe_ours, backend="ampere"),
         ),
     )
 }  # fmt: skip
