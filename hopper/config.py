@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cute_kernels import problem
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -50,7 +51,7 @@ class ForwardConfig:
     Such kernels are for comparison, as in the paper's ablation.
     ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
     ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
-    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row. ``functions`` are a user's.
     """
 
     dtype: str
@@ -71,6 +72,7 @@ class ForwardConfig:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def is_plain(self) -> bool:
@@ -79,7 +81,7 @@ class ForwardConfig:
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or bool(self.functions)
 
     @property
     def consumers(self) -> int:
@@ -164,6 +166,7 @@ class ForwardConfig:
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 

@@ -18,6 +18,7 @@ from cute_kernels.problem import (
     SHORT_NAMES,
     cover_head_dims,
 )
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 WARP_THREADS = 32
 MMA_ROWS = 16
@@ -73,6 +74,7 @@ class AmpereForwardConfig:
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
     kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors. ``softcap``
     caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    ``functions`` are a user's.
     """
 
     dtype: str
@@ -92,10 +94,11 @@ class AmpereForwardConfig:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or bool(self.functions)
 
     @property
     def threads(self) -> int:
@@ -139,6 +142,7 @@ class AmpereForwardConfig:
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 

@@ -8,8 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import strided
+from cute_kernels.arguments import captured_arguments, strided
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.user_functions import UserFunctions
 
 
 class OptionalFeatures(Protocol):
@@ -27,18 +28,22 @@ class OptionalFeatures(Protocol):
     @property
     def alibi(self) -> bool: ...
 
+    @property
+    def functions(self) -> UserFunctions: ...
+
 
 class KernelOptions(NamedTuple):
     """Of one launch, each as a tuple that is empty where there is no such thing.
 
     ``sides`` are those of a window, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor (batch, heads)
-    of ALiBi, ``sinks`` that of (heads,).
+    of ALiBi, ``sinks`` that of (heads,), ``captured`` the tensors that a user's functions read.
     """
 
     sides: tuple
     factors: tuple
     slopes: tuple
     sinks: tuple
+    captured: tuple
 
     def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
         return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
@@ -49,11 +54,15 @@ def read_options(
 ) -> tuple[KernelOptions, Float32]:
     """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
     window, if the config has one, and if it changes scores (softcap, alibi_slopes) and in a forward kernel sinks, with
-    None for what there is not."""
+    None for what there is not, and the tensors that a user's functions read."""
     sides, terms = (arguments[:2], arguments[2:]) if config.window else ((), arguments)
+    of_functions = len(terms) - len(config.functions.tensors)
+    terms, captured = terms[:of_functions], terms[of_functions:]
     caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))
     factors = tuple(softmax_scale / cap for cap in caps)
-    return KernelOptions(tuple(sides), factors, slopes, sinks), scale_in_base_2(softmax_scale, caps)
+    return KernelOptions(tuple(sides), factors, slopes, sinks, tuple(captured)), scale_in_base_2(
+        softmax_scale, caps
+    )
 
 
 def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
@@ -63,4 +72,5 @@ def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
         return sides
     slopes = strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if config.alibi else None
     sink_arguments = (strided(Float32, (cute.sym_int(),), 1) if is_there else None for is_there in sinks)
-    return *sides, Float32(0.0) if config.softcap else None, slopes, *sink_arguments
+    cap, captured = Float32(0.0) if config.softcap else None, captured_arguments(config.functions)
+    return *sides, cap, slopes, *sink_arguments, *captured

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -34,7 +35,7 @@ class BackwardConfig:
     added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
     window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. ``layout`` is "dense", for
     sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's
-    bias to them.
+    bias to them. ``functions`` are a user's.
     """
 
     dtype: str
@@ -50,11 +51,12 @@ class BackwardConfig:
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def is_plain(self) -> bool:
         """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
-        return not (self.window or self.softcap or self.alibi) and self.layout == DENSE
+        return not (self.window or self.softcap or self.alibi or self.functions) and self.layout == DENSE
 
     @property
     def consumers(self) -> int:
@@ -64,6 +66,12 @@ class BackwardConfig:
     @property
     def threads(self) -> int:
         return WARPGROUP_THREADS * (self.consumers + 1)
+
+    @property
+    def publishes_factors(self) -> bool:
+        """Whether a warpgroup that makes P also has to give what dS is made of, since it does not follow from P: P
+        times the slope of a score function."""
+        return self.functions.has_score and (self.functions.bends or self.softcap)
 
     @property
     def rounds_probabilities(self) -> bool:
@@ -155,6 +163,7 @@ class BackwardConfig:
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("softcap", "alibi") if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 
@@ -210,6 +219,7 @@ class PairedBackwardConfig(BackwardConfig):
         queries = self.tile_m * (self.stages * self.head_dim + self.head_dim_v)
         scores = self.tile_m * self.keys * (1 + CLUSTER_CTAS * self.stages)
         vectors = self.tile_m * (self.stages + 1)
+        scores += self.tile_m * self.keys * self.publishes_factors
         return 2 * (keys + queries + scores) + 4 * vectors + BARRIER_BYTES
 
     @property
@@ -236,6 +246,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
     tiles_m = (64,) if is_paired else (64, 128)
     if c.tile_m not in tiles_m:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
+    if c.functions and c.rounds_probabilities:
+        raise ValueError(f"tile_m is {c.tile_m}, allowed with a user's functions: {WARPGROUP_ROWS}")
     if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
     if c.layout not in LAYOUTS:
@@ -259,6 +271,7 @@ def select_backward_config(
     layout: str = DENSE,
     softcap: bool = False,
     alibi: bool = False,
+    functions: UserFunctions = NO_FUNCTIONS,
 ) -> BackwardConfig:
     """The config that serves a problem. Windows and packed sequences have the tiles of dense problems, and so have
     scores that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
@@ -274,7 +287,7 @@ def select_backward_config(
             "backward kernel"
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
-    tile_m = 128 if fits[0] == 64 and not (softcap or alibi) else 64
+    tile_m = 128 if fits[0] == 64 and not (softcap or alibi or functions) else 64
     config = kind(
         dtype,
         fits[0],
@@ -288,6 +301,7 @@ def select_backward_config(
         layout=layout,
         softcap=softcap,
         alibi=alibi,
+        functions=functions,
     )
     validate_backward_config(config)
     return config

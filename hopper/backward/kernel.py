@@ -143,6 +143,7 @@ class BackwardKernel:
             sizes,
             options.softcap,
             options.slopes,
+            options.captured,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -164,6 +165,7 @@ class BackwardKernel:
         sizes: tuple[tuple, tuple],
         caps: tuple,
         slopes: tuple,
+        captured: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -220,7 +222,7 @@ class BackwardKernel:
                 OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 thread,
             )
-            rules = key_rules(softmax_scale, caps, slopes, self.dtype)
+            rules = key_rules(c, softmax_scale, caps, slopes, captured)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
             epilogue = BackwardEpilogue(c, layouts, memory, targets, softmax_scale, wg)
@@ -446,10 +448,11 @@ class GeneralBackwardKernel(BackwardKernel):
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
-        num_ctas: Int32,
-        stream,
+        *captured_ctas_and_stream,
     ):
-        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
+        tensors that the config's functions read, num_ctas and the stream."""
+        *captured, num_ctas, stream = captured_ctas_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes, tuple(captured)
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -19,13 +18,15 @@ class BackwardOptions(LoopInvariant):
 
     ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
     ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
-    ``slopes`` those of ALiBi, float32 (batch, heads).
+    ``slopes`` those of ALiBi, float32 (batch, heads). ``captured`` are the tensors that the functions of the config
+    read.
     """
 
     window: tuple = ()
     plan: tuple = ()
     softcap: tuple = ()
     slopes: tuple = ()
+    captured: tuple = ()
 
     @staticmethod
     def of(
@@ -34,6 +35,7 @@ class BackwardOptions(LoopInvariant):
         plan: tuple[cute.Tensor | None, Int32 | None],
         softcap: Float32 | None,
         slopes: cute.Tensor | None,
+        captured: tuple,
     ) -> "BackwardOptions":
         """Of arguments, those that the config has a use for."""
         return BackwardOptions(
@@ -41,13 +43,17 @@ class BackwardOptions(LoopInvariant):
             plan if config.layout == VARLEN else (),
             (softcap,) if config.softcap else (),
             (slopes,) if config.alibi else (),
+            captured,
         )
 
 
 NO_OPTIONS = BackwardOptions()
 
 
-def key_rules(softmax_scale: Float32, caps: tuple, slopes: tuple, dtype: type[cutlass.Numeric]) -> KeyRules:
-    """What a kernel on inputs of ``dtype`` does to scores."""
-    softcap = tuple(SoftCap(softmax_scale / cap, dtype is cutlass.Float16) for cap in caps)
-    return KeyRules(scale_in_base_2(softmax_scale, caps), softcap, slopes)
+def key_rules(
+    config: BackwardConfig, softmax_scale: Float32, caps: tuple, slopes: tuple, captured: tuple
+) -> KeyRules:
+    """What a kernel does to scores."""
+    is_precise = config.dtype == "float16"
+    softcap = tuple(SoftCap(softmax_scale / cap, is_precise) for cap in caps)
+    return KeyRules(scale_in_base_2(softmax_scale, caps), softcap, slopes, config.functions, captured)

@@ -155,17 +155,23 @@ class PairConsumer(LoopInvariant):
     @cute.jit
     def store_scores(self, acc: cute.Tensor, target: cute.Tensor):
         """Round a transposed score tile and write it to shared memory, (keys, queries)."""
+        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
+        round_into(rounded, acc)
+        self.store_rounded(rounded, target)
+
+    @cute.jit
+    def store_rounded(self, rounded: cute.Tensor, target: cute.Tensor):
+        """Write a rounded tile, in the order of the accumulator."""
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
         copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
-        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
-        round_into(rounded, acc)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
 
 
 class ScoresConsumer(PairConsumer):
-    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, 1)."""
+    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, 1), and where
+    the config ``publishes_factors`` what dS is made of behind it."""
 
     def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)
@@ -196,8 +202,7 @@ class ScoresConsumer(PairConsumer):
         scores.cap(acc_S)
         if const_expr(is_masked):
             scores.mask.apply(acc_S, m_block)
-        scores.make_probabilities(acc_S, lse, m_block)
-        self._publish(acc_S, block)
+        self._publish(scores, acc_S, lse, m_block, block)
         self._issue_dv(block)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
@@ -206,10 +211,21 @@ class ScoresConsumer(PairConsumer):
         self.pipes.do.consumer_release(self.state("do", block))
 
     @cute.jit
-    def _publish(self, acc_P: cute.Tensor, block: Int32):
+    def _publish(
+        self, scores: KeyScoreTile, acc_S: cute.Tensor, lse: cute.Tensor, m_block: Int32, block: Int32
+    ):
         """Write P^T to shared memory and say so, once the second warpgroup has done with the one before."""
-        self.pipes.p.producer_acquire(state_of(self.config.stages_of("p"), block, is_producer=True))
-        self.store_scores(acc_P, self.sP[None, None, self.state("p", block).index])
+        stages = self.config.stages_of("p")
+        if const_expr(self.config.publishes_factors):
+            rounded = cute.make_rmem_tensor_like(acc_S, self.sP.element_type)
+            scores.round_probabilities(rounded, acc_S, lse, m_block)
+            self.pipes.p.producer_acquire(state_of(stages, block, is_producer=True))
+            self.store_rounded(rounded, self.sP[None, None, self.state("p", block).index])
+            self.store_scores(acc_S, self.sP[None, None, stages])
+        else:
+            scores.make_probabilities(acc_S, lse, m_block)
+            self.pipes.p.producer_acquire(state_of(stages, block, is_producer=True))
+            self.store_scores(acc_S, self.sP[None, None, self.state("p", block).index])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -248,7 +264,7 @@ class GradientConsumer(PairConsumer):
         warpgroup.wait_group(0)
         self._issue_dv(block)
         lse = delta
-        if const_expr(scores.is_capped):
+        if const_expr(scores.is_capped and scores.follows_from_probabilities):
             # The first warpgroup has seen it already, but not on behalf of this one.
             q_state = self.state("q", block)
             self.pipes.q.consumer_wait(q_state)
@@ -265,8 +281,11 @@ class GradientConsumer(PairConsumer):
 
     @cute.jit
     def _read_probabilities(self, block: Int32) -> cute.Tensor:
-        """P^T in 16 bits, in the order of the accumulator."""
-        source = self.sP[None, None, self.state("p", block).index]
+        """P^T in 16 bits, in the order of the accumulator; or what dS is made of, if that is published."""
+        stage = self.state("p", block).index
+        if const_expr(self.config.publishes_factors):
+            stage = self.config.stages_of("p")
+        source = self.sP[None, None, stage]
         rounded = cute.make_rmem_tensor_like(self.make_scores(), source.element_type)
         atom = cute.make_copy_atom(
             warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), source.element_type

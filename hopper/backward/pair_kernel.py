@@ -44,7 +44,8 @@ class PairMmas(NamedTuple):
 
 
 class PairLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage."""
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. Where the config
+    ``publishes_factors``, ``p`` has one more: what dS is made of."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -58,7 +59,7 @@ class PairLayouts(NamedTuple):
 
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing; ``caps`` and ``slopes`` those of ``BackwardOptions``."""
+    sequences, or nothing; ``caps``, ``slopes`` and ``captured`` those of ``BackwardOptions``."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
@@ -70,6 +71,7 @@ class Problem(NamedTuple):
     m_ends: tuple
     caps: tuple
     slopes: tuple
+    captured: tuple
 
     @property
     def pair(self) -> Any:
@@ -187,6 +189,7 @@ class PairedBackwardKernel:
             m_ends,
             options.softcap,
             options.slopes,
+            options.captured,
         ).launch(
             grid=batch.grid(mK, options.plan),
             block=(c.threads, 1, 1),
@@ -209,6 +212,7 @@ class PairedBackwardKernel:
         m_ends: tuple,
         caps: tuple,
         slopes: tuple,
+        captured: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -232,7 +236,7 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, caps, slopes
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, caps, slopes, captured
         if const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
@@ -318,11 +322,11 @@ class PairedBackwardKernel:
             )
             stores = (atoms[7:], tensors[7:])
             if wg == 0:
-                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                rules = key_rules(c, problem.softmax_scale, problem.caps, problem.slopes, problem.captured)
                 consumer = ScoresConsumer(sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 0)
             else:
-                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                rules = key_rules(c, problem.softmax_scale, problem.caps, problem.slopes, problem.captured)
                 consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 1)
         # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
@@ -443,7 +447,7 @@ class PairedBackwardKernel:
             v=layout(c.keys, c.head_dim_v, 1, half_v),
             do=layout(c.tile_m, c.head_dim_v, c.stages_of("do"), half_v),
             other_k=layout(c.keys, c.head_dim // CLUSTER_CTAS, 1, c.dq_columns),
-            p=layout(c.keys, c.tile_m, c.stages_of("p")),
+            p=layout(c.keys, c.tile_m, c.stages_of("p") + c.publishes_factors),
             ds=layout(c.keys, c.tile_m, c.stages),
             other_ds=layout(c.keys, c.tile_m, c.stages),
         )
@@ -581,9 +585,11 @@ class GeneralPairedBackwardKernel(PairedBackwardKernel):
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
-        stream,
+        *captured_and_stream,
     ):
-        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
+        tensors that the config's functions read and the stream."""
+        *captured, stream = captured_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes, tuple(captured)
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, stream)

@@ -24,7 +24,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap
+from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap, function_rules, scale_after_functions
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
@@ -74,13 +74,15 @@ class KernelParts:
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap`` and the ``slopes`` of ALiBi."""
+    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap``, the ``slopes`` of ALiBi, and the
+    tensors ``captured`` by a user's functions."""
 
     extras: tuple = ()
     plan: tuple = ()
     window: tuple = ()
     softcap: tuple = ()
     slopes: tuple = ()
+    captured: tuple = ()
 
 
 class ForwardKernel:
@@ -177,6 +179,7 @@ class ForwardKernel:
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
+            options.captured,
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -200,6 +203,7 @@ class ForwardKernel:
         sides: tuple,
         caps: tuple,
         slopes: tuple,
+        captured: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -236,7 +240,10 @@ class ForwardKernel:
         inverse_scale = 1.0
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
-        rules = ScoreRules(tuple(SoftCap(factor, is_precise) for factor in caps), slopes, inverse_scale)
+        functions = function_rules(c.functions, captured, scale_log2)
+        softcap = tuple(SoftCap(factor, is_precise) for factor in caps)
+        rules = ScoreRules(softcap, slopes, inverse_scale, functions)
+        scale_log2 = scale_after_functions(c.functions, scale_log2)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
@@ -409,23 +416,25 @@ class GeneralForwardKernel(ForwardKernel):
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
         sinks: cute.Tensor | None,
-        num_ctas: Int32,
-        stream,
+        *captured_ctas_and_stream,
     ):
         """Launch. What the config has no use for is None.
 
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
         whatever is given. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
         0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
-        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
+        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,). Then come the tensors that the config's
+        functions read, num_ctas and the stream.
         """
         c = self.config
+        *captured, num_ctas, stream = captured_ctas_and_stream
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
             window=(window_left, window_right) if const_expr(c.window) else (),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
+            captured=tuple(captured),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

@@ -9,6 +9,8 @@ from torch import Tensor
 from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.function_autograd import DenseCall, attend_with_functions
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
@@ -40,6 +42,8 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -67,6 +71,8 @@ def flash_attn_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -94,6 +100,8 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -120,6 +128,8 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -170,6 +180,14 @@ def flash_attn_func(
             -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
         sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
             that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
+        score_mod: FlexAttention's: (score, b, h, q_idx, kv_idx) -> score, of a scaled score, natural log, after softcap
+            and alibi_slopes and before masks. The indices count from 0 in each sequence; b is its number. It is traced
+            at every call into the kernel, which is compiled once for functions that do the same: it may use
+            operators, ``hopper_attention.mods`` or torch's functions of the same names, and elements of tensors on the
+            device of q, whose values are no part of the kernel. Numbers that it captures are. Integers have 32 bits;
+            an index outside of a tensor is taken for the nearest inside. Gradients flow through it to q and k, not to
+            the tensors that it reads. Not for float8_e4m3fn.
+        mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, likewise, beside the other masks.
         qv: FlashAttention-3's feature that is not implemented yet; anything but the default raises NotImplementedError.
 
     Returns:
@@ -206,6 +224,8 @@ def flash_attn_func(
         )
         causal, window = mask.causal, mask.window
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:
@@ -259,4 +279,6 @@ def _call_operator(
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic
+    if scores.captured:
+        return attend_with_functions(DenseCall(scale, mask, scores, *flags), q, k, v)
     return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.window, *scores.values)

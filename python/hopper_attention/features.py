@@ -16,13 +16,17 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.functions import MaskMod, ScoreMod, trace_functions
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
-from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
+from hopper_attention.plain_calls import is_transformed
+from hopper_attention.scores import NO_SCORES, FunctionScores, Scores, check_slopes_are_constant
 
 SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
+    "score_mod": "a function of the scores",
+    "mask_mod": "a function as a mask",
 }
 """What the arguments for scores ask for."""
 
@@ -120,6 +124,21 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     checks.check_are_tensors(**{name: x for name, x in given.items() if x is not None})
     check_slopes_are_constant(alibi_slopes)
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
+
+
+def with_functions(scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Scores:
+    """The same with a user's functions, traced.
+
+    Raises:
+        NotImplementedError: torch.func transforms the call, or a function reads a tensor that requires a gradient.
+        TypeError: a function cannot be traced.
+    """
+    if is_transformed():
+        raise NotImplementedError(
+            "score_mod and mask_mod under torch.func (vmap, grad, jvp) are not implemented; use Tensor.backward, or "
+            "hopper_attention.reference.attention_naive, which torch differentiates in every mode"
+        )
+    return FunctionScores(*scores.values, trace_functions(score_mod, mask_mod))
 
 
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cute_kernels import problem as sizes
 from cute_kernels.ampere.config import (
@@ -11,7 +10,7 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import select_forward_config
 from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
@@ -32,6 +31,9 @@ class ReferenceConfig:
     def name(self) -> str:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
+
+LENGTH_WITH_FUNCTIONS = 1024
+"""Whose tiles serve all lengths, where a user's functions change scores."""
 
 Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
@@ -102,15 +104,20 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
-    fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
-        return replace(plain, **fields)
-    options = p.causal, p.longest_k, p.has_window, layout
+        return replace(plain, **p.scores.fields)
+    options = p.causal, longest_for(p), p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(config, **fields)
+    return replace(config, **p.scores.fields)
+
+
+def longest_for(problem: AttentionProblem) -> int:
+    """The length that tiles are chosen for. A user's functions need registers, which the tiles of short sequences
+    leave."""
+    return min(problem.longest_k, LENGTH_WITH_FUNCTIONS) if problem.scores.functions else problem.longest_k
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What is done to scores between Q K^T and the softmax, and what joins it: softcap, ALiBi and sinks."""
+"""What is done to scores between Q K^T and the softmax, and what joins it: softcap, ALiBi, functions and sinks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, check_functions
 
 
 class ScoreKind(NamedTuple):
@@ -17,17 +19,26 @@ class ScoreKind(NamedTuple):
 
     Attributes:
         has_softcap, has_alibi, has_sinks: whether ``Scores`` has each.
+        functions: the user's, without the tensors that they read.
     """
 
     has_softcap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for what there is."""
-        named = zip(("softcap", "alibi_slopes", "sinks"), self, strict=True)
+        there = *self[:3], self.functions.has_score, self.functions.has_mask
+        named = zip(("softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod"), there, strict=True)
         return tuple(name for name, is_there in named if is_there)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the config of a forward kernel."""
+        has_softcap, has_alibi, has_sinks, functions = self
+        return {"softcap": has_softcap, "alibi": has_alibi, "sinks": has_sinks, "functions": functions}
 
 
 PLAIN = ScoreKind()
@@ -79,40 +90,59 @@ class Scores:
         return cls(softcap, alibi_slopes, sinks)
 
     @property
+    def captured(self) -> CapturedFunctions:
+        """A user's functions."""
+        return NO_CAPTURED
+
+    @property
     def spec(self) -> ScoreSpec:
         return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None)
 
     @property
     def kind(self) -> ScoreKind:
-        return self.spec.kind
+        return self.spec.kind._replace(functions=self.captured.functions)
 
     @property
     def options(self) -> dict[str, Any]:
         """By the names that the functions of ``reference`` take them."""
-        return {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        named = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return named | {"functions": self.captured}
 
     @property
     def values(self) -> tuple[float, Tensor | None, Tensor | None]:
-        """In the order in which operators take them."""
+        """In the order in which operators take them, which take no functions."""
         return self.softcap, self.alibi_slopes, self.sinks
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given."""
-        return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
+        return (*(x for x in (self.alibi_slopes, self.sinks) if x is not None), *self.captured.tensors)
 
-    def for_kernel(self, batch: int, heads: int) -> tuple[float | None, Tensor | None, Tensor | None]:
+    def for_kernel(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
         """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
-        (heads,), contiguous. None for what there is not."""
+        (heads,), contiguous; None for what there is not of these; and the tensors that functions read."""
         cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
         if slopes is not None:
             slopes = slopes.detach().contiguous().expand(batch, heads)
-        return cap, slopes, None if sinks is None else sinks.detach().float().contiguous()
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        return cap, slopes, sinks, *self.captured.for_kernel
 
-    def for_gradient(self, batch: int, heads: int) -> tuple[float | None, Tensor | None]:
+    def for_gradient(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
-        cap, slopes, _ = self.for_kernel(batch, heads)
-        return cap, slopes
+        cap, slopes, _, *captured = self.for_kernel(batch, heads)
+        return cap, slopes, *captured
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionScores(Scores):
+    """The same with a user's functions, which get the score with its bias. (A class of its own, as torch.compile
+    traces the other.)"""
+
+    functions: CapturedFunctions = NO_CAPTURED
+
+    @property
+    def captured(self) -> CapturedFunctions:
+        return self.functions
 
 
 NO_SLOPES_GRADIENT = (
@@ -127,6 +157,7 @@ NO_SCORES = Scores()
 def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError or TypeError unless the values fit a q of these sizes, dtype and device."""
     checks.check_softcap(scores.softcap)
+    check_functions(scores.captured, device)
     if scores.alibi_slopes is not None:
         slopes = TensorSpec.of(scores.alibi_slopes)
         if slopes.dtype != torch.float32:

@@ -13,6 +13,8 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
+from hopper_attention.function_autograd import VarlenCall, attend_with_functions
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
@@ -48,6 +50,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -80,6 +84,8 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -112,6 +118,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -143,6 +151,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
@@ -172,6 +182,7 @@ def flash_attn_varlen_func(
         attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
         num_splits, pack_gqa, sm_margin, deterministic, qv, softcap, sinks: as for ``flash_attn_func``.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
+        score_mod, mask_mod: as there; indices count from 0 in each sequence, and b is its number.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
 
@@ -189,6 +200,8 @@ def flash_attn_varlen_func(
     scores = NO_SCORES
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
@@ -223,7 +236,8 @@ def _call_operator(
 
     ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
-    mask, scores, *flags = options
+    mask, scores, backend, sm_margin, deterministic = options
+    flags = backend, sm_margin, deterministic
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
@@ -232,6 +246,9 @@ def _call_operator(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
+    if scores.captured:
+        call = VarlenCall(scale, mask, scores, *flags, lengths)
+        return attend_with_functions(call, q, k, v)
     return autograd.forward_varlen(
         q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
     )

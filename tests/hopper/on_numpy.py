@@ -23,6 +23,7 @@ from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
@@ -87,11 +88,12 @@ def vector_map(tensor: Tensor, rows: int) -> TensorMap:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), a user's functions; sinks (heads,)."""
 
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    captured: CapturedFunctions = NO_CAPTURED
 
 
 NO_RULES = Rules()
@@ -125,6 +127,12 @@ class Arguments:
             self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
         if rules.sinks is not None:
             self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+        self.captured(rules)
+
+    def captured(self, rules: Rules) -> None:
+        """What functions read."""
+        for tensor in rules.captured.for_kernel:
+            self.tensor(tensor, tuple(tensor.shape), tensor.stride())
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
@@ -165,6 +173,7 @@ def forward_on_numpy(
         arguments.add(softmax_scale / rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.captured(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -178,6 +187,7 @@ def packed_forward_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     sides: tuple[int, int] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of packed q, k and v, which were NaN before; ``sequences`` counts that of rows of no sequence."""
     c, (q, k, v) = config, tensors
@@ -196,6 +206,7 @@ def packed_forward_on_numpy(
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.captured(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -439,6 +450,7 @@ def _add_cap_and_slopes(arguments: Arguments, rules: Rules) -> None:
         arguments.add(rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.captured(rules)
 
 
 def _backward_maps(

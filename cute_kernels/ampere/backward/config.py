@@ -20,6 +20,7 @@ from cute_kernels.ampere.config import (
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -39,8 +40,8 @@ class AmpereBackwardConfig:
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window. ``layout`` says how sequences
-    lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so; its sinks are in the
-    LSE.
+    lie in the tensors. ``softcap``, ``alibi`` and ``functions`` are of scores that the forward kernel changed so; its
+    sinks are in the LSE.
     """
 
     dtype: str
@@ -62,10 +63,11 @@ class AmpereBackwardConfig:
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi
+        return self.softcap or self.alibi or bool(self.functions)
 
     @property
     def has_mask(self) -> bool:
@@ -216,6 +218,7 @@ class AmpereBackwardConfig:
         parts += ["window"] if self.window else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 

@@ -1,5 +1,6 @@
 """The backward kernel of GPUs without WGMMA, for 16-bit inputs."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -114,7 +115,7 @@ class AmpereBackwardKernel:
         gradients = KeyGradients.of(c, tensors, window)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
-        rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+        rules = key_rules(c, scale_log2, options, mQ.element_type)
         gradients.compute(batch, gradients.claim(), heads_per_kv_head, softmax_scale, rules)
 
 
@@ -206,7 +207,7 @@ class PackedAmpereBackwardKernel:
                 of_keys=True,
             )
             batch = PackedBatch(c, plan, order, takes_last_first(c, window))
-            rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+            rules = key_rules(c, scale_log2, options, mQ.element_type)
             gradients.compute(batch, tile, mQ.shape[1] // kv_heads, softmax_scale, rules)
 
 
@@ -225,3 +226,11 @@ def launch_options(config: AmpereBackwardConfig, tiles: Int32) -> dict:
         # Per cent. Left to itself the DSL asks the GPU of this machine, and there may be none.
         "preferred_smem_carveout": 100,
     }
+
+
+def key_rules(
+    config: AmpereBackwardConfig, scale_log2: Float32, options: KernelOptions, dtype: type[cutlass.Numeric]
+) -> KeyRules:
+    """What a launch does to scores."""
+    softcaps = options.softcaps(dtype)
+    return KeyRules(scale_log2, softcaps, options.slopes, config.functions, options.captured)

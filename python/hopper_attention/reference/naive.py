@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.function_terms import Places, PlainFunctions
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     Mask,
@@ -52,6 +54,9 @@ Sides = tuple[bool, int, int]
 ScoreOptions = tuple["float | None", float, "torch.Tensor | None", "torch.Tensor | None"]
 """softmax_scale, softcap, alibi_slopes and sinks."""
 
+Mods = tuple["ScoreMod | None", "MaskMod | None"]
+"""score_mod and mask_mod."""
+
 
 @ignores_autocast
 def _by_query_chunks(
@@ -60,6 +65,7 @@ def _by_query_chunks(
     v: torch.Tensor,
     sides: Sides,
     options: ScoreOptions,
+    mods: Mods,
     dtype: torch.dtype,
     attend: Attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +73,8 @@ def _by_query_chunks(
     shape = attention_shape(q, k, v)
     softmax_scale, softcap, alibi_slopes, sinks = options
     scale = default_scale(softmax_scale, shape.head_dim)
-    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks)
+    user = PlainFunctions(*mods, Places(shape, q.device))
+    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks, user)
     row_scores = shape.batch * shape.heads * shape.seqlen_k
     if row_scores == 0 or shape.seqlen_q == 0:
         return _without_keys(q, shape, terms, dtype)
@@ -77,7 +84,8 @@ def _by_query_chunks(
     outs, lses = [], []
     for rows in spans(0, shape.seqlen_q, max(1, CHUNK_SCORES // row_scores)):
         cols = Span(0, shape.seqlen_k)
-        chunk = Chunk(rows, cols, mask.visible(rows, cols, shape.group, q.device), terms)
+        visible = terms.visible(mask.visible(rows, cols, shape.group, q.device), rows, cols)
+        chunk = Chunk(rows, cols, visible, terms)
         out, lse = attend(query_tile(q_rows, rows), keys, values, chunk)
         outs.append(out.unflatten(2, (shape.group, -1)))
         lses.append(lse.squeeze(-1).unflatten(2, (shape.group, -1)))
@@ -105,6 +113,8 @@ def attention_naive(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -119,11 +129,13 @@ def attention_naive(
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        score_mod, mask_mod: as of :func:`hopper_attention.flash_attn_func`, called on tensors that broadcast to
+            (batch, kv_heads, rows, seqlen_k). They may do what torch can; indices have to lie in a tensor.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
         (batch, heads, seqlen_q), which includes the sink. A query that sees no key gives 0 and its sink, or -inf.
-        Differentiable by torch, with respect to slopes and sinks too.
+        Differentiable by torch, with respect to slopes, sinks and what the functions read too.
 
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together.
@@ -146,7 +158,7 @@ def attention_naive(
         return masked_matmul(p, values, chunk.visible) / row_sum, row_sum.log() + row_max
 
     sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
-    return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
+    return _by_query_chunks(q, k, v, sides, options, (score_mod, mask_mod), torch.float64, attend)
 
 
 def attention_standard(
@@ -161,6 +173,8 @@ def attention_standard(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -183,6 +197,7 @@ def attention_standard(
         if terms.changes_scores:
             scores = round_to(terms.capped(scores), dtype)
             scores = round_to(terms.biased(scores, chunk.rows, chunk.cols), dtype)
+            scores = round_to(terms.functions.changed(scores, chunk.rows, chunk.cols), dtype)
         scores, seqlen_k = masked(scores, chunk.visible), keys.shape[2]
         if sinks is not None:
             scores = torch.cat([scores, round_to(terms.sink_column(q_rows), dtype)], -1)
@@ -191,4 +206,4 @@ def attention_standard(
         return masked_matmul(p, values, chunk.visible), p.sum(-1, keepdim=True)
 
     sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
-    return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)
+    return _by_query_chunks(q, k, v, sides, options, (score_mod, mask_mod), accum, attend)[0].to(dtype)

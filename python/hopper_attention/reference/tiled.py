@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, MaskMod, ScoreMod, trace_functions
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.function_terms import terms_of
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
@@ -50,15 +52,21 @@ def tiled_forward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    functions: CapturedFunctions = NO_CAPTURED,
+    sequence: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
+    """:func:`attention_tiled` without autograd; the results are new contiguous tensors.
+
+    ``functions`` are the user's; ``sequence`` is the number of the first sequence, which they are told.
+    """
     shape = attention_shape(q, k, v)
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
     q_rows = fold_heads(q, shape.kv_heads, accum)
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     scale = default_scale(softmax_scale, shape.head_dim)
-    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks)
+    user = terms_of(functions, shape, q.device, sequence)
+    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks, user)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
@@ -69,7 +77,7 @@ def tiled_forward(
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
         for cols in mask.key_tiles(rows, tile_n):
             k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
-            visible = mask.visible(rows, cols, shape.group, q.device)
+            visible = terms.visible(mask.visible(rows, cols, shape.group, q.device), rows, cols)
             x = terms.scores_log2(q_i @ k_j.mT, rows, cols)
             p, rescale = softmax.step(masked(x, visible))
             softmax.add(p.sum(-1, keepdim=True), rescale)
@@ -118,10 +126,11 @@ class TiledAttention(torch.autograd.Function):
         softcap: float,
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        functions: CapturedFunctions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
         ctx.options |= {"window_left": window_left, "window_right": window_right}
-        ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
+        ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "functions": functions}
         ctx.set_materialize_grads(False)
         out, lse = tiled_forward(q, k, v, **ctx.options, sinks=sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -134,7 +143,7 @@ class TiledAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
         dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-        return *dqkv, *[None] * 8, dsinks
+        return *dqkv, *[None] * 8, dsinks, None
 
 
 def attention_tiled(
@@ -151,6 +160,8 @@ def attention_tiled(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -171,6 +182,7 @@ def attention_tiled(
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        score_mod, mask_mod: as of :func:`hopper_attention.flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
@@ -184,5 +196,8 @@ def attention_tiled(
     """
     check_slopes_are_constant(alibi_slopes)
     options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, softcap, alibi_slopes, sinks
-    result = TiledAttention.apply(q, k, v, *options)
+    functions = NO_CAPTURED
+    if score_mod is not None or mask_mod is not None:
+        functions = trace_functions(score_mod, mask_mod)
+    result = TiledAttention.apply(q, k, v, *options, functions)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Sequences
 
 import torch
 
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.reference.tiled import tiled_forward
@@ -31,6 +32,7 @@ def varlen_forward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` of each sequence.
 
@@ -38,7 +40,7 @@ def varlen_forward(
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (..., head_dim_v).
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
-        causal, softmax_scale, window_left, window_right, softcap, sinks: as there.
+        causal, softmax_scale, window_left, window_right, softcap, sinks, functions: as there.
         alibi_slopes: as there; the batch of (batch, heads) are the sequences.
 
     Returns:
@@ -60,6 +62,8 @@ def varlen_forward(
             softcap=softcap,
             alibi_slopes=_slopes_of(alibi_slopes, b),
             sinks=sinks,
+            functions=functions,
+            sequence=b,
         )
         out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
     return out, lse
@@ -83,6 +87,7 @@ def varlen_backward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`varlen_forward`, sequence by sequence as for a batch of one.
 
@@ -91,7 +96,7 @@ def varlen_backward(
         dlse: gradient of lse, (heads, total_q); None means zero.
         q, k, v, sequences: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, window_left, window_right, softcap, alibi_slopes, sinks: as there.
+        causal, softmax_scale, window_left, window_right, softcap, alibi_slopes, sinks, functions: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous; 0 for rows of no sequence.
@@ -104,7 +109,7 @@ def varlen_backward(
         k_s, v_s = (x[None, keys.slice] for x in (k, v))
         lse_s = lse[None, :, rows.slice]
         dlse_s = None if dlse is None else dlse[None, :, rows.slice]
-        if keys.stop - keys.start == 1 and sinks is None:
+        if keys.stop - keys.start == 1 and sinks is None and not functions:
             gradients = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, softcap)
         else:
             gradients = tiled_backward(
@@ -121,6 +126,8 @@ def varlen_backward(
                 window_right=window_right,
                 softcap=softcap,
                 alibi_slopes=_slopes_of(alibi_slopes, b),
+                functions=functions,
+                sequence=b,
             )
         for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
             whole[span.slice] = part[0]
