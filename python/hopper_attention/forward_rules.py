@@ -33,7 +33,7 @@ class ReferenceConfig:
 
 
 LENGTH_WITH_FUNCTIONS = 1024
-"""Whose tiles serve all lengths, where a user's functions change scores."""
+"""Whose tiles serve all lengths where there are a user's functions."""
 
 Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
@@ -109,15 +109,20 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
         return replace(plain, **p.scores.fields)
-    options = p.causal, longest_for(p), p.has_window, layout
-    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
+    if p.scores.functions:
+        return _with_functions(p, dtype, layout)
+    config = select_forward_config(
+        dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_window, layout
+    )
     return replace(config, **p.scores.fields)
 
 
-def longest_for(problem: AttentionProblem) -> int:
-    """The length that tiles are chosen for. A user's functions need registers, which the tiles of short sequences
-    leave."""
-    return min(problem.longest_k, LENGTH_WITH_FUNCTIONS) if problem.scores.functions else problem.longest_k
+def _with_functions(problem: AttentionProblem, dtype: str, layout: str) -> ForwardConfig:
+    """A user's functions need registers, which the tiles of short causal sequences leave."""
+    p = problem
+    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, True, LENGTH_WITH_FUNCTIONS)
+    fields = p.scores.fields | {"causal": p.causal, "window": p.has_window, "layout": layout}
+    return replace(config, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

@@ -152,7 +152,7 @@ class Trace:
         return self.apply("where", kind, truth, *(self.cast(x, kind) for x in values))
 
     def power(self, base: Any, exponent: Any) -> Value:
-        if exponent == 0.5:
+        if isinstance(exponent, (int, float)) and exponent == 0.5:
             return self.arithmetic("sqrt", base, kinds=(FLOAT,))
         if not isinstance(exponent, int) or not 1 <= abs(exponent) <= LARGEST_POWER:
             self.refuse(
