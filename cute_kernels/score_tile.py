@@ -12,6 +12,7 @@ from cute_kernels.fast_math import tanh, tanh_approx
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.function_values import FunctionValues, Known, select
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import ENTRY_BITS, PARTLY_SEEN, SEEN, KeyBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.user_functions import UserFunctions
 
@@ -91,6 +92,10 @@ class FunctionChange(LoopInvariant):
     scale: Float32
 
     def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        self.apply_listed(acc_S, n_block, None)
+
+    def apply_listed(self, acc_S: cute.Tensor, n_block: Int32, kind: Int32 | None) -> None:
+        """The same of a block of which a list has the ``kind``, that says whether the mask function counts at all."""
         functions, scores = self.values.functions, as_rows(acc_S)
         first = n_block * self.mask.tile_n + self.mask.col
         for j in range(scores.shape[1][1]):
@@ -102,7 +107,10 @@ class FunctionChange(LoopInvariant):
                     if functions.has_score:
                         score = known[functions.score]
                     if functions.has_mask:
-                        score = select(known[functions.mask], score, -Float32.inf)
+                        is_seen = known[functions.mask]
+                        if kind is not None:
+                            is_seen = (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
+                        score = select(is_seen, score, -Float32.inf)
                     scores[r, (e, j)] = score
 
 
@@ -159,3 +167,21 @@ class ScoreTile(LoopInvariant):
         """What is done before the mask, in every block."""
         for change in self.changes:
             change.apply(acc_S, n_block)
+
+
+@dataclass(frozen=True)
+class ListedScoreTile(ScoreTile):
+    """The same of a tile that visits listed ``blocks``, the last of ``changes`` being a user's functions."""
+
+    blocks: KeyBlocks | None = None
+
+    @cute.jit
+    def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
+        """``n_block`` is a place in the list."""
+        entry = self.blocks.entry(n_block)
+        number = entry >> ENTRY_BITS
+        for change in self.changes[:-1]:
+            change.apply(acc_S, number)
+        self.changes[-1].apply_listed(acc_S, number, entry & ((1 << ENTRY_BITS) - 1))
+        if const_expr(is_masked):
+            self.mask.apply(acc_S, number)

@@ -51,7 +51,8 @@ class ForwardConfig:
     Such kernels are for comparison, as in the paper's ablation.
     ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
     ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
-    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row. ``functions`` are a user's.
+    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row. ``functions`` are a user's; with
+    ``block_lists`` their mask is for the key blocks of a list, which are all that is visited.
     """
 
     dtype: str
@@ -73,6 +74,7 @@ class ForwardConfig:
     alibi: bool = False
     sinks: bool = False
     functions: UserFunctions = NO_FUNCTIONS
+    block_lists: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -167,6 +169,7 @@ class ForwardConfig:
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         parts += [self.functions.name] if self.functions else []
+        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -200,6 +203,11 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(
             f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
             "sequences and where scores are changed: True"
+        )
+    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
+        raise ValueError(
+            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
+            "False and 'dense', with a mask function"
         )
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:

@@ -59,9 +59,15 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
         *captured_arguments(c.functions),
+        *([_block_lists()] if c.block_lists else []),
         ctas,
         options=options,
     )
+
+
+def _block_lists():
+    """int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may be 0."""
+    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -44,6 +44,7 @@ def flash_attn_func(
     sinks: Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -73,6 +74,7 @@ def flash_attn_func(
     sinks: Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -102,6 +104,7 @@ def flash_attn_func(
     sinks: Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -130,6 +133,7 @@ def flash_attn_func(
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -188,6 +192,8 @@ def flash_attn_func(
             an index outside of a tensor is taken for the nearest inside. Gradients flow through it to q and k, not to
             the tensors that it reads. Not for float8_e4m3fn.
         mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, likewise, beside the other masks.
+        block_mask: FlexAttention's BlockMask in place of a mask_mod, beside the other masks. Where there are none, and
+            its blocks are multiples of 128, the Hopper kernel of the forward pass visits no block that it hides.
         qv: FlashAttention-3's feature that is not implemented yet; anything but the default raises NotImplementedError.
 
     Returns:
@@ -224,8 +230,13 @@ def flash_attn_func(
         )
         causal, window = mask.causal, mask.window
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
-    if score_mod is not None or mask_mod is not None:
-        scores = features.with_functions(scores, score_mod, mask_mod)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod, block_mask)
+        for _, table in scores.captured.listed:
+            checks.check_are_tensors(q=q, k=k)
+            checks.check_dimensions("q", q.shape)
+            checks.check_dimensions("k", k.shape)
+            table.check(q, k)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
-from hopper_attention.functions import MaskMod, ScoreMod, trace_functions
+from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.scores import NO_SCORES, FunctionScores, Scores, check_slopes_are_constant
@@ -126,19 +126,28 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
 
 
-def with_functions(scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Scores:
+def with_functions(
+    scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: Any = None
+) -> Scores:
     """The same with a user's functions, traced.
 
     Raises:
         NotImplementedError: torch.func transforms the call, or a function reads a tensor that requires a gradient.
-        TypeError: a function cannot be traced.
+        TypeError: a function cannot be traced, or block_mask is none.
+        ValueError: there are a mask_mod and a block_mask.
     """
     if is_transformed():
         raise NotImplementedError(
             "score_mod and mask_mod under torch.func (vmap, grad, jvp) are not implemented; use Tensor.backward, or "
             "hopper_attention.reference.attention_naive, which torch differentiates in every mode"
         )
-    return FunctionScores(*scores.values, trace_functions(score_mod, mask_mod))
+    if block_mask is None:
+        return FunctionScores(*scores.values, trace_functions(score_mod, mask_mod))
+    if mask_mod is not None:
+        raise ValueError(
+            "mask_mod is given beside block_mask, allowed: one of them; block_mask has a mask_mod"
+        )
+    return FunctionScores(*scores.values, trace_block_mask(score_mod, block_mask))
 
 
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:

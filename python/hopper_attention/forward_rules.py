@@ -35,6 +35,9 @@ class ReferenceConfig:
 LENGTH_WITH_FUNCTIONS = 1024
 """Whose tiles serve all lengths where there are a user's functions."""
 
+SMALL_TILE = 64
+"""Keys of a tile that divides more blocks than those of the tables do."""
+
 Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
@@ -122,6 +125,11 @@ def _with_functions(problem: AttentionProblem, dtype: str, layout: str) -> Forwa
     p = problem
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, True, LENGTH_WITH_FUNCTIONS)
     fields = p.scores.fields | {"causal": p.causal, "window": p.has_window, "layout": layout}
+    for functions, (rows, keys) in p.scores.listed:
+        tile_n = next((n for n in (config.tile_n, SMALL_TILE) if keys % n == 0), 0)
+        # Lists know of no other mask.
+        if rows % config.tile_m == 0 and tile_n and not (p.causal or p.has_window or p.is_packed):
+            fields |= {"functions": functions, "block_lists": True, "tile_n": tile_n}
     return replace(config, **fields)
 
 

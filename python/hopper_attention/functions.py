@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels.user_functions import BOOL, FLOAT, INPUTS, NO_FUNCTIONS, NOTHING, UserFunctions
+from hopper_attention.block_masks import BlockTable, is_no_mask
 from hopper_attention.tracing import TensorReads, Trace, Value
 
 ScoreMod = Callable[..., Any]
@@ -19,12 +20,22 @@ MaskMod = Callable[..., Any]
 """(b, h, q_idx, kv_idx) -> whether the query sees the key."""
 
 
+ListedKind = tuple[tuple[UserFunctions, tuple[int, int]], ...]
+"""What of lists of blocks decides on a kernel: the functions in blocks that are seen in part, and queries and keys of a
+block; empty for none."""
+
+
 @dataclass(frozen=True, eq=False)
 class CapturedFunctions:
-    """What was traced, and the tensors of its loads, in their order."""
+    """What was traced, and the tensors of its loads, in their order.
+
+    ``listed`` is empty, or what does the same for a kernel that visits listed blocks alone: functions for what is
+    listed, and the table of the blocks.
+    """
 
     functions: UserFunctions = NO_FUNCTIONS
     tensors: tuple[Tensor, ...] = ()
+    listed: tuple[tuple[CapturedFunctions, BlockTable], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -34,8 +45,21 @@ class CapturedFunctions:
         """The tensors as kernels take them: truth values as bytes."""
         return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.tensors)
 
+    @property
+    def listed_kind(self) -> ListedKind:
+        return tuple((captured.functions, (table.rows, table.keys)) for captured, table in self.listed)
+
 
 NO_CAPTURED = CapturedFunctions()
+
+
+@torch.compiler.disable
+def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFunctions:
+    """``trace_functions`` with FlexAttention's BlockMask as the mask."""
+    table = BlockTable.of(block_mask)
+    mask_mod = (lambda *place: True) if is_no_mask(block_mask.mask_mod) else block_mask.mask_mod
+    everywhere = trace_functions(score_mod, table.with_mask(mask_mod))
+    return replace(everywhere, listed=((trace_functions(score_mod, mask_mod), table),))
 
 
 @torch.compiler.disable

@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
-from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, check_functions
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, ListedKind, check_functions
 
 
 class ScoreKind(NamedTuple):
@@ -20,12 +20,14 @@ class ScoreKind(NamedTuple):
     Attributes:
         has_softcap, has_alibi, has_sinks: whether ``Scores`` has each.
         functions: the user's, without the tensors that they read.
+        listed: of lists of blocks, which only some kernels can go by; ``functions`` do without.
     """
 
     has_softcap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
     functions: UserFunctions = NO_FUNCTIONS
+    listed: ListedKind = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,7 +39,7 @@ class ScoreKind(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """Those of the config of a forward kernel."""
-        has_softcap, has_alibi, has_sinks, functions = self
+        has_softcap, has_alibi, has_sinks, functions, _ = self
         return {"softcap": has_softcap, "alibi": has_alibi, "sinks": has_sinks, "functions": functions}
 
 
@@ -100,7 +102,7 @@ class Scores:
 
     @property
     def kind(self) -> ScoreKind:
-        return self.spec.kind._replace(functions=self.captured.functions)
+        return self.spec.kind._replace(functions=self.captured.functions, listed=self.captured.listed_kind)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -126,6 +128,14 @@ class Scores:
             slopes = slopes.detach().contiguous().expand(batch, heads)
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         return cap, slopes, sinks, *self.captured.for_kernel
+
+    def for_listed_kernel(
+        self, tile: tuple[int, int], sizes: tuple[int, int, int, int]
+    ) -> tuple[float | Tensor | None, ...]:
+        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read of functions is that of
+        listed blocks. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
+        ((captured, table),) = self.captured.listed
+        return *self.for_kernel(*sizes[:2])[:3], *captured.for_kernel, table.lists(tile, sizes)
 
     def for_gradient(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""

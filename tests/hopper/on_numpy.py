@@ -88,12 +88,14 @@ def vector_map(tensor: Tensor, rows: int) -> TensorMap:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), a user's functions; sinks (heads,)."""
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), a user's functions; sinks (heads,); lists of
+    the blocks that are visited (``BlockTable.lists``)."""
 
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     captured: CapturedFunctions = NO_CAPTURED
+    lists: Tensor | None = None
 
 
 NO_RULES = Rules()
@@ -133,6 +135,8 @@ class Arguments:
         """What functions read."""
         for tensor in rules.captured.for_kernel:
             self.tensor(tensor, tuple(tensor.shape), tensor.stride())
+        if rules.lists is not None:
+            self.tensor(rules.lists, tuple(rules.lists.shape), rules.lists.stride()[:3])
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1

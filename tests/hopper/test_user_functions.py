@@ -11,6 +11,7 @@ import torch
 from hopper.backward.config import select_backward_config
 from hopper.config import TWO_CONSUMERS
 from hopper.forward.tilings import select_forward_config
+from hopper_attention.block_masks import BlockTable
 from hopper_attention.functions import trace_functions
 from hopper_attention.reference import attention_naive
 from tests.function_examples import Example, draw_example, relative_bias
@@ -69,6 +70,23 @@ def test_packed_sequences_count_from_0() -> None:
 
         exact, exact_lse = attention_naive(*(x[None] for x in parts), causal=True, score_mod=score_mod)
         check(out[row : row + rows], lse[:, row : row + rows], (exact[0], exact_lse[0]), 1e-5)
+
+
+def test_lists_of_blocks() -> None:
+    """The table decides over the function that goes with it."""
+    kinds = torch.tensor([[[[0, 2, 1], [0, 0, 0]], [[1, 0, 2], [0, 1, 0]]]], dtype=torch.int32)
+    table, documents = BlockTable(kinds, 128, 128), torch.arange(300) // 70
+    mask_mod = lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]  # noqa: E731
+    bias = relative_bias(heads=2).score_mod
+    captured = trace_functions(bias, mask_mod)
+    plain = select_forward_config("bfloat16", 64, 64, True, 100)
+    config = replace(plain, causal=False, functions=captured.functions, block_lists=True)
+    q, k, v = draw(torch.bfloat16, (200, 290), (2, 1), 64)
+    lists = table.lists((config.tile_m, config.tile_n), (1, 2, 200, 290))
+    out, lse = forward_on_numpy(config, q, k, v, 0.125, 2, LATE, rules=Rules(captured=captured, lists=lists))
+    exact, exact_lse = attention_naive(q, k, v, score_mod=bias, mask_mod=table.with_mask(mask_mod))
+    assert bool((exact_lse[0, 0, 128:] == -math.inf).all())
+    check(out[0], lse[0], (exact[0], exact_lse[0]), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cute_kernels.user_functions import FLOAT, OPERATIONS, UserFunctions
 from hopper_attention import compile_cache, flash_attn_func, flash_attn_varlen_func, mods
@@ -322,3 +323,88 @@ def test_functions_of_flex_attention_are_taken_as_they_are() -> None:
     inputs = qkv(33, 33)
     close(flash_attn_func(*inputs, **vars(example)), attention_naive(*inputs, **vars(example))[0])
     assert trace_functions(example.score_mod, None).functions.steps[-1][:2] == ("where", FLOAT)
+
+
+# BlockMask
+
+
+def block_mask_of(mask_mod: Any, seqlens: tuple[int, int], batch: int | None = 2, block: int = 128) -> Any:
+    return create_block_mask(mask_mod, batch, None, *seqlens, device="cpu", BLOCK_SIZE=block)
+
+
+def in_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx // 50 + b == kv_idx // 50) | (kv_idx < 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (60, 20)}], ids=str)
+def test_a_block_mask_is_the_mask_that_it_was_made_of(options: dict[str, Any]) -> None:
+    inputs, bias = qkv(200, 300), relative_bias().score_mod
+    blocks = block_mask_of(in_documents, (200, 300))
+    out = flash_attn_func(*inputs, block_mask=blocks, score_mod=bias, **options)
+    wanted = flash_attn_func(*inputs, mask_mod=in_documents, score_mod=bias, **options)
+    assert torch.equal(out, wanted)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_blocks_that_are_not_listed_are_hidden_and_full_ones_are_not_masked() -> None:
+    counts, indices = torch.tensor([[[1, 1]]]).int(), torch.tensor([[[[2, 0, 1], [0, 1, 2]]]]).int()
+    full_counts, full_indices = torch.tensor([[[1, 0]]]).int(), torch.tensor([[[[0, 1, 2]] * 2]]).int()
+    blocks = BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=128, mask_mod=lambda b, h, q, k: k % 2 == 0
+    )
+    inputs = qkv(200, 300)
+    kinds = (
+        torch.tensor([[2, 0, 1], [1, 0, 0]]).repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    )
+    visible = (kinds == 2) | ((kinds == 1) & (torch.arange(300) % 2 == 0))
+    wanted = attention_naive(*inputs, mask_mod=lambda b, h, q, k: visible[q, k])[0]
+    close(flash_attn_func(*inputs, block_mask=blocks), wanted)
+    everything = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
+    listed = kinds == 1
+    wanted = attention_naive(*inputs, mask_mod=lambda b, h, q, k: listed[q, k])[0]
+    close(flash_attn_func(*inputs, block_mask=everything), wanted)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "block", "is_listed"),
+    [
+        ("hopper", {}, 128, True),
+        ("hopper", {"causal": True}, 128, False),
+        ("hopper", {}, 64, False),
+        ("ampere", {}, 128, False),
+    ],
+)
+def test_lists_reach_the_kernel_that_goes_by_them(
+    backend: str, options: dict[str, Any], block: int, is_listed: bool, kernel_calls: list[tuple[Any, ...]]
+) -> None:
+    inputs = [x.detach() for x in qkv(200, 300)]
+    blocks = block_mask_of(in_documents, (200, 300), block=block)
+    flash_attn_func(*inputs, block_mask=blocks, backend=backend, **options)
+    config, arguments = kernel_calls[-1]
+    assert getattr(config, "block_lists", False) == is_listed
+    if is_listed:
+        lists = arguments[-2]
+        assert lists.shape == (2, 4, 2, 4) and lists.dtype == torch.int32 and config.name.endswith("listed")
+        seen = blocks.to_dense()[:, 0] > 0
+        for b in range(2):
+            for row in range(2):
+                count, *entries = lists[b, 3, row].tolist()
+                assert [entry >> 2 for entry in entries[:count]] == seen[b, row].nonzero().flatten().tolist()
+
+
+def test_block_masks_that_do_not_fit_are_named() -> None:
+    inputs = qkv(200, 300)
+    with pytest.raises(TypeError, match="block_mask is a Tensor, allowed"):
+        flash_attn_func(*inputs, block_mask=inputs[0])
+    blocks = block_mask_of(in_documents, (200, 300))
+    with pytest.raises(ValueError, match="mask_mod is given beside block_mask"):
+        flash_attn_func(*inputs, block_mask=blocks, mask_mod=in_documents)
+    with pytest.raises(
+        ValueError, match=r"block_mask is for batch 3 and 1 heads, allowed: 1 or 2, and 1 or 4"
+    ):
+        flash_attn_func(*inputs, block_mask=block_mask_of(in_documents, (200, 300), 3))
+    with pytest.raises(ValueError, match="block_mask is for 256 queries and 256 keys, allowed: at least"):
+        flash_attn_func(*inputs, block_mask=block_mask_of(in_documents, (200, 200)))
