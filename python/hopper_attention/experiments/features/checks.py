@@ -13,6 +13,7 @@ from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
 from hopper_attention.experiments.bench.checks import CHECKED_SCORES
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
+from hopper_attention.experiments.features.functions import bias_of
 from hopper_attention.experiments.features.spec import Workload
 
 LEAST_CHECKED = 64
@@ -66,55 +67,61 @@ def compute_pieces(
         k, v = inputs.k[rows, head_kv].double(), inputs.v[rows, head_kv].double()
         q = inputs.q[rows, of_q].double()
         if workload.is_backward:
-            found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), chunk_scores)
+            found = attend_backward(workload, of_q.start, (q, k, v, dout[rows, of_q].double()), chunk_scores)
             places = zip(NAMES, (of_q, of_k, of_k), found, strict=True)
             pieces += [Piece(name, i, rows, of, right) for i, (name, of, right) in enumerate(places)]
         else:
-            pieces.append(Piece("out", 0, rows, of_q, attend(workload, (q, k, v), chunk_scores)))
+            right = attend(workload, of_q.start, (q, k, v), chunk_scores)
+            pieces.append(Piece("out", 0, rows, of_q, right))
     return tuple(pieces)
 
 
 def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries of a sequence, the keys that they see together, and which of these each does not see.
+    """Queries of a sequence, the keys that they see together, and how far behind each query each of these is.
 
     ``like`` has a row for each query, on the device that is wanted.
     """
     length, device = like.shape[0], like.device
-    left, right = workload.sides(length)
     size = max(1, math.isqrt(scores) if workload.has_window else scores // length)
     for first in range(0, length, size):
         stop = min(first + size, length)
         begin, end = workload.key_range(length, first, stop)
         queries = torch.arange(first, stop, device=device)
-        distance = torch.arange(begin, end, device=device) - queries[:, None]
-        yield slice(first, stop), slice(begin, end), (distance < -left) | (distance > right)
+        yield (
+            slice(first, stop),
+            slice(begin, end),
+            torch.arange(begin, end, device=device) - queries[:, None],
+        )
 
 
-def weigh(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    """softmax(q k^T scale) of one head, (rows, keys)."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return torch.softmax(scores.masked_fill_(hidden, -math.inf), -1)
+def weigh(workload: Workload, head: int, length: int, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
+    """softmax(q k^T scale) of one head, (rows, keys), of a sequence of this length."""
+    left, right = workload.sides(length)
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias_of(workload, head, distance)
+    return torch.softmax(scores.masked_fill_((distance < -left) | (distance > right), -math.inf), -1)
 
 
-def attend(workload: Workload, tensors: tuple[Tensor, Tensor, Tensor], scores: int) -> Tensor:
-    """Output (rows, group, head_dim) of one key/value head."""
+def attend(workload: Workload, head: int, tensors: tuple[Tensor, Tensor, Tensor], scores: int) -> Tensor:
+    """Output (rows, group, head_dim) of one key/value head, from query head ``head`` on."""
     q, k, v = tensors
     out = torch.empty_like(q)
-    for rows, keys, hidden in chunks(workload, q, scores):
+    for rows, keys, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
-            out[rows, i] = weigh(q[rows, i], k[keys], hidden) @ v[keys]
+            weights = weigh(workload, head + i, q.shape[0], q[rows, i], k[keys], distance)
+            out[rows, i] = weights @ v[keys]
     return out
 
 
 def attend_backward(
-    workload: Workload, tensors: tuple[Tensor, Tensor, Tensor, Tensor], scores: int
+    workload: Workload, head: int, tensors: tuple[Tensor, Tensor, Tensor, Tensor], scores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head."""
+    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head, from query head ``head`` on."""
     q, k, v, dout = tensors
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys, hidden in chunks(workload, q, scores):
+    for rows, keys, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
-            weights, do = weigh(q[rows, i], k[keys], hidden), dout[rows, i]
+            weights = weigh(workload, head + i, q.shape[0], q[rows, i], k[keys], distance)
+            do = dout[rows, i]
             ds = do @ v[keys].mT
             ds -= (weights * ds).sum(-1, keepdim=True)
             ds.mul_(weights).div_(math.sqrt(q.shape[-1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._functorch import config as functorch_config
 from hopper_attention import explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
 from hopper_attention.backends import target_of
 from hopper_attention.backward_rules import choose_for, select_for
+from hopper_attention.checks import TensorSpec
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
@@ -27,9 +28,14 @@ from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
 from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features.checks import draw_output_gradient
+from hopper_attention.experiments.features.functions import score_mod_of
 from hopper_attention.experiments.features.results import OURS_DENSE
-from hopper_attention.experiments.features.spec import UNLIMITED, Workload
+from hopper_attention.experiments.features.spec import DOCUMENTS, UNLIMITED, Workload
+from hopper_attention.features import with_functions
+from hopper_attention.forward_rules import ReferenceConfig, problem_of
+from hopper_attention.launch.forward import find_config
 from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind
 
 Binding = Callable[[Tensor, Tensor, Tensor], Launch]
 """From q, k and v to a launch of the forward on them, which returns out."""
@@ -37,6 +43,10 @@ Binding = Callable[[Tensor, Tensor, Tensor], Launch]
 
 def every_workload(workload: Workload) -> bool:
     return True
+
+
+def without_functions(workload: Workload) -> bool:
+    return not workload.functions
 
 
 def as_given(workload: Workload, x: Tensor) -> Tensor:
@@ -113,11 +123,21 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
 
 def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if workload.functions == DOCUMENTS:
+        blocks = flex_mask(workload, setting.device)
+        return lambda q, k, v: partial(attend_as_one, q, k, v, block_mask=blocks, backend=backend)
+    if workload.functions:
+        options["score_mod"] = score_mod_of(workload, setting.device)
     if not workload.is_packed:
         return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
     offsets, longest = offsets_of(workload, setting.device), workload.longest
     lengths = offsets, offsets, longest, longest
     return lambda q, k, v: partial(flash_attn_varlen_func, q, k, v, *lengths, **options)
+
+
+def attend_as_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """All tokens (tokens, heads, head_dim) as one sequence."""
+    return flash_attn_func(q[None], k[None], v[None], **options)[0]
 
 
 def bind_dense(workload: Workload, setting: Setting) -> Binding:
@@ -135,6 +155,8 @@ def describe_ours(
         NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if workload.functions:
+        return describe_functions(workload, inputs, setting, backend)
     if workload.is_packed and not dense:
         offsets, longest = offsets_of(workload, setting.device), workload.longest
         plan = explain_varlen(inputs.q, inputs.k, inputs.v, offsets, offsets, longest, longest, **options)
@@ -148,7 +170,29 @@ def describe_ours(
     return describe_gradient(workload, inputs, backend, workload.is_packed and not dense)
 
 
-def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, is_packed: bool) -> str:
+def describe_functions(workload: Workload, inputs: Inputs, setting: Setting, backend: str | None) -> str:
+    """The kernel of a workload with functions.
+
+    Raises:
+        NotImplementedError: on a GPU there is none.
+    """
+    is_documents = workload.functions == DOCUMENTS
+    blocks = flex_mask(workload, setting.device) if is_documents else None
+    scores = with_functions(NO_SCORES, score_mod_of(workload, setting.device), None, blocks).kind
+    q, k, v = (x[None] if is_documents else as_batch(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+    causal = workload.causal and not is_documents
+    problem = problem_of(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), causal, scores=scores)
+    config = find_config(problem, inputs.q.device, backend)
+    if setting.is_cuda and isinstance(config, ReferenceConfig):
+        raise NotImplementedError("runs on the reference here")
+    if not (setting.is_cuda and workload.is_backward):
+        return config.name
+    return describe_gradient(replace(workload, causal=causal), inputs, backend, False, scores)
+
+
+def describe_gradient(
+    workload: Workload, inputs: Inputs, backend: str | None, is_packed: bool, scores: ScoreKind = PLAIN
+) -> str:
     """The kernel of the backward pass.
 
     Raises:
@@ -163,6 +207,7 @@ def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, i
         workload.causal,
         has_window=workload.has_window,
         is_packed=is_packed,
+        scores=scores,
     )
     target = target_of(inputs.q.device)
     choice = choose_for(problem, target, backend)
@@ -252,6 +297,7 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     """What the backward reads is kept, since it runs many times."""
     attention, mask = compile_flex(workload), flex_mask(workload, setting.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": workload.heads != workload.heads_kv}
+    options["score_mod"] = score_mod_of(workload, setting.device)
     if not workload.is_backward:
         return lambda q, k, v: partial(attention, q, k, v, **options)
 
@@ -266,7 +312,7 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
 
 
 def is_dense_batch(workload: Workload) -> bool:
-    return workload.is_packed and workload.has_equal_lengths
+    return workload.is_packed and workload.has_equal_lengths and not workload.functions
 
 
 FEATURE_PEERS: dict[str, FeaturePeer] = {
@@ -283,9 +329,11 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "fa3", "FlashAttention-3 (CUDA C++)", bench_peers.why_no_fa3, bench_peers.fa3_version, bind_fa3,
+            takes=without_functions,
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
+            takes=without_functions,
         ),
         FeaturePeer(
             "flex", "FlexAttention (torch, compiled)", bench_peers.why_no_flex, bench_peers.torch_version,

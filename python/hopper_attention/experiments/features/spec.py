@@ -22,6 +22,11 @@ PASSES: tuple[Direction, ...] = ("forward", "backward")
 UNLIMITED = -1
 FULL_WINDOW = (UNLIMITED, UNLIMITED)
 
+BIAS, DOCUMENTS = "bias", "documents"
+FUNCTIONS = ("", BIAS, DOCUMENTS)
+"""What is given to attention as functions: nothing; a bias by distance as a score function; that sequences do not see
+each other, and the causal mask, as a mask function, of packed sequences that are one sequence otherwise."""
+
 BACKWARD_WORK = 2.5
 """Operations of a backward pass over those of the forward: five matrix products for two."""
 
@@ -49,6 +54,7 @@ class Workload:
         is_packed: the sequences lie one after another in one tensor, as ``flash_attn_varlen_func`` has them.
         window: (left, right) as ``flash_attn_func`` takes it; with ``causal`` the right side is 0 whatever it says.
         direction: which pass is timed.
+        functions: one of ``FUNCTIONS``.
     """
 
     lengths: tuple[int, ...]
@@ -60,12 +66,15 @@ class Workload:
     is_packed: bool = False
     direction: Direction = "forward"
     dtype: str = "bfloat16"
+    functions: str = ""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
             raise ValueError(f"lengths is {self.lengths}, allowed: 1 or more, all equal unless packed")
         if self.direction not in PASSES:
             raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
+        if self.functions not in FUNCTIONS or (self.functions == DOCUMENTS and not self.is_packed):
+            raise ValueError(f"functions is {self.functions!r}, allowed: {FUNCTIONS}, documents if packed")
 
     @property
     def tokens(self) -> int:
@@ -138,7 +147,12 @@ class Workload:
 
     @property
     def mask_name(self) -> str:
-        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides."""
+        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides. With
+        the functions that there are."""
+        return " ".join([self._sides_name, *([self.functions] if self.functions else [])])
+
+    @property
+    def _sides_name(self) -> str:
         if not self.has_window:
             return "causal" if self.causal else "full"
         if self.causal:
@@ -207,12 +221,25 @@ def of_16k_d128(workload: Workload) -> bool:
     return workload.lengths == (16_384,) and workload.head_dim == 128
 
 
-WORKLOADS = (*PACKED, *backward_of(*PACKED), *WINDOWED, *backward_of(*filter(of_16k_d128, WINDOWED)))
+WITH_FUNCTIONS = (
+    Workload(lengths=(8192,), heads=16, heads_kv=16, head_dim=128, functions=BIAS),
+    replace(SKEWED, functions=DOCUMENTS),
+)
+
+WORKLOADS = (
+    *PACKED,
+    *backward_of(*PACKED),
+    *WINDOWED,
+    *backward_of(*filter(of_16k_d128, WINDOWED)),
+    *WITH_FUNCTIONS,
+    *backward_of(*WITH_FUNCTIONS),
+)
 """What is measured, in this order. A new row is one more workload here."""
 
 TOPICS: dict[str, Callable[[Workload], bool]] = {
-    "Packed sequences": lambda workload: workload.is_packed,
+    "Packed sequences": lambda workload: workload.is_packed and not workload.functions,
     "Windows": lambda workload: workload.has_window and not workload.is_packed,
+    "Functions of scores": lambda workload: bool(workload.functions),
 }
 """Parts of a report, by title: which workloads each has."""
 

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
 from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.results import AMPERE
 from hopper_attention.experiments.features import checks, peers
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
 from hopper_attention.experiments.features.run import draw_tokens
@@ -26,7 +27,10 @@ PACKED = Workload(lengths=(90, 1, 70), heads=4, heads_kv=2, head_dim=16, is_pack
 EQUAL = replace(PACKED, lengths=(80, 80))
 WINDOWED = Workload(lengths=(150, 150), heads=2, heads_kv=1, head_dim=16, window=(20, 0))
 TWO_SIDED = replace(WINDOWED, causal=False, window=(-1, 30))
+BIASED = replace(WINDOWED, window=(-1, -1), functions="bias")
+DOCUMENTS = replace(PACKED, functions="documents")
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
+ALL = (*FORWARD, BIASED, DOCUMENTS)
 
 
 def errors_of(peer: FeaturePeer, workload: Workload) -> str:
@@ -38,7 +42,7 @@ def errors_of(peer: FeaturePeer, workload: Workload) -> str:
     return checks.check_result(workload, result, pieces, checks.limits_of(workload))[1]
 
 
-@pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", ALL + backward_of(*ALL), ids=lambda w: w.name)
 def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
     assert errors_of(FEATURE_PEERS["ours"], workload) == ""
     dense = FEATURE_PEERS["ours_dense"]
@@ -48,10 +52,15 @@ def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", ALL, ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
     assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
+
+
+def test_peers_without_functions_are_no_rows_of_workloads_with_them() -> None:
+    takers = {name for name, peer in FEATURE_PEERS.items() if peer.takes(BIASED) and peer.takes(DOCUMENTS)}
+    assert takers == {"ours", "flex", AMPERE}
 
 
 class FakeFa3:

@@ -113,9 +113,9 @@ def test_the_lengths_are_drawn_once_and_are_skewed() -> None:
 
 
 def test_every_workload_has_a_name_and_a_topic() -> None:
-    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS) == 24
+    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS) == 28
     assert all(sum(belongs(w) for belongs in spec.TOPICS.values()) == 1 for w in WORKLOADS)
-    assert sum(w.is_backward for w in WORKLOADS) == 9
+    assert sum(w.is_backward for w in WORKLOADS) == 11
     assert WINDOWED.name == "fp32-2x90-h2-hk1-d16-window-9-4-forward"
 
 
