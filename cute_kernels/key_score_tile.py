@@ -2,7 +2,7 @@
 columns are queries. ``score_tile`` is the same of a forward kernel."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.backward import scores
-from cute_kernels.backward.scores import probability, without_biases
+from cute_kernels.backward.scores import kept_or_zero, probability, without_biases
+from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.function_values import FunctionValues, Known, select
@@ -27,12 +28,14 @@ class KeyRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
     ``scale_log2`` is that of ``scale_in_base_2``. ``softcap`` has none or the one for all tiles, ``slopes`` none or the
-    tensor (batch, heads) of ALiBi. ``functions`` are the user's, which read the tensors ``captured``.
+    tensor (batch, heads) of ALiBi, ``dropout`` none or that of P. ``functions`` are the user's, which read the tensors
+    ``captured``.
     """
 
     scale_log2: Float32
     softcap: tuple[SoftCap, ...] = ()
     slopes: tuple[Any, ...] = ()
+    dropout: tuple[Dropout, ...] = ()
     functions: UserFunctions = NO_FUNCTIONS
     captured: tuple[cute.Tensor, ...] = ()
 
@@ -47,7 +50,12 @@ class KeyRules(LoopInvariant):
         if self.functions:
             place = batch, head
             functions = (FunctionValues(self.functions, self.captured, place, "kv_idx", with_slope=True),)
-        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, functions)
+        dropout = self.dropout_of(mask, head, batch)
+        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout, functions)
+
+    def dropout_of(self, mask: KeyMask, head: Int32, batch: Int32) -> tuple[RowDropout, ...]:
+        """That of a thread's keys, where there is some."""
+        return tuple(each.for_rows(mask.key, mask.col, head, batch, True) for each in self.dropout)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class KeyScoreTile(LoopInvariant):
     scale_log2: Float32
     softcap: tuple[SoftCap, ...] = ()
     slopes_log2: tuple[Float32, ...] = ()
+    dropout: tuple[RowDropout, ...] = ()
     functions: tuple[FunctionValues, ...] = ()
 
     @property
@@ -96,6 +105,14 @@ class KeyScoreTile(LoopInvariant):
     def follows_from_probabilities(self) -> bool:
         """Whether t follows from P, and with it the only factor that dS may have."""
         return not any(values.functions.has_score for values in self.functions)
+
+    def kept(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
+        """What dropout keeps of the thread's ``columns`` of query tile ``m_block``; nothing where there is none."""
+        return tuple(each.kept(m_block, self.mask.tile_m, columns) for each in self.dropout)
+
+    def kept_anew(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
+        """The same, for a loop that has no registers for what is the same in all blocks."""
+        return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(m_block, columns)
 
     @property
     def is_capped(self) -> bool:
@@ -121,13 +138,19 @@ class KeyScoreTile(LoopInvariant):
                     rows[r, (e, j)] = column.probability(rows[r, (e, j)], lse[e, j], r)[0]
 
     def round_probabilities(
-        self, rounded: cute.Tensor, acc_S: cute.Tensor, lse: cute.Tensor, m_block: Int32, clamps: bool = False
+        self,
+        rounded: cute.Tensor,
+        acc_S: cute.Tensor,
+        lse: cute.Tensor,
+        m_block: Int32,
+        clamps: bool = False,
+        kept: tuple[Kept, ...] = (),
     ) -> None:
         """P^T in 16 bits, as ``scores.round_into`` gives it, and in place P^T times the factors of dS, as 1 - t^2: what
         ``scores.make_gradient`` takes. It needs no more registers for them."""
         if not self.has_factors:
             self.make_probabilities(acc_S, lse, m_block, clamps)
-            scores.round_into(rounded, acc_S)
+            scores.round_into(rounded, acc_S, kept)
             return
         words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc_S)
         if self.functions:
@@ -142,6 +165,7 @@ class KeyScoreTile(LoopInvariant):
                     subtracted = without_biases(lse[e, j], biases, r, COLUMNS_PER_GROUP * j + e)
                     pair.append(probability(t * self.scale_log2 - subtracted, clamps))
                     rows[r, (e, j)] = pair[e] * slope_of_tanh(t)
+                    pair[e] = kept_or_zero(kept, pair[e], (r, j, e))
                 words[r + ROWS_PER_THREAD * j] = pack(*pair, rounded.element_type)
 
     def _round_changed(

@@ -141,9 +141,7 @@ class BackwardKernel:
             batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             sizes,
-            options.softcap,
-            options.slopes,
-            options.captured,
+            options.changes,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -163,9 +161,7 @@ class BackwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         sizes: tuple[tuple, tuple],
-        caps: tuple,
-        slopes: tuple,
-        captured: tuple,
+        changes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -222,10 +218,11 @@ class BackwardKernel:
                 OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 thread,
             )
-            rules = key_rules(c, softmax_scale, caps, slopes, captured)
+            rules = key_rules(c, softmax_scale, changes)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
-            epilogue = BackwardEpilogue(c, layouts, memory, targets, softmax_scale, wg)
+            factors = tuple(each.factor for each in rules.dropout)
+            epilogue = BackwardEpilogue(c, layouts, memory, targets, (softmax_scale, factors), wg)
             self._consume(work, consumer, epilogue, rules, warp_idx)
 
     @cute.jit
@@ -444,15 +441,25 @@ class GeneralBackwardKernel(BackwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        kept: Int32 | None,
         *captured_ctas_and_stream,
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
         tensors that the config's functions read, num_ctas and the stream."""
         *captured, num_ctas, stream = captured_ctas_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes, tuple(captured)
+        given = (
+            (window_left, window_right, attention_chunk),
+            (plan, sequences),
+            softcap,
+            alibi_slopes,
+            (philox, kept),
+            tuple(captured),
+        )
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

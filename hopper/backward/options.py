@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_kernels.dropout import Dropout
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.window import sides_of
 from hopper.backward.config import BackwardConfig
 
 
@@ -17,32 +19,41 @@ class BackwardOptions(LoopInvariant):
     """Each is empty for kernels that have no use for it.
 
     ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
+    The keys of a chunk, 1 or more, come behind them.
     ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
-    ``slopes`` those of ALiBi, float32 (batch, heads). ``captured`` are the tensors that the functions of the config
-    read.
+    ``slopes`` those of ALiBi, float32 (batch, heads), ``dropout`` what ``Dropout.of`` takes. ``captured`` are the
+    tensors that the functions of the config read.
     """
 
     window: tuple = ()
     plan: tuple = ()
     softcap: tuple = ()
     slopes: tuple = ()
+    dropout: tuple = ()
     captured: tuple = ()
+
+    @property
+    def changes(self) -> tuple:
+        """What ``key_rules`` takes."""
+        return self.softcap, self.slopes, self.dropout, self.captured
 
     @staticmethod
     def of(
         config: BackwardConfig,
-        window: tuple[Int32 | None, Int32 | None],
+        window: tuple[Int32 | None, Int32 | None, Int32 | None],
         plan: tuple[cute.Tensor | None, Int32 | None],
         softcap: Float32 | None,
         slopes: cute.Tensor | None,
+        dropout: tuple[cute.Tensor | None, Int32 | None],
         captured: tuple,
     ) -> "BackwardOptions":
         """Of arguments, those that the config has a use for."""
         return BackwardOptions(
-            window if config.window else (),
+            sides_of(config, *window),
             plan if config.layout == VARLEN else (),
             (softcap,) if config.softcap else (),
             (slopes,) if config.alibi else (),
+            dropout if config.dropout else (),
             captured,
         )
 
@@ -50,10 +61,10 @@ class BackwardOptions(LoopInvariant):
 NO_OPTIONS = BackwardOptions()
 
 
-def key_rules(
-    config: BackwardConfig, softmax_scale: Float32, caps: tuple, slopes: tuple, captured: tuple
-) -> KeyRules:
-    """What a kernel does to scores."""
+def key_rules(config: BackwardConfig, softmax_scale: Float32, changes: tuple) -> KeyRules:
+    """What a kernel does to scores and P; ``changes`` are those of ``BackwardOptions``."""
+    caps, slopes, dropout, captured = changes
     is_precise = config.dtype == "float16"
     softcap = tuple(SoftCap(softmax_scale / cap, is_precise) for cap in caps)
-    return KeyRules(scale_in_base_2(softmax_scale, caps), softcap, slopes, config.functions, captured)
+    scale_log2 = scale_in_base_2(softmax_scale, caps)
+    return KeyRules(scale_log2, softcap, slopes, Dropout.all_of(dropout), config.functions, captured)

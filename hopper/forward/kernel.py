@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.dropout import Dropout
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
@@ -26,7 +27,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreRules, SoftCap, function_rules, scale_after_functions
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
-from cute_kernels.window import window_of
+from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
@@ -74,14 +75,16 @@ class KernelParts:
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap``, the ``slopes`` of ALiBi, and the
-    tensors ``captured`` by a user's functions, and ``lists`` of blocks."""
+    that ``PackedBatch`` wants, the sides of a ``window`` and its chunk, the cap of ``softcap``, the ``slopes`` of
+    ALiBi, the words and the number of ``Dropout.of``, the tensors ``captured`` by a user's functions, and ``lists`` of
+    blocks."""
 
     extras: tuple = ()
     plan: tuple = ()
     window: tuple = ()
     softcap: tuple = ()
     slopes: tuple = ()
+    dropout: tuple = ()
     captured: tuple = ()
     lists: tuple = ()
 
@@ -180,6 +183,7 @@ class ForwardKernel:
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
+            options.dropout,
             options.captured,
             options.lists,
         ).launch(
@@ -205,6 +209,7 @@ class ForwardKernel:
         sides: tuple,
         caps: tuple,
         slopes: tuple,
+        dropout: tuple,
         captured: tuple,
         lists: tuple,
     ):
@@ -244,8 +249,8 @@ class ForwardKernel:
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         functions = function_rules(c.functions, captured, scale_log2)
-        softcap = tuple(SoftCap(factor, is_precise) for factor in caps)
-        rules = ScoreRules(softcap, slopes, inverse_scale, functions)
+        softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
+        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists)
         precision = self.parts.precision
@@ -289,7 +294,8 @@ class ForwardKernel:
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
         correction = precision.make_correction(extras, lane)
         store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v)
-        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses)
+        factors = tuple(each.factor for each in work.rules.dropout)
+        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -414,20 +420,24 @@ class GeneralForwardKernel(ForwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
         sinks: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        kept: Int32 | None,
         *captured_ctas_and_stream,
     ):
         """Launch. What the config has no use for is None.
 
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
-        whatever is given. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
-        0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
-        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,). Then come the tensors that the config's
-        functions read, with ``block_lists`` those (``Work``), num_ctas and the stream.
+        whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
+        heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
+        the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,);
+        ``philox`` and ``kept`` are those of ``Dropout.of``. Then come the tensors that the config's functions read,
+        with ``block_lists`` those (``Work``), num_ctas and the stream.
         """
         c = self.config
         *captured, num_ctas, stream = captured_ctas_and_stream
@@ -435,9 +445,10 @@ class GeneralForwardKernel(ForwardKernel):
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
-            window=(window_left, window_right) if const_expr(c.window) else (),
+            window=sides_of(c, window_left, window_right, attention_chunk),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
+            dropout=(philox, kept) if const_expr(c.dropout) else (),
             captured=tuple(captured[:of_functions]),
             lists=tuple(captured[of_functions:]),
         )

@@ -11,7 +11,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks, ListedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.score_tile import ListedScoreTile, ScoreRules, ScoreTile
+from cute_kernels.score_tile import ScoreRules, ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
@@ -67,8 +67,9 @@ class Work(LoopInvariant):
 
     def score_tile(self, mask: TileMask, head: Int32, batch: Int32, blocks: KeyBlocks) -> ScoreTile:
         """What is done to the scores of a thread's rows of a tile that visits ``blocks``."""
-        changes = self.rules.for_tile(mask, head, batch)
-        return ListedScoreTile(mask, changes, blocks) if self.lists else ScoreTile(mask, changes)
+        if self.lists:
+            return self.rules.listed_tile(mask, head, batch, blocks)
+        return self.rules.tile(mask, head, batch)
 
 
 def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:

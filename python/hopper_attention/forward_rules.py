@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cute_kernels import problem as sizes
 from cute_kernels.ampere.config import (
@@ -10,12 +11,15 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config
-from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
-from hopper_attention.masks import MaskSpec
+from hopper.forward.tilings import select_forward_config, select_with_functions, with_dropout
+from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
+from hopper_attention.backends import Target, choose_backend
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
+from hopper_attention.qv import no_qv
 from hopper_attention.scores import PLAIN, ScoreKind
 
 
@@ -32,13 +36,10 @@ class ReferenceConfig:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
 
-LENGTH_WITH_FUNCTIONS = 1024
-"""Whose tiles serve all lengths where there are a user's functions."""
-
 SMALL_TILE = 64
 """Keys of a tile that divides more blocks than those of the tables do."""
 
-Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
+Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
 def select_config(
@@ -48,15 +49,17 @@ def select_config(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
+    has_qv: bool = False,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
         NotImplementedError: the kernel cannot count sizes as large as these.
     """
-    config = select_for(problem_of(q, k, v, causal, window, scores), backend, capability)
+    problem = replace(problem_of(q, k, v, causal, window, scores), has_qv=has_qv)
+    config = select_for(problem, backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
@@ -66,14 +69,14 @@ def problem_of(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are a ``MaskSpec`` and its sides."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     seen = k.shape[1]
-    if window != FULL_WINDOW:
+    if window != FULL_SIDES:
         seen = MaskSpec(causal, *window).most_keys(seen)
     return AttentionProblem(
         q.dtype,
@@ -83,18 +86,32 @@ def problem_of(
         causal,
         longest_alike(seen),
         is_empty,
-        window != FULL_WINDOW,
+        window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         scores=scores,
     )
 
 
 def packed_problem_of(
-    q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool, scores: ScoreKind = PLAIN
+    q: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[bool, bool],
+    scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
-    head_dims = q.shape[2], v.shape[2]
+    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths; ``window`` are
+    has_window and has_chunk."""
+    has_window, has_chunk = window
     return AttentionProblem(
-        q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True, scores=scores
+        q.dtype,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=has_window,
+        has_chunk=has_chunk,
+        is_packed=True,
+        scores=scores,
     )
 
 
@@ -102,41 +119,76 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     """``select_config`` of all problems of a kind, whatever their sizes.
 
     With packed sequences, which have no length here, the tiles are the same for all.
+
+    Raises:
+        NotImplementedError: the backend has no kernel for such problems.
     """
     if backend == "reference":
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
+    fields = p.scores.fields | {"chunk": p.has_chunk}
+    if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
+        return _select_wide(p, backend, dtype, layout, fields)
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
-        return replace(plain, **p.scores.fields)
+        return replace(plain, **fields)
     if p.scores.functions:
-        return _with_functions(p, dtype, layout)
-    config = select_forward_config(
-        dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_window, layout
-    )
-    return replace(config, **p.scores.fields)
+        return _with_functions(p, dtype, layout, fields)
+    options = p.causal, p.longest_k, p.has_window, layout
+    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
+    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
 
 
-def _with_functions(problem: AttentionProblem, dtype: str, layout: str) -> ForwardConfig:
-    """A user's functions need registers, which the tiles of short causal sequences leave."""
+def _with_functions(
+    problem: AttentionProblem, dtype: str, layout: str, fields: dict[str, Any]
+) -> ForwardConfig:
+    """With lists of blocks where the kernel can go by them: they know of no other mask."""
     p = problem
-    config = select_forward_config(dtype, p.head_dim, p.head_dim_v, True, LENGTH_WITH_FUNCTIONS)
-    fields = p.scores.fields | {"causal": p.causal, "window": p.has_window, "layout": layout}
+    options = dtype, p.head_dim, p.head_dim_v, p.causal, p.has_window, layout
+    config = select_with_functions(*options, **fields)
     for functions, (rows, keys) in p.scores.listed:
         tile_n = next((n for n in (config.tile_n, SMALL_TILE) if keys % n == 0), 0)
-        # Lists know of no other mask.
         if rows % config.tile_m == 0 and tile_n and not (p.causal or p.has_window or p.is_packed):
-            fields |= {"functions": functions, "block_lists": True, "tile_n": tile_n}
-    return replace(config, **fields)
+            return replace(config, functions=functions, block_lists=True, tile_n=tile_n)
+    return config
+
+
+def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
+    """Whether what serves ``problem`` takes more columns of V than MAX_HEAD_DIM at once, and not in parts.
+
+    Raises:
+        ValueError: ``requested`` cannot run there.
+    """
+    if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
+        return False
+    if problem.scores.has_dropout or problem.scores.functions:
+        return False
+    return choose_backend(target, problem.dtype, requested).backend == "hopper"
+
+
+def _select_wide(
+    p: AttentionProblem, backend: str, dtype: str, layout: str, fields: dict[str, Any]
+) -> WideForwardConfig:
+    """The config of a problem with a second query or wide values, for which only Hopper has a kernel."""
+    reason = why_not_wide(p.head_dim, p.head_dim_v)
+    if fields.pop("dropout"):
+        reason = "no kernel has a second query and dropout"
+    if fields.pop("functions"):
+        reason = "no kernel has a second query and score_mod, mask_mod or block_mask"
+    if backend != "hopper":
+        reason = "the kernels without WGMMA have no second query"
+    if reason:
+        raise no_qv(backend, reason)
+    return select_wide_config(dtype, p.head_dim_v, p.causal, p.has_qv, p.has_window, layout, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """Raise NotImplementedError for sizes that the kernel of ``config`` cannot count."""
     (batch, seqlen_q, heads, _), seqlen_k = q_shape, k_shape[1]
-    if isinstance(config, AmpereForwardConfig):
+    if isinstance(config, (AmpereForwardConfig, WideForwardConfig)):
         sizes.check_problem_size("kernel", config.tile_m, (batch, heads), (seqlen_q, seqlen_k))
     elif isinstance(config, ForwardConfig):
         check_problem_size(config, batch, heads, seqlen_q, seqlen_k)

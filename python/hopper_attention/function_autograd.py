@@ -47,11 +47,11 @@ class DenseCall:
         slopes, *captured = constants
         tensors = tuple(x for x in captured if x is not None)
         functions = CapturedFunctions(self.scores.captured.functions, tensors)
-        return FunctionScores(self.scores.softcap, slopes, sinks, functions)
+        return FunctionScores(self.scores.softcap, slopes, sinks, functions=functions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         options = self.softmax_scale, self.mask.causal, self.backend, self.sm_margin
-        return run_forward(q, k, v, *options, window=self.mask.window, scores=self.scores)
+        return run_forward(q, k, v, *options, window=self.mask.sides, scores=self.scores)
 
     def differentiate(
         self,
@@ -85,7 +85,7 @@ class VarlenCall(DenseCall):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         options = self.softmax_scale, self.mask.causal, self.backend, self.sm_margin
-        return run_varlen(q, k, v, self.lengths, *options, window=self.mask.window, scores=self.scores)
+        return run_varlen(q, k, v, self.lengths, *options, window=self.mask.sides, scores=self.scores)
 
     def differentiate(
         self,
@@ -98,7 +98,7 @@ class VarlenCall(DenseCall):
         lse: Tensor,
     ) -> Gradients:
         in_order = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        options = self.softmax_scale, self.mask.causal, self.backend, in_order, self.mask.window, self.scores
+        options = self.softmax_scale, self.mask.causal, self.backend, in_order, self.mask.sides, self.scores
 
         def of_part(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
             return run_varlen_backward(dout, dlse, q, k, v, out, lse, self.lengths, *options)

@@ -30,17 +30,20 @@ def forward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
-    window are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
+    window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
 
@@ -57,9 +60,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -122,17 +128,20 @@ def backward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    mask = MaskSpec(causal, window_left, window_right)
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, mask, scores, backend, deterministic
     return differentiate(dout, dlse, q, k, v, out, lse, *options)
 
@@ -152,9 +161,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

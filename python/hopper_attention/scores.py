@@ -1,4 +1,4 @@
-"""What is done to scores between Q K^T and the softmax, and what joins it: softcap, ALiBi, functions and sinks."""
+"""What is done to scores between Q K^T and P V beside scale and mask: softcap, ALiBi, functions, sinks, dropout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.problem import SCORE_FEATURES
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
+from hopper_attention.dropout import WORDS, kept_steps
 from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, ListedKind, check_functions
 
 
@@ -18,7 +20,7 @@ class ScoreKind(NamedTuple):
     """What of it decides on a kernel: what there is, whatever its values. A tuple, as it is a part of keys.
 
     Attributes:
-        has_softcap, has_alibi, has_sinks: whether ``Scores`` has each.
+        has_softcap, has_alibi, has_sinks, has_dropout: whether ``Scores`` has each.
         functions: the user's, without the tensors that they read.
         listed: of lists of blocks, which only some kernels can go by; ``functions`` do without.
     """
@@ -26,21 +28,22 @@ class ScoreKind(NamedTuple):
     has_softcap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    has_dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
     listed: ListedKind = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for what there is."""
-        there = *self[:3], self.functions.has_score, self.functions.has_mask
-        named = zip(("softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod"), there, strict=True)
+        there = *self[:4], self.functions.has_score, self.functions.has_mask
+        arguments = "softcap", "alibi_slopes", "sinks", "dropout_p", "score_mod", "mask_mod"
+        named = zip(arguments, there, strict=True)
         return tuple(name for name, is_there in named if is_there)
 
     @property
     def fields(self) -> dict[str, Any]:
         """Those of the config of a forward kernel."""
-        has_softcap, has_alibi, has_sinks, functions, _ = self
-        return {"softcap": has_softcap, "alibi": has_alibi, "sinks": has_sinks, "functions": functions}
+        return dict(zip((*SCORE_FEATURES, "functions"), self[:5], strict=True))
 
 
 PLAIN = ScoreKind()
@@ -54,18 +57,21 @@ class ScoreSpec:
     Attributes:
         softcap: c of c tanh(score / c); 0 is none.
         has_alibi, has_sinks: whether there are slopes and sinks.
+        dropout_p: how much of P is dropped; 0 is nothing.
     """
 
     softcap: float = 0.0
     has_alibi: bool = False
     has_sinks: bool = False
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         checks.check_softcap(self.softcap)
+        checks.check_dropout_p(self.dropout_p)
 
     @property
     def kind(self) -> ScoreKind:
-        return ScoreKind(self.softcap != 0.0, self.has_alibi, self.has_sinks)
+        return ScoreKind(self.softcap != 0.0, self.has_alibi, self.has_sinks, self.dropout_p != 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +84,29 @@ class Scores:
             -slope |i + seqlen_k - seqlen_q - j|.
         sinks: (heads,), float32 or of q's dtype, or None: a logit of each head, natural log, that joins the sum of a
             row and has no value. The LSE includes it.
+        dropout_p: how much of P is dropped, below 1; 0 is nothing. The LSE is that without dropout.
+        philox: int64 (2,), seed and offset of the mask, or None without dropout.
     """
 
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    philox: Tensor | None = None
 
     @classmethod
-    def of(cls, softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Scores:
+    def of(
+        cls,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        dropout_p: float = 0.0,
+        philox: Tensor | None = None,
+    ) -> Scores:
         """These, or ``NO_SCORES`` itself where nothing is given, so that plain calls are told by identity."""
-        if softcap == 0.0 and alibi_slopes is None and sinks is None:
+        if softcap == 0.0 and alibi_slopes is None and sinks is None and dropout_p == 0.0:
             return NO_SCORES
-        return cls(softcap, alibi_slopes, sinks)
+        return cls(softcap, alibi_slopes, sinks, dropout_p, philox)
 
     @property
     def captured(self) -> CapturedFunctions:
@@ -98,7 +115,7 @@ class Scores:
 
     @property
     def spec(self) -> ScoreSpec:
-        return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None)
+        return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None, self.dropout_p)
 
     @property
     def kind(self) -> ScoreKind:
@@ -107,40 +124,49 @@ class Scores:
     @property
     def options(self) -> dict[str, Any]:
         """By the names that the functions of ``reference`` take them."""
-        named = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
-        return named | {"functions": self.captured}
+        of_scores = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return of_scores | {"dropout_p": self.dropout_p, "philox": self.philox, "functions": self.captured}
 
     @property
-    def values(self) -> tuple[float, Tensor | None, Tensor | None]:
+    def values(self) -> tuple[float, Tensor | None, Tensor | None, float, Tensor | None]:
         """In the order in which operators take them, which take no functions."""
-        return self.softcap, self.alibi_slopes, self.sinks
+        return self.softcap, self.alibi_slopes, self.sinks, self.dropout_p, self.philox
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given."""
-        return (*(x for x in (self.alibi_slopes, self.sinks) if x is not None), *self.captured.tensors)
+        own = (x for x in (self.alibi_slopes, self.sinks, self.philox) if x is not None)
+        return *own, *self.captured.tensors
 
-    def for_kernel(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
+    def for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
-        (heads,), contiguous; None for what there is not of these; and the tensors that functions read."""
+        (heads,), contiguous; and of dropout ``philox``, contiguous, and ``kept_steps``. None for what there is not of
+        these. Then the tensors that functions read."""
         cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
         if slopes is not None:
             slopes = slopes.detach().contiguous().expand(batch, heads)
-        sinks = None if sinks is None else sinks.detach().float().contiguous()
-        return cap, slopes, sinks, *self.captured.for_kernel
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        dropout = (
+            (None, None) if self.philox is None else (self.philox.contiguous(), kept_steps(self.dropout_p))
+        )
+        return cap, slopes, sinks, *dropout, *self.captured.for_kernel
 
-    def for_listed_kernel(
-        self, tile: tuple[int, int], sizes: tuple[int, int, int, int]
-    ) -> tuple[float | Tensor | None, ...]:
+    def for_listed_kernel(self, tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
         """``for_kernel`` of one that goes by lists of blocks, which come last: what is read of functions is that of
         listed blocks. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
         ((captured, table),) = self.captured.listed
-        return *self.for_kernel(*sizes[:2])[:3], *captured.for_kernel, table.lists(tile, sizes)
+        others = self.for_kernel(*sizes[:2])
+        return (
+            *others[: len(others) - len(self.captured.tensors)],
+            *captured.for_kernel,
+            table.lists(tile, sizes),
+        )
 
-    def for_gradient(self, batch: int, heads: int) -> tuple[float | Tensor | None, ...]:
+    def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
-        cap, slopes, _, *captured = self.for_kernel(batch, heads)
-        return cap, slopes, *captured
+        cap, slopes, _, *others = self.for_kernel(batch, heads)
+        return cap, slopes, *others
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +213,21 @@ def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, dev
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, allowed: (heads,), ({heads},)")
         checks.check_device("sinks", sinks.device, device)
+    if checks.check_dropout_p(scores.dropout_p):
+        _check_philox(scores, device)
+
+
+def _check_philox(scores: Scores, device: torch.device) -> None:
+    if scores.philox is None:
+        raise ValueError(
+            f"philox is None, allowed with dropout_p {scores.dropout_p}: int64 (2,), seed and offset"
+        )
+    philox = TensorSpec.of(scores.philox)
+    if philox.dtype != torch.int64:
+        raise TypeError(f"philox has dtype {philox.dtype}, allowed: torch.int64")
+    if tuple(philox.shape) != (WORDS,):
+        raise ValueError(f"philox has shape {tuple(philox.shape)}, allowed: (2,), seed and offset")
+    checks.check_device("philox", philox.device, device)
 
 
 def check_slopes_are_constant(alibi_slopes: Tensor | None) -> None:

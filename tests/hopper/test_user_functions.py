@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from hopper.backward.config import select_backward_config
-from hopper.config import TWO_CONSUMERS
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_with_functions
 from hopper_attention.block_masks import BlockTable
 from hopper_attention.functions import trace_functions
 from hopper_attention.reference import attention_naive
@@ -28,8 +26,7 @@ def traced(example: Example, softcap: float = 0.0) -> Rules:
 def test_forward() -> None:
     example = draw_example()
     rules = traced(example)
-    plain = select_forward_config("bfloat16", 64, 64, True, 100)
-    config = replace(plain, functions=rules.captured.functions)
+    config = select_with_functions("bfloat16", 64, 64, True, functions=rules.captured.functions)
     q, k, v = draw(torch.bfloat16, (40, 140), (2, 1), 64)
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     exact, exact_lse = attention_naive(
@@ -41,8 +38,7 @@ def test_forward() -> None:
 def test_rows_that_a_mask_function_empties() -> None:
     example = Example(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx % 3 > 0) & (kv_idx > q_idx))
     rules = traced(example)
-    plain = select_forward_config("float16", 64, 64, True, 100)
-    config = replace(plain, causal=False, functions=rules.captured.functions)
+    config = select_with_functions("float16", 64, 64, False, functions=rules.captured.functions)
     q, k, v = draw(torch.float16, (90, 70), (1, 1), 64)
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     exact, exact_lse = attention_naive(q, k, v, mask_mod=example.mask_mod)
@@ -54,8 +50,8 @@ def test_packed_sequences_count_from_0() -> None:
     q_rows, k_rows = Packed.of((20, 0, 70), behind=9), Packed.of((70, 33, 90), behind=3)
     example = relative_bias(heads=2, of_sequences=3)
     rules = traced(example)
-    plain = select_forward_config("bfloat16", 64, 64, True, 100, layout="varlen")
-    config = replace(plain, tile_m=128, registers=TWO_CONSUMERS, functions=rules.captured.functions)
+    functions = rules.captured.functions
+    config = select_with_functions("bfloat16", 64, 64, True, layout="varlen", functions=functions)
     generator = torch.Generator().manual_seed(0)
     shapes = (q_rows.total, 2, 64), (k_rows.total, 1, 64), (k_rows.total, 1, 64)
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
@@ -79,8 +75,8 @@ def test_lists_of_blocks() -> None:
     mask_mod = lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]  # noqa: E731
     bias = relative_bias(heads=2).score_mod
     captured = trace_functions(bias, mask_mod)
-    plain = select_forward_config("bfloat16", 64, 64, True, 100)
-    config = replace(plain, causal=False, functions=captured.functions, block_lists=True)
+    others = {"functions": captured.functions, "block_lists": True}
+    config = select_with_functions("bfloat16", 64, 64, False, **others)
     q, k, v = draw(torch.bfloat16, (200, 290), (2, 1), 64)
     lists = table.lists((config.tile_m, config.tile_n), (1, 2, 200, 290))
     out, lse = forward_on_numpy(config, q, k, v, 0.125, 2, LATE, rules=Rules(captured=captured, lists=lists))

@@ -1,6 +1,5 @@
 """The backward kernel of GPUs without WGMMA, for 16-bit inputs."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -8,7 +7,6 @@ from cute_kernels.ampere.backward.batch import DenseBatch, PackedBatch
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, validate_ampere_backward_config
 from cute_kernels.ampere.backward.key_gradients import KeyGradients, Tensors
 from cute_kernels.ampere.options import KernelOptions, read_options
-from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.plan.packed import PackedTileOrder
 from cute_kernels.window import Window, window_of
 
@@ -115,7 +113,7 @@ class AmpereBackwardKernel:
         gradients = KeyGradients.of(c, tensors, window)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
-        rules = key_rules(c, scale_log2, options, mQ.element_type)
+        rules = options.key_rules(scale_log2, mQ.element_type, c.functions)
         gradients.compute(batch, gradients.claim(), heads_per_kv_head, softmax_scale, rules)
 
 
@@ -207,7 +205,7 @@ class PackedAmpereBackwardKernel:
                 of_keys=True,
             )
             batch = PackedBatch(c, plan, order, takes_last_first(c, window))
-            rules = key_rules(c, scale_log2, options, mQ.element_type)
+            rules = options.key_rules(scale_log2, mQ.element_type, c.functions)
             gradients.compute(batch, tile, mQ.shape[1] // kv_heads, softmax_scale, rules)
 
 
@@ -226,11 +224,3 @@ def launch_options(config: AmpereBackwardConfig, tiles: Int32) -> dict:
         # Per cent. Left to itself the DSL asks the GPU of this machine, and there may be none.
         "preferred_smem_carveout": 100,
     }
-
-
-def key_rules(
-    config: AmpereBackwardConfig, scale_log2: Float32, options: KernelOptions, dtype: type[cutlass.Numeric]
-) -> KeyRules:
-    """What a launch does to scores."""
-    softcaps = options.softcaps(dtype)
-    return KeyRules(scale_log2, softcaps, options.slopes, config.functions, options.captured)

@@ -38,7 +38,8 @@ def differentiate(
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if 0 in (*out.shape, k.shape[1]):
         return _zeros_like(q), _zeros_like(k), _zeros_like(v)
-    if k.shape[1] == 1 and scores.sinks is None and not scores.captured:
+    is_plain_sum = scores.sinks is None and not scores.captured and not scores.dropout_p
+    if k.shape[1] == 1 and is_plain_sum:
         return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale, scores.softcap)
     if needs_parts(v.shape[3]):
 
@@ -49,11 +50,13 @@ def differentiate(
         return differentiate_in_parts(dout, dlse, v, out, of_part)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, mask.causal, deterministic, mask.has_window)
+    if mask.attention_chunk:
+        problem = problem._replace(has_chunk=True)
     if scores is not NO_SCORES:
         problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
-        options = softmax_scale, mask.causal, dlse, deterministic, choice.backend, mask.window
+        options = softmax_scale, mask.causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
         warn_once(
@@ -71,8 +74,11 @@ def differentiate(
         softmax_scale=softmax_scale,
         window_left=mask.window_left,
         window_right=mask.window_right,
+        attention_chunk=mask.attention_chunk,
         softcap=scores.softcap,
         alibi_slopes=scores.alibi_slopes,
+        dropout_p=scores.dropout_p,
+        philox=scores.philox,
         functions=scores.captured,
     )
 
