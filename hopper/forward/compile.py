@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
+    captured_arguments,
     compile_for_torch,
     philox_argument,
     plan_argument,
@@ -30,11 +31,12 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
     Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, num_ctas)``, as
-    ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and out
-    are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
+    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, *captured, num_ctas)``,
+    as ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and
+    out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
     ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
-    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``).
+    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``);
+    captured are the tensors that the functions of the config read, and lists of blocks.
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -60,9 +62,16 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
+        *captured_arguments(c.functions),
+        *([_block_lists()] if c.block_lists else []),
         ctas,
         options=options,
     )
+
+
+def _block_lists():
+    """int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may be 0."""
+    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:

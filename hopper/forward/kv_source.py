@@ -100,7 +100,7 @@ class DenseTma(LoopInvariant):
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
             q_phase ^= 1
             tile = work.scheduler.claim(mail_state)

@@ -44,15 +44,16 @@ class Producer(LoopInvariant):
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        first = blocks.number(blocks.last)
         self.scales.begin()
-        self.scales.publish(head_kv, seqlens, blocks.last, producer_slot(kv_state))
-        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, blocks.last, kv_state)
+        self.scales.publish(head_kv, seqlens, first, producer_slot(kv_state))
+        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
-        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, blocks.last, kv_state)
+        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, first, kv_state)
         kv_state.advance()
         for step in cutlass.range(blocks.count - 1, unroll=1):
-            n_block = blocks.end - 2 - step
+            n_block = blocks.number(blocks.end - 2 - step)
             self.scales.publish(head_kv, seqlens, n_block, producer_slot(kv_state))
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)

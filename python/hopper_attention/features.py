@@ -19,14 +19,18 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
+from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
-from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
+from hopper_attention.plain_calls import is_transformed
+from hopper_attention.scores import NO_SCORES, FunctionScores, Scores, check_slopes_are_constant
 
 SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
     "dropout_p": "dropout of P",
+    "score_mod": "a function of the scores",
+    "mask_mod": "a function as a mask",
 }
 """What the arguments for scores ask for."""
 
@@ -113,6 +117,30 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
 
 
+def with_functions(
+    scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: Any = None
+) -> Scores:
+    """The same with a user's functions, traced.
+
+    Raises:
+        NotImplementedError: torch.func transforms the call, or a function reads a tensor that requires a gradient.
+        TypeError: a function cannot be traced, or block_mask is none.
+        ValueError: there are a mask_mod and a block_mask.
+    """
+    if is_transformed():
+        raise NotImplementedError(
+            "score_mod and mask_mod under torch.func (vmap, grad, jvp) are not implemented; use Tensor.backward, or "
+            "hopper_attention.reference.attention_naive, which torch differentiates in every mode"
+        )
+    if block_mask is None:
+        return FunctionScores(*scores.values, trace_functions(score_mod, mask_mod))
+    if mask_mod is not None:
+        raise ValueError(
+            "mask_mod is given beside block_mask, allowed: one of them; block_mask has a mask_mod"
+        )
+    return FunctionScores(*scores.values, trace_block_mask(score_mod, block_mask))
+
+
 def with_dropout(
     scores: Scores, dropout_p: Any, q: Any, draw: Callable[[torch.device], Tensor] = draw_philox
 ) -> Scores:
@@ -125,6 +153,8 @@ def with_dropout(
     p = checks.check_dropout_p(dropout_p)
     if not p:
         return scores
+    if scores.captured:
+        raise missing("dropout_p", p, "dropout with score_mod, mask_mod or block_mask", "dropout_p=0.0")
     checks.check_are_tensors(q=q)
     check_fp8_scores(q.dtype, replace(scores, dropout_p=p))
     return replace(scores, dropout_p=p, philox=draw(q.device))

@@ -13,6 +13,8 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.function_autograd import VarlenCall, attend_with_functions
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
@@ -50,6 +52,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -83,6 +87,8 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -116,6 +122,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -148,6 +156,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
@@ -181,6 +191,7 @@ def flash_attn_varlen_func(
         num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
         qv: (total_q, heads, head_dim_v), as there.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
+        score_mod, mask_mod: as there; indices count from 0 in each sequence, and b is its number.
         dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
@@ -199,6 +210,8 @@ def flash_attn_varlen_func(
     scores = NO_SCORES
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod)
     if dropout_p != 0.0:
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
@@ -273,7 +286,8 @@ def _call_operator(
 
     ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
-    mask, scores, *flags = options
+    mask, scores, backend, sm_margin, deterministic = options
+    flags = backend, sm_margin, deterministic
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
@@ -285,4 +299,7 @@ def _call_operator(
         return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
+    if scores.captured:
+        call = VarlenCall(scale, mask, scores, *flags, lengths)
+        return attend_with_functions(call, q, k, v)
     return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

@@ -102,7 +102,7 @@ class TransposingRows(TransposedTma):
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             if warp == 0:
                 producer.load_queries(m_block, head, blocks.seqlens, q_phase)
             load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state))

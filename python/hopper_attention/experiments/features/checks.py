@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
-from hopper_attention.experiments.features.spec import Workload
+from hopper_attention.experiments.features.functions import bias_of
+from hopper_attention.experiments.features.spec import BIAS, Workload
 from hopper_attention.reference.dropout import DropoutMask, dropped
 from hopper_attention.reference.tiles import Span
 
@@ -83,13 +85,14 @@ def compute_pieces(
 
 @dataclass(frozen=True)
 class Terms:
-    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, sink, -inf for none, and our mask of
-    dropout."""
+    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, sink, -inf for none, our mask of
+    dropout, and ``bias``, what a function adds to them, of the distance of keys."""
 
     softcap: float
     slope: Tensor
     sink: Tensor
     dropout: DropoutMask | None
+    bias: Callable[[Tensor], Tensor | float]
 
     def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
         """P, or its gradient, without what dropout drops."""
@@ -101,14 +104,15 @@ class Terms:
 
 def terms_of_heads(workload: Workload, sequence: int, heads: slice, device: str) -> list[Terms | None]:
     """Of query heads of a sequence; None for each where scores stay as they are."""
-    if not workload.changes_scores:
+    if not (workload.changes_scores or workload.functions == BIAS):
         return [None] * (heads.stop - heads.start)
     slopes = score_terms.slopes_of(workload, device).double() * workload.alibi
     sinks = score_terms.sinks_of(workload, device).double()
     sinks = sinks if workload.sinks else torch.full_like(sinks, -math.inf)
     mask = DropoutMask.of(workload.dropout, score_terms.philox_of(device), 1, 1, sequence)
     masks = [mask and replace(mask, first_head=head) for head in range(heads.start, heads.stop)]
-    parts = zip(slopes[heads], sinks[heads], masks, strict=True)
+    biases = (partial(bias_of, workload, head) for head in range(heads.start, heads.stop))
+    parts = zip(slopes[heads], sinks[heads], masks, biases, strict=True)
     return [Terms(workload.softcap, *of_head) for of_head in parts]
 
 
@@ -143,7 +147,8 @@ def weigh(
     if terms.softcap:
         capped = torch.tanh(scores / terms.softcap)
         scores, slope = terms.softcap * capped, 1 - capped.square()
-    scores = (scores - terms.slope * distance.abs()).masked_fill_(hidden, -math.inf)
+    biased = scores - terms.slope * distance.abs() + terms.bias(distance)
+    scores = biased.masked_fill_(hidden, -math.inf)
     sink = terms.sink.expand(scores.shape[0], 1)
     return torch.softmax(torch.cat((scores, sink), -1), -1)[:, :-1], slope
 
@@ -172,7 +177,7 @@ def attend_backward(
     terms: Sequence[Terms | None],
     scores: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head."""
+    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head, from query head ``head`` on."""
     q, k, v, dout = tensors
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys, hidden, distance in chunks(workload, q, scores):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from hopper_attention import (
 )
 from hopper_attention.backends import target_of
 from hopper_attention.backward_rules import choose_for, select_for
+from hopper_attention.checks import TensorSpec
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
@@ -40,12 +41,16 @@ from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
+from hopper_attention.experiments.features.functions import score_mod_of
 from hopper_attention.experiments.features.results import OURS_DENSE
-from hopper_attention.experiments.features.spec import UNLIMITED, Workload
+from hopper_attention.experiments.features.spec import DOCUMENTS, UNLIMITED, Workload
+from hopper_attention.features import with_functions
+from hopper_attention.forward_rules import ReferenceConfig, problem_of
+from hopper_attention.launch.forward import find_config
 from hopper_attention.masks import MaskSpec
 from hopper_attention.problem import GradientProblem
 from hopper_attention.quantization import to_e4m3
-from hopper_attention.scores import ScoreKind, Scores
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
 Binding = Callable[[Tensor, Tensor, Tensor], Launch]
 """From q, k and v to a launch of the forward on them, which returns out."""
@@ -53,6 +58,10 @@ Binding = Callable[[Tensor, Tensor, Tensor], Launch]
 
 def every_workload(workload: Workload) -> bool:
     return True
+
+
+def without_functions(workload: Workload) -> bool:
+    return not workload.functions
 
 
 def as_given(workload: Workload, x: Tensor) -> Tensor:
@@ -147,6 +156,11 @@ def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) 
 
 def bind_16_bits(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    if workload.functions == DOCUMENTS:
+        blocks = flex_mask(workload, setting.device)
+        return lambda q, k, v: partial(attend_as_one, q, k, v, block_mask=blocks, backend=backend)
+    if workload.functions:
+        options["score_mod"] = score_mod_of(workload, setting.device)
     options |= score_terms.our_terms(workload, setting.device)
     if workload.dropout:
         return bind_dropout(workload, setting, backend)
@@ -162,6 +176,11 @@ def bind_16_bits(workload: Workload, setting: Setting, backend: str | None = Non
     offsets, longest = offsets_of(workload, setting.device), workload.longest
     lengths = offsets, offsets, longest, longest
     return lambda q, k, v: partial(flash_attn_varlen_func, q, k, v, *lengths, **options)
+
+
+def attend_as_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """All tokens (tokens, heads, head_dim) as one sequence."""
+    return flash_attn_func(q[None], k[None], v[None], **options)[0]
 
 
 def bind_dropout(workload: Workload, setting: Setting, backend: str | None) -> Binding:
@@ -229,6 +248,8 @@ def describe_ours(
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
     if workload.is_fp8:
         return "FP8"
+    if workload.functions:
+        return describe_functions(workload, inputs, setting, backend)
     options |= score_terms.our_terms(workload, setting.device)
     if workload.is_packed and not dense:
         offsets, longest = offsets_of(workload, setting.device), workload.longest
@@ -245,7 +266,29 @@ def describe_ours(
     return describe_gradient(workload, inputs, backend, workload.is_packed and not dense)
 
 
-def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, is_packed: bool) -> str:
+def describe_functions(workload: Workload, inputs: Inputs, setting: Setting, backend: str | None) -> str:
+    """The kernel of a workload with functions.
+
+    Raises:
+        NotImplementedError: on a GPU there is none.
+    """
+    is_documents = workload.functions == DOCUMENTS
+    blocks = flex_mask(workload, setting.device) if is_documents else None
+    scores = with_functions(NO_SCORES, score_mod_of(workload, setting.device), None, blocks).kind
+    q, k, v = (x[None] if is_documents else as_batch(workload, x) for x in (inputs.q, inputs.k, inputs.v))
+    causal = workload.causal and not is_documents
+    problem = problem_of(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), causal, scores=scores)
+    config = find_config(problem, inputs.q.device, backend)
+    if setting.is_cuda and isinstance(config, ReferenceConfig):
+        raise NotImplementedError("runs on the reference here")
+    if not (setting.is_cuda and workload.is_backward):
+        return config.name
+    return describe_gradient(replace(workload, causal=causal), inputs, backend, False, scores)
+
+
+def describe_gradient(
+    workload: Workload, inputs: Inputs, backend: str | None, is_packed: bool, scores: ScoreKind = PLAIN
+) -> str:
     """The kernel of the backward pass.
 
     Raises:
@@ -260,7 +303,7 @@ def describe_gradient(workload: Workload, inputs: Inputs, backend: str | None, i
         workload.causal,
         has_window=workload.has_window,
         is_packed=is_packed,
-        scores=ScoreKind(bool(workload.softcap), workload.alibi, workload.sinks, bool(workload.dropout)),
+        scores=scores,
     )
     target = target_of(inputs.q.device)
     choice = choose_for(problem, target, backend)
@@ -402,7 +445,8 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     """What the backward reads is kept, since it runs many times."""
     attention, mask = compile_flex(workload), flex_mask(workload, setting.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": workload.heads != workload.heads_kv}
-    options["score_mod"] = score_terms.flex_score(workload, setting.device)
+    change = score_mod_of(workload, setting.device)
+    options["score_mod"] = change or score_terms.flex_score(workload, setting.device)
     if not workload.is_backward:
         return lambda q, k, v: partial(attention, q, k, v, **options)
 
@@ -421,7 +465,7 @@ def in_16_bits_without_latent(workload: Workload) -> bool:
 
 
 def is_dense_batch(workload: Workload) -> bool:
-    return workload.is_packed and workload.has_equal_lengths and not workload.is_fp8
+    return workload.is_packed and workload.has_equal_lengths and not (workload.is_fp8 or workload.functions)
 
 
 FEATURE_PEERS: dict[str, FeaturePeer] = {
@@ -446,6 +490,7 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "fa3", "FlashAttention-3 (CUDA C++)", bench_peers.why_no_fa3, bench_peers.fa3_version, bind_fa3,
+            takes=without_functions,
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,

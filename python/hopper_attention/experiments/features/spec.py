@@ -24,6 +24,11 @@ PASSES: tuple[Direction, ...] = ("forward", "backward")
 UNLIMITED = -1
 FULL_WINDOW = (UNLIMITED, UNLIMITED)
 
+BIAS, DOCUMENTS = "bias", "documents"
+FUNCTIONS = ("", BIAS, DOCUMENTS)
+"""What is given to attention as functions: nothing; a bias by distance as a score function; that sequences do not see
+each other, and the causal mask, as a mask function, of packed sequences that are one sequence otherwise."""
+
 BACKWARD_WORK = 2.5
 """Operations of a backward pass over those of the forward: five matrix products for two."""
 
@@ -57,6 +62,7 @@ class Workload:
         dropout: how much of P is dropped; not of packed sequences.
         latent: columns of a latent, which are further columns of the keys, and the values as well (MLA); ``head_dim``
             are then those of the rotary part. 0: there is none, and values have head_dim columns.
+        functions: one of ``FUNCTIONS``.
     """
 
     lengths: tuple[int, ...]
@@ -74,6 +80,7 @@ class Workload:
     sinks: bool = False
     dropout: float = 0.0
     latent: int = 0
+    functions: str = ""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
@@ -82,6 +89,8 @@ class Workload:
             raise ValueError(f"dropout is {self.dropout}, allowed of packed sequences: 0")
         if self.direction not in PASSES:
             raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
+        if self.functions not in FUNCTIONS or (self.functions == DOCUMENTS and not self.is_packed):
+            raise ValueError(f"functions is {self.functions!r}, allowed: {FUNCTIONS}, documents if packed")
         if self.is_fp8 and self.is_backward:
             raise ValueError(
                 "direction is 'backward', allowed in FP8: 'forward', as gradients are those of 16 bits"
@@ -177,7 +186,12 @@ class Workload:
 
     @property
     def mask_name(self) -> str:
-        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides."""
+        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides. With
+        the functions that there are."""
+        return " ".join([self._sides_name, *([self.functions] if self.functions else [])])
+
+    @property
+    def _sides_name(self) -> str:
         if not self.has_window:
             return "causal" if self.causal else "full"
         if self.causal:
@@ -292,6 +306,10 @@ FP8 = tuple(
         *(w for w in WINDOWED if w.window[0] == 4095),
     )
 )
+WITH_FUNCTIONS = (
+    Workload(lengths=(8192,), heads=16, heads_kv=16, head_dim=128, functions=BIAS),
+    replace(SKEWED, functions=DOCUMENTS),
+)
 
 WORKLOADS = (
     *PACKED,
@@ -303,17 +321,20 @@ WORKLOADS = (
     *backward_of(DROPPED),
     *FP8,
     *LATENTS,
+    *WITH_FUNCTIONS,
+    *backward_of(*WITH_FUNCTIONS),
 )
 """What is measured, in this order. A new row is one more workload here."""
 
 TOPICS: dict[str, Callable[[Workload], bool]] = {
-    "Packed sequences": lambda workload: workload.is_packed and not workload.is_fp8,
+    "Packed sequences": lambda workload: workload.is_packed and not (workload.is_fp8 or workload.functions),
     "Windows": lambda workload: (
         workload.has_window and not (workload.is_packed or workload.changes_scores or workload.is_fp8)
     ),
     "A latent": lambda workload: bool(workload.latent),
     "Scores": lambda workload: workload.changes_scores and not workload.is_packed,
     "FP8": lambda workload: workload.is_fp8,
+    "Functions of scores": lambda workload: bool(workload.functions),
 }
 """Parts of a report, by title: which workloads each has."""
 

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
 from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.results import AMPERE
 from hopper_attention.experiments.features import checks, peers, score_terms
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
 from hopper_attention.experiments.features.run import draw_tokens
@@ -33,6 +34,10 @@ LATENT = Workload(lengths=(70, 70), heads=4, heads_kv=1, head_dim=16, latent=32)
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
 DROPPED = replace(WINDOWED, window=(-1, -1), heads=4, dropout=0.3)
 CHANGED = (CAPPED, BIASED, SUNK, DROPPED, replace(DROPPED, causal=False, softcap=2.0, window=(20, 10)))
+BIASED_BY_FUNCTION = replace(WINDOWED, window=(-1, -1), functions="bias")
+DOCUMENTS = replace(PACKED, functions="documents")
+WITH_FUNCTIONS = (BIASED_BY_FUNCTION, DOCUMENTS)
+ALL = (*FORWARD, *CHANGED, *WITH_FUNCTIONS)
 
 
 def errors_of(peer: FeaturePeer, workload: Workload) -> str:
@@ -44,9 +49,7 @@ def errors_of(peer: FeaturePeer, workload: Workload) -> str:
     return checks.check_result(workload, result, pieces, checks.limits_of(workload))[1]
 
 
-@pytest.mark.parametrize(
-    "workload", (*FORWARD, *CHANGED, *backward_of(*FORWARD, *CHANGED)), ids=lambda w: w.name
-)
+@pytest.mark.parametrize("workload", (*ALL, *backward_of(*ALL)), ids=lambda w: w.name)
 def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
     assert errors_of(FEATURE_PEERS["ours"], workload) == ""
     dense = FEATURE_PEERS["ours_dense"]
@@ -80,10 +83,19 @@ def test_fa3_gets_a_descale_for_each_sequence(workload: Workload, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED), ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED, *WITH_FUNCTIONS), ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
     assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
+
+
+def test_peers_without_functions_are_no_rows_of_workloads_with_them() -> None:
+    takers = {
+        name
+        for name, peer in FEATURE_PEERS.items()
+        if peer.takes(BIASED_BY_FUNCTION) and peer.takes(DOCUMENTS)
+    }
+    assert takers == {"ours", "flex", AMPERE}
 
 
 class FakeFa3:
