@@ -263,7 +263,8 @@ def describe_ours(
         raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
     if not (setting.is_cuda and workload.is_backward):
         return plan.config.name
-    return describe_gradient(workload, inputs, backend, workload.is_packed and not dense)
+    kind = ScoreKind(bool(workload.softcap), workload.alibi, workload.sinks, bool(workload.dropout))
+    return describe_gradient(workload, inputs, backend, workload.is_packed and not dense, kind)
 
 
 def describe_functions(workload: Workload, inputs: Inputs, setting: Setting, backend: str | None) -> str:
@@ -460,6 +461,10 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     return bind
 
 
+def is_fa4s(workload: Workload) -> bool:
+    return in_16_bits_without_latent(workload) and not workload.functions
+
+
 def in_16_bits_without_latent(workload: Workload) -> bool:
     return not (workload.is_fp8 or workload.latent)
 
@@ -494,7 +499,7 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
         ),
         FeaturePeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,
-            takes=in_16_bits_without_latent,
+            takes=is_fa4s,
         ),
         FeaturePeer(
             "cudnn", "cuDNN (torch SDPA), with dropout", bench_peers.needs_gpu, bench_peers.cudnn_version,
