@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
-from hopper_attention.checks import TensorSpec
-from hopper_attention.dispatch import Plan, cast_by_autocast, imagined_target
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.dispatch import Plan, cast_by_autocast, describe_window, imagined_target
+from hopper_attention.features import resolve_packed_mask
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
@@ -74,6 +76,8 @@ def explain_fp8(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    window_size: Any = FULL_WINDOW,
+    attention_chunk: int = 0,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Fp8Plan:
@@ -99,17 +103,20 @@ def explain_fp8(
     device = q.device
     tensors, casts = cast_by_autocast({"q": q, "k": k, "v": v})
     q, k, v = tensors.values()
-    attention_shape(q, k, v)
+    shape = attention_shape(q, k, v)
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
     target = target_of(device) if device_capability is None else imagined_target(device_capability)
     head_dims = q.shape[3], v.shape[3]
-    chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level_accumulation, causal)
+    chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level_accumulation, mask)
     parts = quantize_nothing(q, k, v, chosen)
     chosen = replace(chosen, block_k=parts.quantization.block_k)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     is_torch_asked = quantizer_of(backend) == "torch"
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
-    attention = plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend)
+    problem = problem_of(parts, mask.causal, two_level_accumulation, mask.sides)
+    attention = plan_attention(problem, target, backend)
+    attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:
         config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen)
     return Fp8Plan(
@@ -165,4 +172,4 @@ def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:
     q, k, v = (
         TensorSpec(s, (), p.out_dtype, torch.device("meta")) for s in (p.q_shape, p.k_shape, p.v_shape)
     )
-    return select_config(choice.backend, target.capability, q, k, v, p.causal)
+    return select_config(choice.backend, target.capability, q, k, v, p.causal, p.window)

@@ -49,7 +49,7 @@ class PackedWideLauncher(WideKernel):
         tensors = (None if x is None else make_packed_addressable(x) for x in inputs)
         plan = self.planner(*lengths[:4], totals, self.config.tile_m)
         counter = device_memory.tile_counter(self.device_index)
-        options = *self.sides(sides), plan, batch + 1, *scores.for_kernel(batch, heads)
+        options = *self.sides(sides), plan, batch + 1, *scores.changes_for_kernel(batch, heads)
         self.kernel(*tensors, out, lse, counter, softmax_scale, *options, self.num_ctas)
         if wants_lse and scores.sinks is not None:
             # To the kernel rows behind the last sequence are rows without keys, which have their sink.

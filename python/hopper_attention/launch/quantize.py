@@ -94,6 +94,18 @@ def _why_too_large(q_shape: tuple[int, ...], k_shape: tuple[int, ...], rows: tup
     return f"{items} groups of rows are more than {MAX_ITEMS}" if items > MAX_ITEMS else ""
 
 
+def why_not_of_this_kind(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    longest_k: int,
+    quantization: Fp8Quantization,
+    device: torch.device,
+) -> str:
+    """``why_not_fused`` of problems of any sizes on a device."""
+    return _why_not_of_this_kind(dtype, head_dim, head_dim_v, longest_k, quantization, _target(device))
+
+
 def why_not_fused_here(q: Tensor, k: Tensor, v: Tensor, quantization: Fp8Quantization) -> str:
     """``why_not_fused`` on the device of q."""
     return _why_not_of_these(q.shape, k.shape, v.shape, q.dtype, q.device, quantization)

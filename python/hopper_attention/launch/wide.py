@@ -64,7 +64,7 @@ class WideLauncher(WideKernel):
         lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, q.device)
         tensors = (None if x is None else make_addressable(x) for x in inputs)
         counter = device_memory.tile_counter(self.device_index)
-        options = *self.sides(sides), *NO_PLAN, *scores.for_kernel(batch, heads)
+        options = *self.sides(sides), *NO_PLAN, *scores.changes_for_kernel(batch, heads)
         self.kernel(*tensors, out, lse, counter, softmax_scale, *options, self.num_ctas)
         return out, lse
 
