@@ -175,3 +175,14 @@ def test_sides_change_nothing_that_is_compiled(draw) -> None:
             flash_attn_quantized_func(parts, window_size=(left, left // 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks(draw, head_dim: int) -> None:
+    x = draw(torch.bfloat16, 2, (900, 1500), (4, 2), head_dim)
+    for options in ({"causal": True}, {"window_size": (100, 30)}, {}):
+        options = {"attention_chunk": 333, "return_attn_probs": True, **options}
+        out, lse = flash_attn_fp8_func(x.q, x.k, x.v, **options)
+        exact, exact_lse = flash_attn_func(x.q, x.k, x.v, **options)
+        assert rms(out.double() - exact) < 0.08 * rms(exact)
+        assert torch.equal(lse > -math.inf, exact_lse > -math.inf)
