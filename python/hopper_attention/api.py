@@ -245,7 +245,7 @@ def flash_attn_func(
         causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        scores = features.with_functions(scores, score_mod, mask_mod, block_mask)
+        scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
         for _, table in scores.captured.listed:
             checks.check_are_tensors(q=q, k=k)
             checks.check_dimensions("q", q.shape)

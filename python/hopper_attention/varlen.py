@@ -211,7 +211,7 @@ def flash_attn_varlen_func(
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
-        scores = features.with_functions(scores, score_mod, mask_mod)
+        scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
     if dropout_p != 0.0:
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
