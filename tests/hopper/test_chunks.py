@@ -70,7 +70,7 @@ def test_keys_of_other_chunks_are_not_read() -> None:
     q, k, v = draw(0, "bfloat16", (1, 128, 1, 64), (1, 640, 1, 64), (1, 640, 1, 64))
     # The queries are level with the keys from 512 on, whose chunk begins at 450.
     first = 450 // config.tile_n * config.tile_n
-    assert config.tile_m == 128 and first > 0
+    assert first > 0
     exact = attend(q[0], k[0], v[0], window_of(True, (NO_LIMIT, 0, 225)), 0.125)
     k[:, :first], v[:, :first] = math.nan, math.nan
     out, lse = forward_on_numpy(config, q, k, v, 0.125, 1, LATE, (NO_LIMIT, 0, 225))

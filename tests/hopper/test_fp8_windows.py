@@ -139,3 +139,16 @@ def test_what_a_window_does_not_go_with() -> None:
     chosen = select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128, half_scores=True, window=True)
     assert chosen.window and chosen.softmax is Softmax.HALF_SCORES
     assert chosen.name.endswith("window_half_poly5")
+
+
+def test_a_chunk() -> None:
+    """Of 100 keys, under a causal mask and a left side."""
+    config = replace(config_of(True, Softmax.HALF_SCORES), chunk=True)
+    parts = quantized((200, 330), (1, 1), DIM, TILE)
+    out, lse = fp8_forward_on_numpy(config, parts, 0.125, LATE, (60, NO_LIMIT, 100))
+    q, k, v = (x.dequantize() for x in (parts.q, parts.k, parts.v))
+    exact, exact_lse = attention_naive(q, k, v, causal=True, window_left=60, attention_chunk=100)
+    assert bool(((lse - exact_lse).abs() < COARSE_LSE_ROUNDING + 0.002 * exact_lse.abs()).all())
+    errors = [(x.double() - exact).norm() for x, _ in emulate(parts, True, True, (60, UNLIMITED, 100))]
+    error, least = (out.double() - exact).norm(), 4e-3 * exact.norm()
+    assert bool(error <= allowed_ratio(out, lagging=True) * max(errors) + least)

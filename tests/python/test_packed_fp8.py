@@ -17,6 +17,7 @@ from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper_attention import (
     Fp8Quantization,
     compile_cache,
+    explain_fp8,
     explain_varlen,
     flash_attn_fp8_func,
     flash_attn_func,
@@ -292,3 +293,23 @@ def test_explain_packed_tensors_with_descales() -> None:
         assert plan.backend == backend and plan.config.window and plan.config.layout == "varlen"
     assert explain_varlen(q, k, v, **lengths_of(case)).backend == "reference"
     assert set(NAMES) == set(lengths_of(case))
+
+
+def test_explain_packed_16_bit_tensors() -> None:
+    case = replace(CASES["plain"], head_dims=(64, 64))
+    q, k, v = case.tensors(torch.bfloat16)
+    named: dict[str, Any] = {"window_size": (9, 3), **lengths_of(case)}
+    plan = explain_fp8(q, k, v, device_capability=(9, 0), **named)
+    config = plan.attention.config
+    assert plan.quantizer == "fused" and plan.quantizer_config is not None
+    assert plan.quantizer_config.layout == "varlen" and plan.quantizer_config.block_k == config.tile_n
+    assert config.layout == "varlen" and config.window and config.softmax is Softmax.HALF_SCORES
+    assert "none for two sequences" in str(plan) and "window: a query sees 9 of the keys" in str(plan)
+    older = explain_fp8(q, k, v, device_capability=(8, 0), **named)
+    assert older.quantizer == "torch" and older.attention.backend == "ampere"
+    here = explain_fp8(
+        q, k, v, quantization=Fp8Quantization(granularity="head"), backend="reference", **named
+    )
+    assert here.attention.backend == "reference" and "q: a scale for each sequence and head" in str(here)
+    with pytest.raises(NotImplementedError, match="smooth_v is True"):
+        explain_fp8(q, k, v, quantization=Fp8Quantization(smooth_v=True), **named)

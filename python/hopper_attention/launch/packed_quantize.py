@@ -15,9 +15,11 @@ from hopper.forward.tilings import PACKED_SEQLEN
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
+from hopper_attention.backends import Target
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of
 from hopper_attention.launch.quantize import (
     MAX_ITEMS,
+    known_target,
     no_words,
     select_quantize_config,
     why_not_of_this_kind,
@@ -38,12 +40,12 @@ from hopper_attention.rotation import sign_masks
 def why_not_fused_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, c: Fp8Quantization) -> str:
     """What keeps the fused quantizer from doing a packed problem; empty if nothing does. ``block_k`` is a number."""
     head_dims = k.shape[2], v.shape[2]
-    reason = why_not_of_this_kind(q.dtype, *head_dims, PACKED_SEQLEN, c, q.device)
+    reason = why_no_packed_kernel(q.dtype, *head_dims, c, known_target(q.device))
     if reason:
         return reason
     if is_empty(q, k, lengths):
         return "the problem is empty"
-    config, batch = _config(q.dtype, *head_dims, c), lengths.cu_seqlens_q.shape[0] - 1
+    config, batch = packed_quantize_config(q.dtype, *head_dims, c), lengths.cu_seqlens_q.shape[0] - 1
     items = q.shape[1] * count_units(q.shape[0], batch, config.q.rows)
     items += 2 * k.shape[1] * count_units(k.shape[0], batch, config.k.rows)
     if items > MAX_ITEMS or max(q.shape[0], k.shape[0]) > MAX_PACKED_ROWS:
@@ -51,8 +53,22 @@ def why_not_fused_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, c: F
     return ""
 
 
+def why_no_packed_kernel(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, c: Fp8Quantization, target: Target
+) -> str:
+    """``why_not_fused_packed`` of problems of any sizes on ``target``."""
+    return why_not_of_this_kind(dtype, head_dim, head_dim_v, PACKED_SEQLEN, c, target)
+
+
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _config(dtype: torch.dtype, head_dim: int, head_dim_v: int, c: Fp8Quantization) -> QuantizeConfig:
+def packed_quantize_config(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, c: Fp8Quantization
+) -> QuantizeConfig:
+    """The config of the fused quantizer on packed sequences.
+
+    Raises:
+        ValueError: there is none.
+    """
     return replace(select_quantize_config(dtype, head_dim, head_dim_v, PACKED_SEQLEN, c), layout=VARLEN)
 
 
@@ -125,7 +141,7 @@ def _find(
     dtype: torch.dtype, head_dim: int, head_dim_v: int, c: Fp8Quantization, device: torch.device
 ) -> PackedQuantizeLauncher:
     """The launcher of a kind of problems; compiles or loads its kernel the first time."""
-    config, index = _config(dtype, head_dim, head_dim_v, c), index_of(device)
+    config, index = packed_quantize_config(dtype, head_dim, head_dim_v, c), index_of(device)
     kernel = compile_cache.get_quantize(config)
     return PackedQuantizeLauncher(index, config, kernel, count_ctas(index) * config.ctas_per_sm)
 
