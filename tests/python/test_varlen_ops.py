@@ -293,7 +293,11 @@ def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     assert asked[2] == replace(plain, causal=True) and calls[2][-4:] == (-1, -1, 0, True)
     wide = torch.zeros(*k.shape[:2], 296, dtype=k.dtype)
     assert flash_attn_varlen_func(q, k, wide, cu_q, cu_k, 99, 98).shape == (41, 4, 296)
-    assert [x[2].shape[2] for x in calls[3:]] == [160, 136] == [problem.head_dim_v for problem in asked[3:]]
+    # The kernel for wide values takes narrow heads; those of more columns are served in parts.
+    assert calls[3][2] is wide and asked[3].head_dim_v == 296
+    q, k = (torch.zeros(*x.shape[:2], 72, dtype=x.dtype) for x in (q, k))
+    assert flash_attn_varlen_func(q, k, wide, cu_q, cu_k, 99, 98).shape == (41, 4, 296)
+    assert [x[2].shape[2] for x in calls[4:]] == [160, 136] == [problem.head_dim_v for problem in asked[4:]]
 
 
 def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
