@@ -249,13 +249,13 @@ def test_what_gradient_kernels_are_given(
     sides = kernel_sides(*window) if window != (-1, -1, 0) else ()
     if backend == "hopper":
         sides = sides or (None, None, None)
-        scale, *options, cap, slopes_given, ctas = kernel[10:]
+        scale, *options, cap, slopes_given, philox, kept, ctas = kernel[10:]
         assert (scale, cap, ctas) == (0.3, 2.0, SMS) and options[:3] == [*sides]
         found_plan, sequences = options[3:]
     else:
-        found_plan, sequences, scale, *options, cap, slopes_given = kernel[10:]
+        found_plan, sequences, scale, *options, cap, slopes_given, philox, kept = kernel[10:]
         assert (scale, cap) == (0.3, 2.0) and options == [side for side in sides if side is not None]
-    assert found_plan is plan and sequences == 5
+    assert found_plan is plan and sequences == 5 and philox is None and kept is None
     assert torch.equal(slopes_given, slopes.expand(4, 4))
 
 
