@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and ampere_backward.
+Families are forward, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and
+ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
@@ -33,6 +34,7 @@ from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
+from hopper.wide.config import WideForwardConfig, select_wide_config
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
@@ -95,6 +97,33 @@ def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
     # "not <=" so that a NaN, which is an unwritten element, counts as wrong.
     wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
     return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+
+
+def run_wide_case(config: WideForwardConfig, device: str) -> str:
+    """``run_case`` for wide values, with a second query where the config has one."""
+    lengths = config.tile_m + 17, 3 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
+    generator = torch.Generator().manual_seed(1)
+    qv = torch.randn(*q.shape[:3], config.head_dim_v, generator=generator).to(q.dtype) if config.qv else None
+    results = poisoned_results(q, config.head_dim_v, q.dtype)
+    on_gpu = [None if x is None else x.to(device) for x in (q, k, v, qv, *results)]
+    scale = (config.head_dim + config.head_dim_v * config.qv) ** -0.5
+    get_forward(config)(*on_gpu, scale, *[None] * 8, CTAS)
+    torch.cuda.synchronize()
+    out, lse, counter = (tensor.cpu() for tensor in on_gpu[4:] if tensor is not None)
+    oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal, qv=qv)
+    plain = attention_standard(q, k, v, causal=config.causal, qv=qv)
+    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
+    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
+    error = (out.double() - oracle).abs().max().item()
+    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
+    return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+
+
+def wide_configs() -> tuple[WideForwardConfig, ...]:
+    """A plain one of each kind."""
+    kinds = ((512, True), (256, True), (512, False))
+    return tuple(select_wide_config("bfloat16", v, causal, qv) for v, qv in kinds for causal in (False, True))
 
 
 def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
@@ -206,6 +235,7 @@ def _counter_faults(counter: Tensor) -> list[str]:
 
 FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
     "forward": (shipped_forward_configs, run_case),
+    "wide": (wide_configs, run_wide_case),
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),
     "quantize": (shipped_quantize_configs, run_quantize_case),

@@ -29,12 +29,18 @@ KINDS = (FORWARD, FP8, FP8_END_TO_END, BACKWARD)
 WORKER = Path(__file__).with_name("trees_worker.py")
 
 
-def cells() -> Iterator[dict[str, Any]]:
-    for kind in KINDS:
+def list_cells(kinds: Sequence[str], dtype: str) -> Iterator[dict[str, Any]]:
+    for kind in kinds:
         for head_dim in HEAD_DIMS:
             for seqlen in SEQLENS:
                 for causal in (False, True):
-                    yield {"kind": kind, "head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+                    yield {
+                        "kind": kind,
+                        "dtype": dtype,
+                        "head_dim": head_dim,
+                        "seqlen": seqlen,
+                        "causal": causal,
+                    }
 
 
 def start_worker(tree: Path) -> subprocess.Popen[str]:
@@ -62,13 +68,15 @@ def ask(worker: subprocess.Popen[str], line: str) -> float:
     return float(answer)
 
 
-def compare(trees: Sequence[Path], rounds: int, gauge: Gauge) -> list[dict[str, Any]]:
+def compare(
+    trees: Sequence[Path], cells: Sequence[dict[str, Any]], rounds: int, gauge: Gauge
+) -> list[dict[str, Any]]:
     """Every cell with the median times of both checkouts in microseconds, old over new, and the state of the card."""
     workers = [start_worker(tree) for tree in trees]
     rows = []
     for worker in workers:
-        ask(worker, json.dumps(next(cells())))
-    for cell in cells():
+        ask(worker, json.dumps(cells[0]))
+    for cell in cells:
         for worker in workers:
             ask(worker, json.dumps(cell))
         times: tuple[list[float], list[float]] = ([], [])
@@ -96,6 +104,8 @@ def main(arguments: list[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of kernels; all by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the inputs")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--commits", nargs=2, default=("", ""), help="of both, for the report")
     parser.add_argument("--json", type=Path)
@@ -103,8 +113,9 @@ def main(arguments: list[str]) -> int:
     if len(options.trees) != 2:
         parser.error(f"trees are {len(options.trees)} folders, allowed: two, the old and the new checkout")
     gauge = find_gauge("cuda:0")
-    rows = compare(options.trees, options.rounds, gauge)
-    for kind in KINDS:
+    cells = tuple(list_cells(options.kinds, options.dtype))
+    rows = compare(options.trees, cells, options.rounds, gauge)
+    for kind in options.kinds:
         ratios = [row["ratio"] for row in rows if row["kind"] == kind]
         mean = statistics.geometric_mean(ratios)
         print(
@@ -119,7 +130,7 @@ def main(arguments: list[str]) -> int:
             "old": options.commits[0],
             "new": options.commits[1],
             "machine": describe_machine("cuda:0", gauge),
-            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, bfloat16, inputs N(0, 1)",
+            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, {options.dtype}, inputs N(0, 1)",
             "cells": rows,
         }
         write_text(options.json, json.dumps(report, indent=1) + "\n")

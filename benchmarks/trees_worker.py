@@ -18,12 +18,13 @@ FORWARD, FP8, FP8_END_TO_END, BACKWARD = "forward", "fp8", "fp8 end to end", "ba
 
 
 def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
-    """The call of a cell: kind, head_dim, seqlen and causal."""
+    """The call of a cell: kind, dtype, head_dim, seqlen and causal."""
     kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
     shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
+        torch.randn(shape, device="cuda", dtype=getattr(torch, cell["dtype"]), generator=generator)
+        for _ in range(4)
     )
     if kind == FORWARD:
         return lambda: flash_attn_func(q, k, v, causal=causal)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 VECTOR_ELEMENTS = 8
@@ -26,6 +26,11 @@ def words(number):
 def plan_argument():
     """A plan of packed sequences (``cute_kernels/plan``), 16-byte aligned."""
     return make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
+
+
+def philox_argument():
+    """Seed and offset of a mask of dropout, int64 (2,)."""
+    return make_fake_tensor(Int64, (2,), (1,), assumed_align=8)
 
 
 def compile_for_torch(kernel, *arguments, options: str):

@@ -18,3 +18,10 @@ def maximum(a: Any, b: Any) -> Any:
 
 def ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
+
+
+def divide(a: Any, b: Any) -> Any:
+    """a // b, rounded down, of an a from 0 on and a b above 0: without signs, which would cost registers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return cutlass.Int32(cutlass.Uint32(a) // cutlass.Uint32(b))

@@ -9,6 +9,7 @@ from typing import Any
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.visible import first_key, keys_end
 from cute_kernels.window import Window
 
 
@@ -28,9 +29,7 @@ class BlockRange:
         """One past the last block with a visible key; at least 1, so that a row without keys is still written."""
         n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
         if self.window.has_right:
-            last_row_keys = (
-                (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
-            )
+            last_row_keys = self._keys_end((m_block + 1) * self.tile_m, seqlens)
             n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
         return maximum(n_end, 1)
 
@@ -38,9 +37,7 @@ class BlockRange:
         """One past the last block in which no row of the tile has a last key that it sees, or the sequence an end."""
         n_full = seqlens.seqlen_k // self.tile_n
         if self.window.has_right:
-            first_row_keys = (
-                m_block * self.tile_m + 1 + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
-            )
+            first_row_keys = self._keys_end(m_block * self.tile_m + 1, seqlens)
             n_full = minimum(n_full, maximum(first_row_keys, 0) // self.tile_n)
         return n_full
 
@@ -59,7 +56,11 @@ class BlockRange:
 
     def _first_key(self, row: Any, seqlens: SeqlenInfo) -> Any:
         """That the row sees; negative where it sees all from the first on."""
-        return row + seqlens.seqlen_k - seqlens.seqlen_q - self.window.left
+        return first_key(self.window, row + seqlens.seqlen_k - seqlens.seqlen_q)
+
+    def _keys_end(self, row_end: Any, seqlens: SeqlenInfo) -> Any:
+        """One past the last key that the row before ``row_end`` sees."""
+        return keys_end(self.window, row_end + seqlens.seqlen_k - seqlens.seqlen_q)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.visible import first_query, queries_end
 from cute_kernels.window import Window
 
 
@@ -34,20 +35,18 @@ class KeyMask(LoopInvariant):
     def apply(self, acc_S: cute.Tensor, m_block: Int32):
         """Set the hidden scores of query tile ``m_block`` to -inf."""
         scores = as_rows(acc_S)
-        first_query = m_block * self.tile_m + self.col
+        column = m_block * self.tile_m + self.col
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             key = self.key + r * ROW_STRIDE
             # The first query of the tile that sees the key, as an offset; past the tile if none does.
             first_visible = Int32(self.tile_m) if key >= self.seqlens.seqlen_k else Int32(-1)
             if const_expr(self.window.has_right):
                 first_visible = cutlass.max(
-                    first_visible,
-                    key - self.seqlens.seqlen_k + self.seqlens.seqlen_q - self.window.right - first_query,
+                    first_visible, first_query(self.window, key, self.seqlens) - column
                 )
             if const_expr(self.window.has_left):
-                # One past the last query that sees it.
-                level = key - self.seqlens.seqlen_k + self.seqlens.seqlen_q
-                _hide_outside(scores, r, first_visible, level + self.window.left + 1 - first_query)
+                end = queries_end(self.window, key, self.seqlens)
+                _hide_outside(scores, r, first_visible, end - column)
             else:
                 _hide_before(scores, r, first_visible)
 

@@ -1,7 +1,7 @@
 """Between K Q^T and dS^T: what a backward kernel does to a transposed score tile, whose rows are keys and whose
 columns are queries. ``score_tile`` is the same of a forward kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.backward import scores
-from cute_kernels.backward.scores import probability, without_biases
+from cute_kernels.backward.scores import kept_or_zero, probability, without_biases
+from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
@@ -22,12 +23,13 @@ class KeyRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
     ``scale_log2`` is that of ``scale_in_base_2``. ``softcap`` has none or the one for all tiles, ``slopes`` none or the
-    tensor (batch, heads) of ALiBi.
+    tensor (batch, heads) of ALiBi, ``dropout`` none or that of P.
     """
 
     scale_log2: Float32
     softcap: tuple[SoftCap, ...] = ()
     slopes: tuple[Any, ...] = ()
+    dropout: tuple[Dropout, ...] = ()
 
     def for_head(self, mask: KeyMask, head: Int32, batch: Int32) -> "KeyScoreTile":
         """Of a thread's keys and the queries of a head."""
@@ -36,7 +38,12 @@ class KeyRules(LoopInvariant):
             slopes[cutlass.min(batch, slopes.shape[0] - 1), head] * Float32(LOG2_E)
             for slopes in self.slopes
         )
-        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2)
+        dropout = self.dropout_of(mask, head, batch)
+        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout)
+
+    def dropout_of(self, mask: KeyMask, head: Int32, batch: Int32) -> tuple[RowDropout, ...]:
+        """That of a thread's keys, where there is some."""
+        return tuple(each.for_rows(mask.key, mask.col, head, batch, True) for each in self.dropout)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,15 @@ class KeyScoreTile(LoopInvariant):
     scale_log2: Float32
     softcap: tuple[SoftCap, ...] = ()
     slopes_log2: tuple[Float32, ...] = ()
+    dropout: tuple[RowDropout, ...] = ()
+
+    def kept(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
+        """What dropout keeps of the thread's ``columns`` of query tile ``m_block``; nothing where there is none."""
+        return tuple(each.kept(m_block, self.mask.tile_m, columns) for each in self.dropout)
+
+    def kept_anew(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
+        """The same, for a loop that has no registers for what is the same in all blocks."""
+        return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(m_block, columns)
 
     @property
     def is_capped(self) -> bool:
@@ -90,13 +106,19 @@ class KeyScoreTile(LoopInvariant):
         scores.make_probabilities(acc_S, lse, self.scale_log2, clamps, self._biases(m_block))
 
     def round_probabilities(
-        self, rounded: cute.Tensor, acc_S: cute.Tensor, lse: cute.Tensor, m_block: Int32, clamps: bool = False
+        self,
+        rounded: cute.Tensor,
+        acc_S: cute.Tensor,
+        lse: cute.Tensor,
+        m_block: Int32,
+        clamps: bool = False,
+        kept: tuple[Kept, ...] = (),
     ) -> None:
         """P^T in 16 bits, as ``scores.round_into`` gives it, and in place P^T, or if capped P^T (1 - t^2): what
         ``scores.make_gradient`` takes. It needs no more registers for being capped."""
         if not self.is_capped:
             self.make_probabilities(acc_S, lse, m_block, clamps)
-            scores.round_into(rounded, acc_S)
+            scores.round_into(rounded, acc_S, kept)
             return
         words, rows, biases = cute.recast_tensor(rounded, Int32), as_rows(acc_S), self._biases(m_block)
         for j in range(rows.shape[1][1]):
@@ -107,6 +129,7 @@ class KeyScoreTile(LoopInvariant):
                     subtracted = without_biases(lse[e, j], biases, r, COLUMNS_PER_GROUP * j + e)
                     pair.append(probability(t * self.scale_log2 - subtracted, clamps))
                     rows[r, (e, j)] = pair[e] * slope_of_tanh(t)
+                    pair[e] = kept_or_zero(kept, pair[e], (r, j, e))
                 words[r + ROWS_PER_THREAD * j] = pack(*pair, rounded.element_type)
 
     def make_gradient_of_rounded(

@@ -17,6 +17,7 @@ from cute_kernels.fragments import (
 )
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.visible import first_key, keys_end
 from cute_kernels.window import Window
 
 LOWER_HALF = 0xFFFF
@@ -56,17 +57,17 @@ class TileMask(LoopInvariant):
     @cute.jit
     def _visible(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
         """Columns of the block that row ``r`` may see, from the thread's first."""
-        first_key = n_block * self.tile_n + self.col
-        visible = self.seqlens.seqlen_k - first_key
+        column = n_block * self.tile_n + self.col
+        visible = self.seqlens.seqlen_k - column
         if const_expr(self.window.has_right):
-            keys_of_row = self.level(r) + 1 + self.window.right
-            visible = cutlass.min(visible, keys_of_row - first_key)
+            keys_of_row = keys_end(self.window, self.level(r) + 1)
+            visible = cutlass.min(visible, keys_of_row - column)
         return visible
 
     @cute.jit
     def _hidden(self, r: cutlass.Constexpr[int], n_block: Int32) -> Int32:
-        """Columns of the block that lie too far before row ``r``, from the thread's first."""
-        return self.level(r) - self.window.left - (n_block * self.tile_n + self.col)
+        """Columns of the block before the first key that row ``r`` sees, from the thread's first."""
+        return first_key(self.window, self.level(r)) - (n_block * self.tile_n + self.col)
 
     def level(self, r: int) -> Int32:
         """The key that row ``r`` is level with."""

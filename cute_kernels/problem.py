@@ -10,8 +10,9 @@ DENSE, VARLEN = "dense", "varlen"
 LAYOUTS = (DENSE, VARLEN)
 """Of a batch: sequences of one length, each with rows of its own; or of any lengths, packed behind each other."""
 
-SCORE_FEATURES = ("softcap", "alibi", "sinks")
-"""Fields of a config for what is done to scores; a backward kernel finds sinks in the LSE, and has no such field."""
+SCORE_FEATURES = ("softcap", "alibi", "sinks", "dropout")
+"""Fields of a config for what is done to scores and P; a backward kernel finds sinks in the LSE, and has none for
+them."""
 
 MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16
@@ -26,6 +27,12 @@ def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
     return min(fits, key=sum)
+
+
+def check_chunk(window: bool, chunk: bool) -> None:
+    """Raise ValueError for a config with a chunk but without the window that it is part of."""
+    if chunk and not window:
+        raise ValueError("window is False, allowed with chunk=True: True")
 
 
 def check_problem_size(kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.visible import first_key, first_query, keys_end, queries_end
 from cute_kernels.window import Window
 
 
@@ -33,14 +34,14 @@ class QueryRange:
         """The first tile with a query that sees a key of the tile, if there is one; else 0."""
         if not self.window.has_right:
             return 0 * n_block
-        return maximum(self._first_query(n_block * self.tile_n, seqlens), 0) // self.tile_m
+        return maximum(first_query(self.window, n_block * self.tile_n, seqlens), 0) // self.tile_m
 
     def end(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
         """One past the last tile with a query that sees a key of the tile; at least ``least``."""
         end = self.tiles(seqlens)
         if self.window.has_left:
             past_last_key = minimum((n_block + 1) * self.tile_n, seqlens.seqlen_k)
-            past_last_query = maximum(self._past_last_query(past_last_key - 1, seqlens), 0)
+            past_last_query = maximum(queries_end(self.window, past_last_key - 1, seqlens), 0)
             end = minimum(end, ceil_div(past_last_query, self.tile_m))
         return maximum(end, self.least) if self.least else end
 
@@ -50,7 +51,7 @@ class QueryRange:
         past_last_key = (n_block + 1) * self.tile_n
         first = self.begin(n_block, seqlens)
         if self.window.has_right:
-            first_full_query = maximum(self._first_query(past_last_key - 1, seqlens), 0)
+            first_full_query = maximum(first_query(self.window, past_last_key - 1, seqlens), 0)
             first = maximum(first, ceil_div(first_full_query, self.tile_m))
         end = self.end(n_block, seqlens)
         # As arithmetic and not as a branch: 1 where the tile holds keys past the end.
@@ -63,7 +64,7 @@ class QueryRange:
         end = self.end(n_block, seqlens)
         if not self.window.has_left:
             return end
-        full = maximum(self._past_last_query(n_block * self.tile_n, seqlens), 0) // self.tile_m
+        full = maximum(queries_end(self.window, n_block * self.tile_n, seqlens), 0) // self.tile_m
         return maximum(minimum(full, end), self.unmasked_begin(n_block, seqlens))
 
     @property
@@ -75,8 +76,8 @@ class QueryRange:
         """The first key tile that visits query tile ``m_block``."""
         if not self.window.has_left:
             return 0 * m_block
-        first_key = m_block * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q - self.window.left
-        first = maximum(first_key, 0) // self.tile_n
+        key = first_key(self.window, m_block * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q)
+        first = maximum(key, 0) // self.tile_n
         # Those that no query sees all come before the ones that the first query tile sees, and visit that one.
         return first * minimum(m_block, 1) if self.least else first
 
@@ -84,8 +85,8 @@ class QueryRange:
         """One past the last of ``num_n_blocks`` key tiles that visits query tile ``m_block``."""
         if not self.window.has_right:
             return num_n_blocks
-        last_row_keys = (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q + self.window.right
-        return minimum(ceil_div(maximum(last_row_keys, 0), self.tile_n), num_n_blocks)
+        end = keys_end(self.window, (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q)
+        return minimum(ceil_div(maximum(end, 0), self.tile_n), num_n_blocks)
 
     def turn(self, n_block: Any, m_block: Any, num_n_blocks: Any, seqlens: SeqlenInfo) -> Any:
         """How many key tiles add to query tile ``m_block`` before this one does, where that has an order.
@@ -98,11 +99,3 @@ class QueryRange:
         if not self.window.has_right:
             return n_block - self.first_visitor(m_block, seqlens) if self.window.has_left else n_block
         return self.visitors_end(m_block, num_n_blocks, seqlens) - 1 - n_block
-
-    def _first_query(self, key: Any, seqlens: SeqlenInfo) -> Any:
-        """That sees the key; negative where all up to some do."""
-        return key - seqlens.seqlen_k + seqlens.seqlen_q - self.window.right
-
-    def _past_last_query(self, key: Any, seqlens: SeqlenInfo) -> Any:
-        """One past the last that sees the key; negative or 0 where none does."""
-        return key - seqlens.seqlen_k + seqlens.seqlen_q + self.window.left + 1

@@ -1,13 +1,14 @@
 """Between Q K^T and the softmax: the one place in which a kernel changes scores."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import tanh, tanh_approx
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
@@ -67,12 +68,18 @@ class ScoreRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
     ``softcap`` has none or the one for all tiles, ``slopes`` none or the tensor (batch, heads) of ALiBi;
-    ``inverse_scale`` is 1 / the scale that the softmax brings in.
+    ``inverse_scale`` is 1 / the scale that the softmax brings in. ``dropout`` has none or that of P.
     """
 
     softcap: tuple
     slopes: tuple
     inverse_scale: Float32 | float
+    dropout: tuple[Dropout, ...] = ()
+
+    def tile(self, mask: TileMask, head: Int32, batch: Int32) -> "ScoreTile":
+        """What is done to the scores of a thread's rows of one tile, and to its P."""
+        dropout = tuple(each.for_rows(mask.row, mask.col, head, batch) for each in self.dropout)
+        return ScoreTile(mask, self.for_tile(mask, head, batch), dropout)
 
     def for_tile(self, mask: TileMask, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """What changes the scores of a thread's rows of one tile, in order."""
@@ -86,10 +93,11 @@ class ScoreRules(LoopInvariant):
 
 @dataclass(frozen=True)
 class ScoreTile(LoopInvariant):
-    """What is done to the scores of a thread's rows of one query tile."""
+    """What is done to the scores of a thread's rows of one query tile, and with ``dropout`` to its P."""
 
     mask: TileMask
     changes: tuple[Any, ...] = ()
+    dropout: tuple[RowDropout, ...] = ()
 
     @cute.jit
     def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
@@ -102,3 +110,12 @@ class ScoreTile(LoopInvariant):
         """What is done before the mask, in every block."""
         for change in self.changes:
             change.apply(acc_S, n_block)
+
+    def kept(self, n_block: Int32) -> tuple[Kept, ...]:
+        """What dropout keeps of key block ``n_block``; nothing where there is none."""
+        tile_n = self.mask.tile_n
+        return tuple(each.kept(n_block, tile_n, tile_n) for each in self.dropout)
+
+    def kept_anew(self, n_block: Int32) -> tuple[Kept, ...]:
+        """The same, for a loop that has no registers for what is the same in all blocks."""
+        return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(n_block)

@@ -122,8 +122,8 @@ class RoundingSoftmax(OnlineSoftmax):
     """Divides by a sum in which the largest P of a row is rounded to ``dtype``, as it is in P V.
 
     The largest P is 1 but for what rounding takes from the shift, half a step of the scaled maximum. Above 2^12 that
-    shows in 16 bits: where one key dominates, O would be off by as much as P was rounded by. Once a tile, this costs
-    nothing; exact exponents would cost an instruction for each score.
+    shows in float16, and above 2^15 in bfloat16: where one key dominates, O would be off by as much as P was rounded
+    by. Once a tile, this costs little; exact exponents would cost an instruction for each score.
     """
 
     def __init__(self, scale_log2: Float32, dtype: type[cutlass.Numeric]):

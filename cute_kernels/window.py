@@ -1,4 +1,4 @@
-"""Which keys a query may see, by their distance: the causal mask and sliding windows as one thing."""
+"""Which keys a query may see: the causal mask, sliding windows and chunks as one thing."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,14 @@ NO_LIMIT = 2**29
 class Window(LoopInvariant):
     """Query i is level with key i + seqlen_k - seqlen_q, and sees ``left`` keys before that and ``right`` behind it.
 
-    A side is an int when the kernel is compiled, or a number that it is given, or None for no limit.
+    A side is an int when the kernel is compiled, or a number that it is given, or None for no limit. With a ``chunk``
+    of c keys, a query that is level with key p sees none outside of its own chunk, which begins at p // c * c; before
+    key 0 there are chunks too, which have no key. A window with a chunk has both sides.
     """
 
     left: Any = None
     right: Any = None
+    chunk: Any = None
 
     @property
     def has_left(self) -> bool:
@@ -29,6 +32,10 @@ class Window(LoopInvariant):
     @property
     def has_right(self) -> bool:
         return self.right is not None
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.chunk is not None
 
     @property
     def is_causal(self) -> bool:
@@ -41,7 +48,16 @@ CAUSAL = Window(right=0)
 
 
 def window_of(causal: bool, sides: tuple = ()) -> Window:
-    """Of a kernel with a causal mask or without one, and with ``sides``, (left, right), if it is given them."""
+    """Of a kernel with a causal mask or without one, and with ``sides``, (left, right) or (left, right, chunk), if it
+    is given them."""
     if not sides:
         return CAUSAL if causal else EVERYTHING
-    return Window(sides[0], 0 if causal else sides[1])
+    left, right, *chunk = sides
+    return Window(left, 0 if causal else right, *chunk)
+
+
+def sides_of(config: Any, left: Any, right: Any, chunk: Any) -> tuple:
+    """Of these, those that a kernel with the fields ``window`` and ``chunk`` is given, as ``window_of`` takes them."""
+    if not config.window:
+        return ()
+    return (left, right, chunk) if config.chunk else (left, right)

@@ -13,6 +13,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
+from hopper.wide.config import WideForwardConfig
 
 HOPPER_ARCH = "sm_90a"
 
@@ -22,6 +23,7 @@ OF_ANY_ARCH = (AmpereForwardConfig, AmpereBackwardConfig, PlanConfig)
 COMPILERS: dict[type, tuple[str, str]] = {
     Fp8ForwardConfig: ("hopper.forward.compile", "compile_forward_fp8"),
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
+    WideForwardConfig: ("hopper.wide.compile", "compile_wide"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
@@ -46,8 +48,8 @@ def module_of(config: Any) -> str:
 
 
 def compile_kernel(config: Any, options: str = "") -> Any:
-    """Compile the kernel of ``config``: of the forward, FP8 or not, of the backward or one of its two steps, or of the
-    quantizer; for Hopper, or for GPUs without WGMMA.
+    """Compile the kernel of ``config``: of the forward, FP8 or not or for wide values, of the backward or one of its
+    two steps, or of the quantizer; for Hopper, or for GPUs without WGMMA.
 
     What comes back is described at the functions named in ``COMPILERS``. ``options`` go to ``cute.compile``.
     """

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels import problem
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
+from cute_kernels.problem import (
+    DENSE,
+    DTYPES,
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    SCORE_FEATURES,
+    SHORT_NAMES,
+    check_chunk,
+)
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -49,8 +57,10 @@ class ForwardConfig:
     all threads keep the registers of the launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory.
     Such kernels are for comparison, as in the paper's ablation.
     ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
+    With ``chunk`` it is given the keys of a chunk too, outside of which a query sees none.
     ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
-    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes elements
+    of P.
     """
 
     dtype: str
@@ -67,10 +77,12 @@ class ForwardConfig:
     warp_specialized: bool = True
     ctas_per_sm: int = 1
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -79,7 +91,7 @@ class ForwardConfig:
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or self.dropout
 
     @property
     def consumers(self) -> int:
@@ -162,6 +174,7 @@ class ForwardConfig:
         parts += [] if self.warp_specialized else ["nows"]
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         return "_".join(parts)
@@ -193,11 +206,14 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     if not c.is_plain and not (c.pipelined and c.warp_specialized):
         raise ValueError(
             f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
             "sequences and where scores are changed: True"
         )
+    if c.dropout and c.tile_n % 32:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
@@ -233,6 +249,7 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""

@@ -16,6 +16,7 @@ from cute_kernels.problem import (
     MAX_HEAD_DIM,
     SCORE_FEATURES,
     SHORT_NAMES,
+    check_chunk,
     cover_head_dims,
 )
 
@@ -71,8 +72,9 @@ class AmpereForwardConfig:
     ``stages`` buffers take K and V in turns: K of a block, V of it, K of the next. ``q_in_registers`` reads Q from
     shared memory once and not for every key block. ``fused_exponentials`` computes P 16 keys at a time between the
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
-    kernel is given the sides of a sliding window. ``layout`` says how sequences lie in the tensors. ``softcap``
-    caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row.
+    kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences
+    lie in the tensors. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit
+    without a value to each row; ``dropout`` zeroes elements of P.
     """
 
     dtype: str
@@ -88,14 +90,16 @@ class AmpereForwardConfig:
     q_in_registers: bool = False
     fused_exponentials: bool = True
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks
+        return self.softcap or self.alibi or self.sinks or self.dropout
 
     @property
     def threads(self) -> int:
@@ -137,6 +141,7 @@ class AmpereForwardConfig:
         parts += ["qreg"] if self.q_in_registers else []
         parts += [] if self.fused_exponentials else ["apart"]
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         return "_".join(parts)
@@ -156,6 +161,7 @@ def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
         raise ValueError(f"arch is {c.arch!r}, allowed: {', '.join(ARCHS)}")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:

@@ -8,8 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import strided
+from cute_kernels.arguments import philox_argument, strided
+from cute_kernels.dropout import Dropout
+from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.window import sides_of
 
 
 class OptionalFeatures(Protocol):
@@ -17,6 +20,9 @@ class OptionalFeatures(Protocol):
 
     @property
     def window(self) -> bool: ...
+
+    @property
+    def chunk(self) -> bool: ...
 
     @property
     def changes_scores(self) -> bool: ...
@@ -27,40 +33,57 @@ class OptionalFeatures(Protocol):
     @property
     def alibi(self) -> bool: ...
 
+    @property
+    def dropout(self) -> bool: ...
+
 
 class KernelOptions(NamedTuple):
     """Of one launch, each as a tuple that is empty where there is no such thing.
 
-    ``sides`` are those of a window, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor (batch, heads)
-    of ALiBi, ``sinks`` that of (heads,).
+    ``sides`` are those of a window and its chunk, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor
+    (batch, heads) of ALiBi, ``sinks`` that of (heads,), ``dropout`` what ``Dropout.of`` takes.
     """
 
     sides: tuple
     factors: tuple
     slopes: tuple
     sinks: tuple
+    dropout: tuple
 
     def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
         return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
+
+    def key_rules(self, scale_log2: Float32, dtype: type[cutlass.Numeric]) -> KeyRules:
+        """What a backward kernel does to scores and P."""
+        return KeyRules(scale_log2, self.softcaps(dtype), self.slopes, Dropout.all_of(self.dropout))
 
 
 def read_options(
     config: OptionalFeatures, arguments: tuple, softmax_scale: Float32
 ) -> tuple[KernelOptions, Float32]:
     """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
-    window, if the config has one, and if it changes scores (softcap, alibi_slopes) and in a forward kernel sinks, with
-    None for what there is not."""
-    sides, terms = (arguments[:2], arguments[2:]) if config.window else ((), arguments)
+    window and then the keys of a chunk, if the config has them, and if it changes scores (softcap, alibi_slopes), in a
+    forward kernel sinks, and (philox, kept) of dropout, with None for what there is not."""
+    number_of_sides = len(_sides(config))
+    sides, terms = arguments[:number_of_sides], arguments[number_of_sides:]
+    terms, dropout = terms[:-2], terms[-2:] if config.dropout else ()
     caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))
     factors = tuple(softmax_scale / cap for cap in caps)
-    return KernelOptions(tuple(sides), factors, slopes, sinks), scale_in_base_2(softmax_scale, caps)
+    return KernelOptions(tuple(sides), factors, slopes, sinks, tuple(dropout)), scale_in_base_2(
+        softmax_scale, caps
+    )
 
 
 def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
     """What a kernel is compiled for, in the order of ``read_options``; a forward kernel says whether it has sinks."""
-    sides = (Int32(0), Int32(0)) if config.window else ()
+    sides = tuple(Int32(0) for _ in _sides(config))
     if not config.changes_scores:
         return sides
     slopes = strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if config.alibi else None
     sink_arguments = (strided(Float32, (cute.sym_int(),), 1) if is_there else None for is_there in sinks)
-    return *sides, Float32(0.0) if config.softcap else None, slopes, *sink_arguments
+    dropout = (philox_argument(), Int32(0)) if config.dropout else (None, None)
+    return *sides, Float32(0.0) if config.softcap else None, slopes, *sink_arguments, *dropout
+
+
+def _sides(config: OptionalFeatures) -> tuple[str, ...]:
+    return sides_of(config, "left", "right", "chunk")

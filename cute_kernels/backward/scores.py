@@ -2,8 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.dropout import Kept
 from cute_kernels.fast_math import exp2, minimum_or_nan, pack, pin, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROWS_PER_THREAD, as_rows
 
@@ -77,9 +78,27 @@ def make_gradient_of_rounded(acc_dP: cute.Tensor, rounded: cute.Tensor, delta: c
 
 
 @cute.jit
-def round_into(rounded: cute.Tensor, acc: cute.Tensor):
-    """An accumulator in 16 bits, two columns a word, in the same order: that of the register A operand of a WGMMA."""
+def round_into(rounded: cute.Tensor, acc: cute.Tensor, kept: tuple[Kept, ...] = ()):
+    """An accumulator in 16 bits, two columns a word, in the same order: that of the register A operand of a WGMMA.
+    Without what is not ``kept``, where there is dropout."""
     words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc)
-    for j in cutlass.range_constexpr(rows.shape[1][1]):
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            words[r + ROWS_PER_THREAD * j] = pack(rows[r, (0, j)], rows[r, (1, j)], rounded.element_type)
+    if const_expr(len(kept) > 0):
+        round_kept_into(words, rows, kept[0], rounded.element_type)
+    else:
+        for j in cutlass.range_constexpr(rows.shape[1][1]):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                words[r + ROWS_PER_THREAD * j] = pack(rows[r, (0, j)], rows[r, (1, j)], rounded.element_type)
+
+
+def round_kept_into(words: cute.Tensor, rows: cute.Tensor, kept: Kept, dtype: type[cutlass.Numeric]) -> None:
+    """``round_into`` where there is dropout."""
+    for r, j in kept.places(rows.shape[1][1]):
+        pair = (kept.choose(rows[r, (e, j)], r, j, e) for e in range(COLUMNS_PER_PAIR))
+        words[r + ROWS_PER_THREAD * j] = pack(*pair, dtype)
+
+
+def kept_or_zero(kept: tuple[Kept, ...], x: Float32, place: tuple[int, int, int]) -> Float32:
+    """x of the row, group and column of a pair of an element, or 0 if dropout drops it."""
+    for of_tile in kept:
+        x = of_tile.choose(x, *place)
+    return x

@@ -3,7 +3,14 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    philox_argument,
+    plan_argument,
+    strided,
+    words,
+)
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
@@ -16,8 +23,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
 
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
     torch's current stream, with num_ctas behind where ``config.is_persistent``, as many as there are SMs. Where the
-    config ``is_plain`` no more, softmax_scale is followed by ``window_left, window_right, plan, sequences, softcap,
-    alibi_slopes``, None for what the config has no use for (``BackwardOptions``).
+    config ``is_plain`` no more, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
+    sequences, softcap, alibi_slopes, philox, kept``, None for what the config has no use for (``BackwardOptions``).
 
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
@@ -46,9 +53,11 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         *tensors,
         scale,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
+        *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *ctas,
         options=options,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -32,9 +32,10 @@ class BackwardConfig:
     A CTA owns ``tile_n`` keys of one key/value head, 64 for each consumer warpgroup, and walks over the queries in
     tiles of ``tile_m``; Q, dO, dS and dQ each run through ``stages`` buffers. With ``ordered`` the parts of dQ are
     added in an order that does not depend on timing, so that dQ has the same bits in every run. ``window`` is a sliding
-    window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. ``layout`` is "dense", for
-    sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's
-    bias to them.
+    window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. With ``chunk`` it is given
+    the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
+    "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to
+    them, ``dropout`` zeroes elements of P.
     """
 
     dtype: str
@@ -47,14 +48,16 @@ class BackwardConfig:
     registers: Registers = TWO_CONSUMERS
     ordered: bool = False
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
-        return not (self.window or self.softcap or self.alibi) and self.layout == DENSE
+        return not (self.window or self.softcap or self.alibi or self.dropout) and self.layout == DENSE
 
     @property
     def consumers(self) -> int:
@@ -153,8 +156,9 @@ class BackwardConfig:
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += ["ordered"] if self.ordered else []
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in ("softcap", "alibi") if getattr(self, name)]
+        parts += [name for name in ("softcap", "alibi", "dropout") if getattr(self, name)]
         return "_".join(parts)
 
 
@@ -184,6 +188,11 @@ class PairedBackwardConfig(BackwardConfig):
         return {"q": self.stages, "do": 1, "p": 1}[pipe]
 
     @property
+    def buffers_of_p(self) -> int:
+        """One more with dropout: dS needs P as it was before."""
+        return self.stages_of("p") + self.dropout
+
+    @property
     def least_blocks(self) -> int:
         """One, since the first block stands by itself."""
         return 1 if self.can_miss_queries else 0
@@ -208,7 +217,7 @@ class PairedBackwardConfig(BackwardConfig):
     def smem_bytes(self) -> int:
         keys = self.keys * (self.head_dim + self.head_dim_v + self.head_dim // CLUSTER_CTAS)
         queries = self.tile_m * (self.stages * self.head_dim + self.head_dim_v)
-        scores = self.tile_m * self.keys * (1 + CLUSTER_CTAS * self.stages)
+        scores = self.tile_m * self.keys * (self.buffers_of_p + CLUSTER_CTAS * self.stages)
         vectors = self.tile_m * (self.stages + 1)
         return 2 * (keys + queries + scores) + 4 * vectors + BARRIER_BYTES
 
@@ -236,10 +245,13 @@ def validate_backward_config(config: BackwardConfig) -> None:
     tiles_m = (64,) if is_paired else (64, 128)
     if c.tile_m not in tiles_m:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
+    if c.dropout and c.tile_m != WARPGROUP_ROWS:
+        raise ValueError(f"tile_m is {c.tile_m}, allowed with dropout: {WARPGROUP_ROWS}")
     if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -259,9 +271,10 @@ def select_backward_config(
     layout: str = DENSE,
     softcap: bool = False,
     alibi: bool = False,
+    dropout: bool = False,
 ) -> BackwardConfig:
     """The config that serves a problem. Windows and packed sequences have the tiles of dense problems, and so have
-    scores that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
+    scores and P that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
 
     Raises:
         ValueError: a head dimension is larger than the kernel takes.
@@ -274,7 +287,7 @@ def select_backward_config(
             "backward kernel"
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
-    tile_m = 128 if fits[0] == 64 and not (softcap or alibi) else 64
+    tile_m = 128 if fits[0] == 64 and not (softcap or alibi or dropout) else 64
     config = kind(
         dtype,
         fits[0],
@@ -288,6 +301,7 @@ def select_backward_config(
         layout=layout,
         softcap=softcap,
         alibi=alibi,
+        dropout=dropout,
     )
     validate_backward_config(config)
     return config

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.backward.scores import make_gradient, read_vector, round_into
+from cute_kernels.dropout import drop_gradient
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import BackwardConfig
@@ -112,6 +113,7 @@ class BackwardConsumer(LoopInvariant):
         self.dq.stage(before, state)
         self.pipes.do.consumer_wait(state)
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
+        kept = scores.kept(m_block, self.config.tile_m)
         warpgroup.wait_group(1)
         scores.cap(acc_S)
         if const_expr(is_masked):
@@ -120,7 +122,7 @@ class BackwardConsumer(LoopInvariant):
             scores.make_probabilities(acc_S, lse, m_block)
             round_into(self.tPrP, acc_S)
         else:
-            scores.round_probabilities(self.tPrP, acc_S, lse, m_block)
+            scores.round_probabilities(self.tPrP, acc_S, lse, m_block, kept=kept)
         issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
         delta = read_vector(self.sDelta, stage, self.thread, self.config.tile_m)
@@ -129,6 +131,7 @@ class BackwardConsumer(LoopInvariant):
                 lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
             scores.make_gradient_of_rounded(acc_dP, self.tPrP, delta, lse, m_block)
         else:
+            drop_gradient(acc_dP, kept)
             make_gradient(acc_dP, acc_S, delta)
         round_into(self.tSrdS, acc_dP)
         self._share_gradient_of_scores(state)

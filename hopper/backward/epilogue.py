@@ -1,10 +1,11 @@
 """dK and dV of a key tile, from registers to global memory."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.barriers import sync_consumers, sync_warpgroup
@@ -21,7 +22,8 @@ class BackwardEpilogue(LoopInvariant):
     """Stages the rows of a warpgroup where dS and dQ were, so that K, V, Q and dO of the next tile can be loaded.
 
     ``layouts`` has those of the staged rows, ``dk`` and ``dv``; ``memory`` is where dS and the staged dQ lie;
-    ``targets`` the TMA atoms and tensors of dK and dV.
+    ``targets`` the TMA atoms and tensors of dK and dV. ``scales`` are the factor of dK, and a tuple of that of dV,
+    which has one with dropout.
     """
 
     def __init__(
@@ -30,11 +32,12 @@ class BackwardEpilogue(LoopInvariant):
         layouts,
         memory: tuple[cute.Pointer, cute.Pointer],
         targets: tuple,
-        softmax_scale: Float32,
+        scales: tuple,
         wg: Int32,
     ):
         self.config, self.layouts, self.memory = config, layouts, memory
-        self.targets, self.softmax_scale, self.wg = targets, softmax_scale, wg
+        self.targets, self.wg = targets, wg
+        self.softmax_scale, self.factors = scales
 
     @cute.jit
     def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
@@ -46,6 +49,7 @@ class BackwardEpilogue(LoopInvariant):
         c = self.config
         scaled = consumer.acc_dK.load() * self.softmax_scale
         consumer.acc_dK.store(scaled)
+        multiply_all(consumer.acc_dV, self.factors)
         consumer.dq.wait_sent(state)
         sync_consumers(c)
         sdK, sdV = self._staging(consumer, previous_stage(c, state.index))

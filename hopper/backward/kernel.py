@@ -141,8 +141,7 @@ class BackwardKernel:
             batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             sizes,
-            options.softcap,
-            options.slopes,
+            options.changes,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -162,8 +161,7 @@ class BackwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         sizes: tuple[tuple, tuple],
-        caps: tuple,
-        slopes: tuple,
+        changes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -220,10 +218,11 @@ class BackwardKernel:
                 OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 thread,
             )
-            rules = key_rules(softmax_scale, caps, slopes, self.dtype)
+            rules = key_rules(softmax_scale, changes, self.dtype)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
-            epilogue = BackwardEpilogue(c, layouts, memory, targets, softmax_scale, wg)
+            factors = tuple(each.factor for each in rules.dropout)
+            epilogue = BackwardEpilogue(c, layouts, memory, targets, (softmax_scale, factors), wg)
             self._consume(work, consumer, epilogue, rules, warp_idx)
 
     @cute.jit
@@ -442,14 +441,23 @@ class GeneralBackwardKernel(BackwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        kept: Int32 | None,
         num_ctas: Int32,
         stream,
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        given = (
+            (window_left, window_right, attention_chunk),
+            (plan, sequences),
+            softcap,
+            alibi_slopes,
+            (philox, kept),
+        )
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

@@ -9,6 +9,8 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.backward.scores import read_vector, round_into
 from cute_kernels.backward.turns import count_up, wait_for_count
+from cute_kernels.dropout import Kept, drop_gradient_as, zero_dropped
+from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import PairedBackwardConfig
@@ -16,6 +18,9 @@ from hopper.backward.dq import WORDS_PER_STORE
 from hopper.backward.exchange import Exchange, PairPipelines, state_of
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
+
+WHOLE_P = 1
+"""With dropout, the buffer of P^T as it was before; there is one stage of P, the buffer before."""
 
 
 class PairFragments(NamedTuple):
@@ -165,7 +170,8 @@ class PairConsumer(LoopInvariant):
 
 
 class ScoresConsumer(PairConsumer):
-    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, 1)."""
+    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, buffers): with
+    dropout first what dV is made of, and then P^T itself, which dS is made of."""
 
     def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)
@@ -188,16 +194,18 @@ class ScoresConsumer(PairConsumer):
         self.pipes.q.consumer_wait(state)
         lse = read_vector(self.sLSE, state.index, self.thread, self.config.tile_m)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, state.index], False)
+        if const_expr(not is_first):
+            self._issue_dk_and_dq(block - 1)
+        kept = scores.kept(m_block, self.config.tile_m)
         if const_expr(is_first):
             warpgroup.wait_group(0)
         else:
-            self._issue_dk_and_dq(block - 1)
             warpgroup.wait_group(2)
         scores.cap(acc_S)
         if const_expr(is_masked):
             scores.mask.apply(acc_S, m_block)
         scores.make_probabilities(acc_S, lse, m_block)
-        self._publish(acc_S, block)
+        self._publish(acc_S, block, kept)
         self._issue_dv(block)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
@@ -206,9 +214,13 @@ class ScoresConsumer(PairConsumer):
         self.pipes.do.consumer_release(self.state("do", block))
 
     @cute.jit
-    def _publish(self, acc_P: cute.Tensor, block: Int32):
+    def _publish(self, acc_P: cute.Tensor, block: Int32, kept: tuple[Kept, ...]):
         """Write P^T to shared memory and say so, once the second warpgroup has done with the one before."""
         self.pipes.p.producer_acquire(state_of(self.config.stages_of("p"), block, is_producer=True))
+        if const_expr(self.config.dropout):
+            self.store_scores(acc_P, self.sP[None, None, WHOLE_P])
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                zero_dropped(acc_P, r, kept)
         self.store_scores(acc_P, self.sP[None, None, self.state("p", block).index])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -253,7 +265,11 @@ class GradientConsumer(PairConsumer):
             q_state = self.state("q", block)
             self.pipes.q.consumer_wait(q_state)
             lse = read_vector(self.sLSE, q_state.index, self.thread, self.config.tile_m)
-        scores.make_gradient_of_rounded(acc_dP, self._read_probabilities(block), delta, lse, m_block)
+        probabilities = self._read_probabilities(self.state("p", block).index)
+        if const_expr(self.config.dropout):
+            drop_gradient_as(acc_dP, probabilities, scores.dropout[0].dropout.factor)
+            probabilities = self._read_probabilities(Int32(WHOLE_P))
+        scores.make_gradient_of_rounded(acc_dP, probabilities, delta, lse, m_block)
         self.exchange.acquire(block)
         self.store_scores(acc_dP, self.exchange.own[None, None, self.exchange.index(block)])
         self.exchange.publish(block, cute.arch.make_warp_uniform(self.thread // cute.arch.WARP_SIZE))
@@ -264,9 +280,9 @@ class GradientConsumer(PairConsumer):
             self.pipes.p.consumer_release(self.state("p", block))
 
     @cute.jit
-    def _read_probabilities(self, block: Int32) -> cute.Tensor:
+    def _read_probabilities(self, buffer: Int32) -> cute.Tensor:
         """P^T in 16 bits, in the order of the accumulator."""
-        source = self.sP[None, None, self.state("p", block).index]
+        source = self.sP[None, None, buffer]
         rounded = cute.make_rmem_tensor_like(self.make_scores(), source.element_type)
         atom = cute.make_copy_atom(
             warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), source.element_type

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.dropout import multiply_all
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
@@ -58,7 +59,7 @@ class PairLayouts(NamedTuple):
 
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing; ``caps`` and ``slopes`` those of ``BackwardOptions``."""
+    sequences, or nothing; ``changes`` those of ``BackwardOptions``."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
@@ -68,8 +69,7 @@ class Problem(NamedTuple):
     rank: Int32
     queries: QueryRange
     m_ends: tuple
-    caps: tuple
-    slopes: tuple
+    changes: tuple
 
     @property
     def pair(self) -> Any:
@@ -185,8 +185,7 @@ class PairedBackwardKernel:
             batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             m_ends,
-            options.softcap,
-            options.slopes,
+            options.changes,
         ).launch(
             grid=batch.grid(mK, options.plan),
             block=(c.threads, 1, 1),
@@ -207,8 +206,7 @@ class PairedBackwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         m_ends: tuple,
-        caps: tuple,
-        slopes: tuple,
+        changes: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -232,7 +230,7 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, caps, slopes
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes
         if const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
@@ -268,9 +266,9 @@ class PairedBackwardKernel:
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
         """The problem of a CTA; ``shared`` is what all have of it."""
-        softmax_scale, heads_per_kv_head, rank, queries, m_ends, *rules = shared
+        softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes = shared
         p = Problem(
-            softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends, *rules
+            softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends, changes
         )
         if self.config.ordered and queries.last_keys_first:
             # The last keys first: they are the first to add to their queries, and wait for none.
@@ -318,11 +316,11 @@ class PairedBackwardKernel:
             )
             stores = (atoms[7:], tensors[7:])
             if wg == 0:
-                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                rules = key_rules(problem.softmax_scale, problem.changes, self.dtype)
                 consumer = ScoresConsumer(sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 0)
             else:
-                rules = key_rules(problem.softmax_scale, problem.caps, problem.slopes, self.dtype)
+                rules = key_rules(problem.softmax_scale, problem.changes, self.dtype)
                 consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 1)
         # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
@@ -386,6 +384,8 @@ class PairedBackwardKernel:
                     consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
                     tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
         consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
+        for of_launch in rules.dropout:
+            multiply_all(consumer.acc_dV, (of_launch.factor,))
         self._store(consumer, smem, stores, problem, wg)
 
     def _turn(self, problem: Problem, m_block: Int32) -> Int32:
@@ -443,7 +443,7 @@ class PairedBackwardKernel:
             v=layout(c.keys, c.head_dim_v, 1, half_v),
             do=layout(c.tile_m, c.head_dim_v, c.stages_of("do"), half_v),
             other_k=layout(c.keys, c.head_dim // CLUSTER_CTAS, 1, c.dq_columns),
-            p=layout(c.keys, c.tile_m, c.stages_of("p")),
+            p=layout(c.keys, c.tile_m, c.buffers_of_p),
             ds=layout(c.keys, c.tile_m, c.stages),
             other_ds=layout(c.keys, c.tile_m, c.stages),
         )
@@ -577,13 +577,22 @@ class GeneralPairedBackwardKernel(PairedBackwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        kept: Int32 | None,
         stream,
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (window_left, window_right), (plan, sequences), softcap, alibi_slopes
+        given = (
+            (window_left, window_right, attention_chunk),
+            (plan, sequences),
+            softcap,
+            alibi_slopes,
+            (philox, kept),
+        )
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, stream)

@@ -70,9 +70,12 @@ class BackwardWork(LoopInvariant):
     def anew(self) -> "BackwardWork":
         """The same, of which nothing is computed before this point; for couriers, which have no registers to keep what
         is known of all tiles."""
-        seqlens = self.seqlens
+        seqlens, window = self.seqlens, self.window
         lengths = (pin(length, Int32) for length in (seqlens.seqlen_q, seqlens.seqlen_k))
-        return replace(self, seqlens=DenseSeqlens(*lengths))
+        if window.has_chunk:
+            # What dividing by it takes is worked out anew, too.
+            window = replace(window, chunk=pin(window.chunk, Int32))
+        return replace(self, seqlens=DenseSeqlens(*lengths), window=window)
 
     def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
         """How many key tiles add to the query tile before this one."""

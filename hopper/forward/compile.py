@@ -3,7 +3,14 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    philox_argument,
+    plan_argument,
+    strided,
+    words,
+)
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
@@ -23,10 +30,11 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
     Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, plan, sequences, softcap, alibi_slopes, sinks, num_ctas)``, as ``GeneralForwardKernel`` has them, with
-    None for what the config has no use for. With the layout "varlen" q and out are (total_q, h, ...), k and v (total_k,
-    hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with ``sequences`` sequences, one more than the
-    caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride of b may be 0; sinks float32 (h,).
+    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, num_ctas)``, as
+    ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and out
+    are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
+    ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
+    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``).
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -46,10 +54,12 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         words(2),
         scale,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         ctas,
         options=options,
     )

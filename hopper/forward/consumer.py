@@ -6,6 +6,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.dropout import Kept, zero_dropped
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
@@ -126,13 +127,14 @@ class Consumer(LoopInvariant):
         self.pipes.k.consumer_wait(kv_state)
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         self.softmax.enter_block(consumer_slot(kv_state))
+        kept = scores.kept(n_block)
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
         self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self._exponentiate(acc_S, r, is_first=True)
+            self._exponentiate(acc_S, r, is_first=True, kept=kept)
 
     @cute.jit
     def _overlapped_block(
@@ -155,17 +157,19 @@ class Consumer(LoopInvariant):
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
+        kept = scores.kept(n_block)
         warpgroup.wait_group(1)
         self.pipes.k.consumer_release(k_state)
         scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first=False)
         self.softmax.exponentiate(acc_S, 0, is_first=False)
+        zero_dropped(acc_S, 0, kept)
         self.loads.load_next()
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
         self.softmax.store_P(self.tOrP, acc_S, 0)
-        self._exponentiate(acc_S, 1, is_first=False)
+        self._exponentiate(acc_S, 1, is_first=False, kept=kept)
         self.output.collect()
         self.output.rescale()
         return k_state
@@ -238,7 +242,15 @@ class Consumer(LoopInvariant):
         )
 
     @cute.jit
-    def _exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
-        """One row of P: exponentials, rounded to the input dtype as the A operand of the second GEMM."""
+    def _exponentiate(
+        self,
+        acc_S: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        is_first: cutlass.Constexpr[bool],
+        kept: tuple[Kept, ...] = (),
+    ):
+        """One row of P: exponentials, of which those that are ``kept`` are rounded to the input dtype as the A operand
+        of the second GEMM."""
         self.softmax.exponentiate(acc_S, r, is_first)
+        zero_dropped(acc_S, r, kept)
         self.softmax.store_P(self.tOrP, acc_S, r)

@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
+from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
@@ -22,8 +23,8 @@ from hopper.forward.unscaled import NoCorrection
 class Epilogue(LoopInvariant):
     """Writes the 64 rows of one warpgroup.
 
-    With ``recomputes_addresses`` they are made for each tile, and not kept from one to the next. Each warpgroup has its
-    own stage of O and its own copy, so that no warpgroup waits for another.
+    With ``recomputes_addresses`` they are made for each tile, and not kept from one to the next. ``factors`` has that
+    of dropout, or none. Each warpgroup has its own stage of O and its own copy, so that no warpgroup waits for another.
     """
 
     store: DenseTmaStore
@@ -31,6 +32,7 @@ class Epilogue(LoopInvariant):
     lane: Int32
     warp_in_group: Int32
     recomputes_addresses: bool
+    factors: tuple[Float32, ...] = ()
 
     @cute.jit
     def finish(
@@ -50,6 +52,7 @@ class Epilogue(LoopInvariant):
         config, wg = consumer.config, consumer.wg
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
+        multiply_all(inverse_sum, self.factors)
         normalize_rows(consumer.output.acc, inverse_sum)
         self.correction.add(consumer.output.acc, inverse_sum, head_kv, batch)
         self.store.lse(lse, head, seqlens, row, self.lane)

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.dropout import Dropout
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
@@ -24,9 +25,9 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreRules, ScoreTile, SoftCap
+from cute_kernels.score_tile import ScoreRules, SoftCap
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
-from cute_kernels.window import window_of
+from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
@@ -74,13 +75,15 @@ class KernelParts:
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, the sides of a ``window``, the cap of ``softcap`` and the ``slopes`` of ALiBi."""
+    that ``PackedBatch`` wants, the sides of a ``window`` and its chunk, the cap of ``softcap``, the ``slopes`` of
+    ALiBi, and the words and the number of ``Dropout.of``."""
 
     extras: tuple = ()
     plan: tuple = ()
     window: tuple = ()
     softcap: tuple = ()
     slopes: tuple = ()
+    dropout: tuple = ()
 
 
 class ForwardKernel:
@@ -177,6 +180,7 @@ class ForwardKernel:
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
+            options.dropout,
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -200,6 +204,7 @@ class ForwardKernel:
         sides: tuple,
         caps: tuple,
         slopes: tuple,
+        dropout: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -236,7 +241,8 @@ class ForwardKernel:
         inverse_scale = 1.0
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
-        rules = ScoreRules(tuple(SoftCap(factor, is_precise) for factor in caps), slopes, inverse_scale)
+        softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
+        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout))
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
@@ -279,7 +285,8 @@ class ForwardKernel:
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
         correction = precision.make_correction(extras, lane)
         store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v)
-        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses)
+        factors = tuple(each.factor for each in work.rules.dropout)
+        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -296,7 +303,7 @@ class ForwardKernel:
             row = m_block * c.tile_m + row_in_tile
             seqlens = work.seqlens.of(batch)
             mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
-            scores = ScoreTile(mask, work.rules.for_tile(mask, head, batch))
+            scores = work.rules.tile(mask, head, batch)
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
@@ -404,28 +411,33 @@ class GeneralForwardKernel(ForwardKernel):
         softmax_scale: Float32,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
         sinks: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        kept: Int32 | None,
         num_ctas: Int32,
         stream,
     ):
         """Launch. What the config has no use for is None.
 
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
-        whatever is given. With the layout "varlen" mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or
-        0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of the caller's. ``softcap`` is positive;
-        alibi_slopes are float32 (batch, heads) and sinks float32 (heads,).
+        whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
+        heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
+        the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,);
+        ``philox`` and ``kept`` are those of ``Dropout.of``.
         """
         c = self.config
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
-            window=(window_left, window_right) if const_expr(c.window) else (),
+            window=sides_of(c, window_left, window_right, attention_chunk),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
+            dropout=(philox, kept) if const_expr(c.dropout) else (),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

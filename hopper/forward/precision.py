@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
@@ -33,11 +33,9 @@ class SixteenBits(LoopInvariant):
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         dtype = DSL_DTYPES[self.config.dtype]
-        return (
-            SinkSoftmax(*extras, scale_log2, dtype)
-            if self.config.sinks
-            else RoundingSoftmax(scale_log2, dtype)
-        )
+        if self.config.sinks:
+            return SinkSoftmax(*extras, scale_log2, dtype)
+        return RoundingSoftmax(scale_log2, dtype) if dtype is Float16 else OnlineSoftmax(scale_log2)
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

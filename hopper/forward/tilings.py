@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from cute_kernels import problem
 from cute_kernels.problem import DENSE, DTYPES, VARLEN
 from hopper.config import (
+    ONE_CONSUMER_OF_THREE_CTAS,
     THREE_CONSUMERS,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
@@ -25,7 +26,7 @@ one that covers it, the tail of a row being zero-filled by TMA on load and clipp
 ANY_LENGTH = 2**62
 
 PACKED_SEQLEN = 2048
-"""What packed sequences are taken for."""
+"""What packed sequences are taken for, where ``PACKED_TILINGS`` has no row."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ def tiling(tile_m: int, tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH
     return Tiling(tile_m, tile_n, stages, max_seqlen_k, tuple(fields.items()))
 
 
+def small_tiling(tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH) -> Tiling:
+    """Tiles of 64 queries, and three CTAs an SM: while one starts or ends a tile, the others compute."""
+    fields = {"ctas_per_sm": 3, "ping_pong": False, "registers": ONE_CONSUMER_OF_THREE_CTAS}
+    return tiling(WARPGROUP_ROWS, tile_n, stages, max_seqlen_k, **fields)
+
+
 TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, False): (tiling(192, 128, 3),),
-    (64, 64, True): (tiling(128, 128, 4, max_seqlen_k=1536), tiling(192, 128, 3)),
+    (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), tiling(192, 128, 3)),
     (96, 96, False): (tiling(128, 192, 2),),
     (96, 96, True): (tiling(128, 128, 2),),
     (128, 128, False): (tiling(128, 128, 2, max_seqlen_k=1280), tiling(128, 176, 2)),
@@ -70,9 +77,23 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     ),
 }
 """By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
-sequences want small tiles (fewer masked or padded scores), and at head_dim 64 a deep pipeline (the next tile's loads
-run ahead); long ones want the widest tile that fits, which reads shared memory least. Late rescaling pays
-where O has so many columns that rescaling them does not fit under the exponentials."""
+sequences want small tiles (fewer masked or padded scores), and at head_dim 64 several CTAs an SM; long ones want the
+widest tile that fits, which reads shared memory least. Late rescaling pays where O has so many columns that rescaling
+them does not fit under the exponentials."""
+
+WINDOW_TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
+    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), tiling(192, 128, 3))
+}
+"""The same under a window, by (head_dim, head_dim_v); ``max_seqlen_k`` are the keys that a query sees. In narrow
+windows a tile is little more than its start and its end. Where there is no row, ``TILINGS`` has it."""
+
+PACKED_TILINGS: dict[tuple[int, int, bool], Tiling] = {
+    (64, 64, False): small_tiling(96, 2),
+    (64, 64, True): small_tiling(96, 2),
+    (128, 128, False): tiling(128, 128, 2),
+}
+"""The tiles of packed sequences, where those of PACKED_SEQLEN keys lose more with short sequences than they win with
+long ones."""
 
 
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -96,10 +117,18 @@ def select_forward_config(
     read: tiles that suit short sequences cost long ones less than the other way round.
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
+    rows = TILINGS[key]
     if layout == VARLEN:
-        seqlen_k = PACKED_SEQLEN
-    chosen = next(tiling for tiling in TILINGS[key] if seqlen_k <= tiling.max_seqlen_k)
+        rows, seqlen_k = (PACKED_TILINGS[key],) if key in PACKED_TILINGS else rows, PACKED_SEQLEN
+    elif window:
+        rows = WINDOW_TILINGS.get(key[:2], rows)
+    chosen = next(tiling for tiling in rows if seqlen_k <= tiling.max_seqlen_k)
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
+
+
+def with_dropout(config: ForwardConfig) -> ForwardConfig:
+    """That which serves the same problem with dropout, whose mask is made for 32 keys at a time."""
+    return replace(config, tile_n=config.tile_n // 32 * 32, dropout=True)
 
 
 def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:

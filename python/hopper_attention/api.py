@@ -10,8 +10,10 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.launch.forward import run_forward
-from hopper_attention.masks import MaskSpec
+from hopper_attention.launch.qv import QvInputs, run_qv
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
@@ -40,6 +42,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -67,6 +70,7 @@ def flash_attn_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -94,6 +98,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -120,6 +125,7 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -140,7 +146,8 @@ def flash_attn_func(
             dtype, and inputs that differ in dtype too; their gradients have the dtypes that they came with.
         k: (batch, seqlen_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
         v: (batch, seqlen_k, kv_heads, head_dim_v), likewise; head_dim_v may differ from head_dim, and be at most 512.
-            Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each.
+            Above 256 the kernels attend to its columns in two parts, and compute Q K^T for each; not so that of
+            Hopper for a head_dim of at most 64.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default. P is exact to its dtype where
             scaled scores are below 2^12 in magnitude; above, keys that tie for the largest score can cost half a step
             of the dtype more, and gradients lose as many bits as the scores have above 2^12.
@@ -153,7 +160,10 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
             side is 0 whatever it says. Of float8_e4m3fn tensors no window may hide anything yet.
-        attention_chunk: only 0, or a chunk that holds all keys.
+        attention_chunk: c above 0 cuts the keys into chunks of c. Query i sees none outside of the chunk of key
+            p = i + seqlen_k - seqlen_q, which begins at p // c * c, rounded down (Llama 4's chunked attention), and of
+            that chunk what ``causal`` and ``window_size`` leave it. Where seqlen_q is larger, queries come before all
+            keys and see none. Of float8_e4m3fn tensors no chunk may hide anything yet.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
@@ -170,7 +180,13 @@ def flash_attn_func(
             -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
         sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
             that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
-        qv: FlashAttention-3's feature that is not implemented yet; anything but the default raises NotImplementedError.
+        qv: (batch, seqlen_q, heads, head_dim_v), of q's dtype and device: a second query, which multiplies V: scores
+            are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default (attention
+            over a latent, MLA). 16 bits, forward only: a backward pass through the result raises. On the Hopper kernel
+            with a head_dim of at most 64; elsewhere with backend="reference".
+        dropout_p: this much of P is dropped, from 0 on, below 1, and what is kept is multiplied by 1 / (1 - p)
+            (FlashAttention-2's). 1 - p is rounded to a multiple of 1/256. The mask comes from torch's generator of the
+            device of q, which moves on; the same seed gives the same mask on every backend. The LSE is that without.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse),
@@ -183,10 +199,9 @@ def flash_attn_func(
     """
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
-    window, scores = FULL_WINDOW, NO_SCORES
+    sides, scores = FULL_SIDES, NO_SCORES
     if (
-        qv is not None
-        or window_size is not FULL_WINDOW
+        window_size is not FULL_WINDOW
         or attention_chunk != 0
         or softcap != 0.0
         or num_splits != 1
@@ -198,14 +213,15 @@ def flash_attn_func(
             q,
             k,
             causal,
-            qv=qv,
             window_size=window_size,
             attention_chunk=attention_chunk,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
         )
-        causal, window = mask.causal, mask.window
+        causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if dropout_p != 0.0:
+        scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)
     if sm_margin != 0:
@@ -216,6 +232,11 @@ def flash_attn_func(
         deterministic = checks.check_flag("deterministic", deterministic)
     if return_attn_probs is not False:
         return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
+    if qv is not None:
+        descales = (q_descale, k_descale, v_descale)
+        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
+        results = _attend_with_qv(q, k, v, qv, softmax_scale, descales, options)
+        return results if return_attn_probs else results[0]
     no_descales = q_descale is None and k_descale is None and v_descale is None
     if (
         no_descales
@@ -225,12 +246,44 @@ def flash_attn_func(
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         flags = causal, backend, sm_margin, return_attn_probs
-        results = run_forward(q, k, v, softmax_scale, *flags, window, scores)
+        results = run_forward(q, k, v, softmax_scale, *flags, sides, scores)
     else:
         descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *window), scores, backend, sm_margin, deterministic)
+        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
+
+
+def _attend_with_qv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor,
+    softmax_scale: float | None,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[MaskSpec, Scores, str | None, int, bool],
+) -> tuple[Tensor, Tensor]:
+    """``_call_operator`` with a second query."""
+    mask, scores, backend, sm_margin, _ = options
+    flags = backend, sm_margin
+    check_qv_without_dropout(scores.dropout_p)
+    checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
+    if (
+        descales == (None, None, None)
+        and q.is_cuda
+        and wants_only_a_launch(q, k, v)
+        and are_plain_constants(qv, *scores.tensors)
+    ):
+        inputs = QvInputs(q, k, v, qv)
+        return run_qv(inputs, softmax_scale, mask.causal, *flags, mask.sides, scores)
+    q, k, v, qv = cast_inputs(q, k, v, qv)
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    checks.check_qkv(*specs)
+    check_qv(specs[0], specs[2], TensorSpec.of(qv))
+    checks.check_descales(q, k, *descales)
+    scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
+    check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
+    return autograd.forward_qv(q, k, v, qv, scale, mask.causal, *flags, *mask.sides, *scores.changes)
 
 
 def _call_operator(
@@ -259,4 +312,4 @@ def _call_operator(
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic
-    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.window, *scores.values)
+    return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.sides, *scores.values)

@@ -35,10 +35,10 @@ def find_autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def cast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as autocast wants them. Gradients come back in the dtypes that they had."""
-    dtype = find_autocast_dtype(q, k, v)
-    return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
+def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v and what goes with them, as autocast wants them. Gradients come back in the dtypes that they had."""
+    dtype = find_autocast_dtype(*tensors)
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -7,29 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention import ops, varlen_ops
+from hopper_attention import ops, qv_ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.qv import NO_QV_GRADIENT
 from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
 from hopper_attention.transforms import differentiable
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.window = inputs[:10]
-    ctx.softcap, alibi_slopes, sinks = inputs[10:]
-    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks)
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.sides = inputs[:11]
+    ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[11:]
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks, philox)
     # An unused LSE has no gradient; None saves adding zeros.
     ctx.set_materialize_grads(False)
 
 
 def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, alibi_slopes, sinks = ctx.saved_tensors
+    q, k, v, out, lse, alibi_slopes, sinks, philox = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    scores = ctx.softcap, alibi_slopes, sinks
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
+    scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
-    dsinks = _gradient_of_sinks(ctx.needs_input_grad[11:], dout, dlse, out, lse, sinks)
-    return dq, dk, dv, *[None] * 9, dsinks
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[12:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 10, dsinks, None, None
 
 
 def _gradient_of_sinks(
@@ -47,7 +48,7 @@ def _gradient_of_sinks(
     Raises:
         NotImplementedError: that of the slopes is wanted.
     """
-    of_slopes, of_sinks = (*wanted, False, False)[:2]
+    of_slopes, of_sinks, *_ = (*wanted, False, False)
     if of_slopes:
         raise NotImplementedError(NO_SLOPES_GRADIENT)
     if sinks is None or not of_sinks:
@@ -70,29 +71,34 @@ def _refuse_fp8_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     )
 
 
+def _refuse_qv_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(NO_QV_GRADIENT)
+
+
 def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths = inputs[:7]
     *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
-    *ctx.window, ctx.softcap, alibi_slopes, sinks = inputs[14:]
-    ctx.save_for_backward(q, k, v, *output, *lengths, alibi_slopes, sinks)
+    *ctx.sides, ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[14:]
+    ctx.save_for_backward(q, k, v, *output, *lengths, alibi_slopes, sinks, philox)
     ctx.set_materialize_grads(False)
 
 
 def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *lengths, alibi_slopes, sinks = ctx.saved_tensors
+    q, k, v, out, lse, *lengths, alibi_slopes, sinks, philox = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    scores = ctx.softcap, alibi_slopes, sinks
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.window, *scores)
+    scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
+    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
     dq, dk, dv = backward_varlen(*tensors, *ctx.max_seqlens, *options)
-    dsinks = _gradient_of_sinks(ctx.needs_input_grad[17:], dout, dlse, out, lse, sinks)
-    return dq, dk, dv, *[None] * 15, dsinks
+    dsinks = _gradient_of_sinks(ctx.needs_input_grad[18:], dout, dlse, out, lse, sinks)
+    return dq, dk, dv, *[None] * 16, dsinks, None, None
 
 
 def _have_tensors_without_batch(*arguments: Any) -> bool:
-    """Of the operators of one length: whether there are slopes or sinks, which come last."""
-    return any(x is not None for x in arguments[-2:])
+    """Of the operators of one length: whether there are slopes, sinks or seeds of a mask, which come last."""
+    *_, alibi_slopes, sinks, _, philox = arguments
+    return any(x is not None for x in (alibi_slopes, sinks, philox))
 
 
 # What calls the operators, also under torch.func.
@@ -104,4 +110,6 @@ backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_deriv
 forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False
 )
+forward_qv = differentiable(qv_ops.forward_qv, _refuse_qv_gradient, mixes_samples=_have_tensors_without_batch)
+forward_qv_varlen = differentiable(qv_ops.forward_qv_varlen, _refuse_qv_gradient, has_batch=False)
 forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)

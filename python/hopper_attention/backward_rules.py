@@ -35,8 +35,8 @@ class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
-    ``deterministic`` asks for gradients of the same bits in every run. ``has_window`` and ``scores`` as in
-    ``AttentionProblem``.
+    ``deterministic`` asks for gradients of the same bits in every run. ``has_window``, ``has_chunk`` and ``scores`` as
+    in ``AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -47,6 +47,7 @@ class BackwardProblem(NamedTuple):
     deterministic: bool = False
     has_window: bool = False
     scores: ScoreKind = PLAIN
+    has_chunk: bool = False
 
     @property
     def kind(self) -> GradientProblem:
@@ -59,6 +60,7 @@ class BackwardProblem(NamedTuple):
             head_dim_v,
             self.causal,
             has_window=self.has_window,
+            has_chunk=self.has_chunk,
             scores=self.scores,
             deterministic=self.deterministic,
         )
@@ -145,9 +147,9 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     # A sink is in the LSE, which is all that a backward kernel sees of it.
-    changes = p.scores.has_softcap, p.scores.has_alibi
+    changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout
     if backend == "hopper":
-        return select_backward_config(*options, *features, *changes)
+        return replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -156,5 +158,5 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
-    has_softcap, has_alibi = changes
-    return replace(config, softcap=has_softcap, alibi=has_alibi)
+    has_softcap, has_alibi, has_dropout = changes
+    return replace(config, softcap=has_softcap, alibi=has_alibi, dropout=has_dropout, chunk=p.has_chunk)

@@ -170,6 +170,16 @@ def check_softcap(softcap: Any) -> float:
     return cap
 
 
+def check_dropout_p(dropout_p: Any) -> float:
+    """``dropout_p`` as a float; raise unless it is a number from 0 on, below 1."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, int, numbers.Real)):
+        raise TypeError(f"dropout_p is a {type(dropout_p).__name__}, {dropout_p!r}, allowed: a number")
+    p = float(dropout_p)
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}, allowed: 0, which drops nothing, or more, below 1")
+    return p
+
+
 def check_backend(backend: Any) -> None:
     if backend is not None and backend not in BACKENDS:
         allowed = ", ".join(map(repr, BACKENDS))

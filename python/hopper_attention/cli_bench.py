@@ -315,8 +315,8 @@ def features(
     plot: PlotPath = NO_FILE,
     json_path: JsonPath = NO_FILE,
 ) -> None:
-    """Packed sequences and windows, forward and backward: us of each peer, and ours over the best. Report:
-    features_<gpu>.json, page: features.md."""
+    """Packed sequences, windows and changed scores, forward and backward: us of each peer, and ours over the best.
+    Report: features_<gpu>.json, page: features.md."""
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting

@@ -34,6 +34,7 @@ from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import _kernels
 from hopper_attention._kernels import Kernel, KernelConfig
 from hopper_attention.notices import warn_once
@@ -205,7 +206,7 @@ def folder_of(config: Any) -> Path:
     return cache_dir() / fingerprint(module_of(config))
 
 
-def get_forward(config: ForwardConfig | AmpereForwardConfig) -> Kernel:
+def get_forward(config: ForwardConfig | WideForwardConfig | AmpereForwardConfig) -> Kernel:
     """The forward kernel of ``config``, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 

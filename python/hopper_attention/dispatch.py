@@ -12,15 +12,25 @@ from torch import Tensor
 from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks, features, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
-from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
+from hopper_attention.dropout import STEPS, kept_steps, no_draw
+from hopper_attention.forward_rules import (
+    Config,
+    ReferenceConfig,
+    problem_of,
+    select_config,
+    takes_wide_values,
+)
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.problem import AttentionProblem
+from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -37,6 +47,8 @@ __all__ = [
 ]
 
 
+NOTE_ON_QV = "qv: a second query multiplies v, and its products join those of q and k"
+NO_GRADIENT_WITH_QV = "a backward pass through the result raises NotImplementedError: qv has no gradient"
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
 
@@ -63,6 +75,8 @@ class Plan:
         rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
+        if isinstance(self.config, WideForwardConfig):
+            rows += _wide_rows(self.config)
         if isinstance(self.config, AmpereForwardConfig):
             rows += _ampere_rows(self.config)
         rows += [("copies", text) for text in self.copies or ("none",)]
@@ -88,6 +102,20 @@ def _kernel_rows(c: ForwardConfig) -> list[tuple[str, str]]:
         ("warpgroups", f"{c.consumers} consumers and 1 producer, {c.threads} threads"),
         ("registers", f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"),
         ("schedule", ", ".join(text for text in overlaps if text)),
+    ]
+
+
+def _wide_rows(c: WideForwardConfig) -> list[tuple[str, str]]:
+    dims = f"{c.head_dim} and {c.head_dim_v} in the kernel; shorter rows are filled with zeros by TMA"
+    overlaps = ["softmax under P V of the second warpgroup", "persistent grid"]
+    overlaps += [f"keys by multicast to {c.cluster} CTAs"] if c.cluster > 1 else []
+    overlaps += ["longest causal tiles first"] if c.causal else []
+    return [
+        ("head dims", dims),
+        ("stages", f"{c.stages} of K and of V, {c.smem_bytes} bytes of shared memory"),
+        ("warpgroups", f"{c.consumers} consumers, each with half of the columns of O, and 1 producer"),
+        ("registers", f"{c.registers.consumer} a consumer thread, {c.registers.producer} a producer thread"),
+        ("schedule", ", ".join(overlaps)),
     ]
 
 
@@ -128,6 +156,7 @@ def explain(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
@@ -148,64 +177,80 @@ def explain(
         q,
         k,
         checks.check_flag("causal", causal),
-        qv=qv,
         window_size=window_size,
         attention_chunk=attention_chunk,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
     )
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
-    given = {"q": q, "k": k, "v": v}
+    given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
+    checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    checks.check_qkv(**whole)
+    check_inputs(whole, checks.check_qkv)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     features.check_fp8_window(q.dtype, mask)
     features.check_fp8_scores(q.dtype, scores)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
-    specs, notes = first_part(whole)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
+    specs, notes = of_one_launch(whole, problem, target, backend)
     if is_fp8:
         choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
-        config = select_config(*where, q_spec, k_spec, v_spec, causal, mask.window, scores.kind)
+        config = select_config(
+            *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
+        )
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
     differentiated = [
-        x for x in (q, k, v, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
+        x for x in (q, k, v, qv, q_descale, k_descale, v_descale, sinks) if x is not None and x.requires_grad
     ]
     if torch.is_grad_enabled() and differentiated:
-        shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
+        shapes = whole["q"].shape, whole["k"].shape, first_part(whole)[0]["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        problem = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
+        gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
+        gradient = gradient._replace(has_chunk=mask.attention_chunk > 0)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
+        elif qv is not None:
+            notes += (NO_GRADIENT_WITH_QV,)
         elif is_launched:
-            notes += (_note_on_gradients(problem, target, backend),)
+            notes += (_note_on_gradients(gradient, target, backend),)
     return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
 
 
+def check_inputs(specs: dict[str, TensorSpec], check: Callable[..., None]) -> None:
+    """``check`` of q, k and v, and the check of qv where it is among ``specs``."""
+    check(*(specs[name] for name in "qkv"))
+    if "qv" in specs:
+        check_qv(specs["q"], specs["v"], specs["qv"])
+
+
 def describe_window(mask: MaskSpec) -> tuple[str, ...]:
-    """A note on the keys that a window leaves to a query."""
-    if not mask.has_window:
-        return ()
+    """Notes on the keys that a window and a chunk leave to a query."""
+    notes: tuple[str, ...] = ()
+    if mask.attention_chunk:
+        notes = (f"attention_chunk: a query sees keys of its own chunk of {mask.attention_chunk} alone",)
+    if mask.window == FULL_WINDOW:
+        return notes
     left, right = ("all" if side == UNLIMITED else str(side) for side in mask.window)
-    return (
-        f"window: a query sees {left} of the keys before its own and {'0' if mask.causal else right} after it",
-    )
+    right = "0" if mask.causal else right
+    return (f"window: a query sees {left} of the keys before its own and {right} after it", *notes)
 
 
 def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
@@ -217,6 +262,10 @@ def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
             "alibi_slopes: scores fall by a slope of their head with the distance of query and key",
         ),
         (spec.has_sinks, "sinks: a logit of each head joins the sum of a row"),
+        (
+            spec.dropout_p != 0.0,
+            f"dropout_p: {STEPS - kept_steps(spec.dropout_p)} of {STEPS} elements of P are dropped",
+        ),
     )
     return tuple(note for is_there, note in notes if is_there)
 
@@ -232,6 +281,17 @@ def cast_by_autocast(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple
     }
     names = [name for name, x in given.items() if x.dtype != dtype]
     return tensors, tuple(f"{name} is cast to {dtype}, which torch.autocast asks for" for name in names)
+
+
+def of_one_launch(
+    specs: dict[str, TensorSpec], problem: AttentionProblem, target: Target, requested: str | None
+) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
+    """What a launch of the forward pass takes of a call, and notes on it; ``problem`` is that of all columns of V."""
+    if "qv" in specs:
+        return specs, (NOTE_ON_QV,)
+    if needs_parts(problem.head_dim_v) and takes_wide_values(problem, target, requested):
+        return specs, ()
+    return first_part(specs)
 
 
 def first_part(specs: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[str, ...]]:
@@ -337,7 +397,8 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
-    if problem.k_shape[1] == 1 and not problem.scores.has_sinks:
+    scores = problem.scores
+    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout):
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     return describe_gradients(
         lambda: backward_rules.choose_backward(problem, target, requested),

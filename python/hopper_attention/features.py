@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.dropout import draw_philox
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
 
@@ -23,6 +26,7 @@ SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
+    "dropout_p": "dropout of P",
 }
 """What the arguments for scores ask for."""
 
@@ -36,7 +40,6 @@ def resolve_mask(
     k: Any,
     causal: bool,
     *,
-    qv: Any = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: Any = 0,
     num_splits: Any = 1,
@@ -53,26 +56,31 @@ def resolve_mask(
         NotImplementedError: an argument asks for a feature that no backend has.
         ValueError, TypeError: an argument has no meaning.
     """
-    check_hints(qv, num_splits, pack_gqa)
+    check_hints(num_splits, pack_gqa)
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
     checks.check_dimensions("q", q.shape)
     checks.check_dimensions("k", k.shape)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    mask = mask_of_window(window_size, causal, seqlen_q, seqlen_k)
-    _check_chunk(attention_chunk, mask.causal, seqlen_q, seqlen_k)
-    return mask
+    chunk = _read_count("attention_chunk", attention_chunk)
+    if chunk and seqlen_q <= seqlen_k <= chunk:
+        # All keys are in a chunk, and so are all queries.
+        chunk = 0
+    return mask_of_window(window_size, causal, seqlen_q, seqlen_k, chunk)
 
 
-def mask_of_window(window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> MaskSpec:
-    """The canonical mask of a ``window_size``, for sequences of at most these lengths.
+def mask_of_window(
+    window_size: Any, causal: bool, seqlen_q: int, seqlen_k: int, attention_chunk: int = 0
+) -> MaskSpec:
+    """The canonical mask of a ``window_size`` and a chunk, for sequences of at most these lengths.
 
     Raises:
         ValueError, TypeError: it is no pair of sides.
         NotImplementedError: the sequences are too long for a window.
     """
-    mask = MaskSpec.canonical(causal, *_read_window(window_size), seqlen_q, seqlen_k)
+    window = _read_window(window_size)
+    mask = MaskSpec.canonical(causal, *window, seqlen_q, seqlen_k, attention_chunk)
     check_window_lengths(mask, seqlen_q, seqlen_k)
     return mask
 
@@ -83,20 +91,21 @@ def resolve_packed_mask(
     """``resolve_mask`` of sequences of different lengths, which are at most these.
 
     Raises:
-        NotImplementedError: a chunk may hide something from some sequence, or a window is given for too long ones.
+        NotImplementedError: a window or a chunk is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
     if _is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
-    mask = mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k)
-    # Without a causal mask, queries before the first key are in a chunk before all keys: any sequence may have some.
-    longest_q = 0 if mask.causal else max_seqlen_k + 1
-    _check_chunk(attention_chunk, mask.causal, longest_q, max_seqlen_k)
-    return mask
+    chunk = _read_count("attention_chunk", attention_chunk)
+    return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
 def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
-    """Raise NotImplementedError for e4m3 tensors under a window that hides something."""
+    """Raise NotImplementedError for e4m3 tensors under a window or a chunk that hides something."""
+    if mask.attention_chunk and dtype == FP8_DTYPE:
+        instead = "16-bit tensors, or attention_chunk=0"
+        feature = f"chunked attention of {FP8_DTYPE} tensors"
+        raise missing("attention_chunk", mask.attention_chunk, feature, instead)
     if mask.has_window and dtype == FP8_DTYPE:
         instead = "16-bit tensors, or window_size=(-1, -1)"
         raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
@@ -122,23 +131,37 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
 
 
+def with_dropout(
+    scores: Scores, dropout_p: Any, q: Any, draw: Callable[[torch.device], Tensor] = draw_philox
+) -> Scores:
+    """These with dropout of P, for tensors on the device of q; ``draw`` gives what the mask is made of.
+
+    Raises:
+        ValueError, TypeError: the argument has no meaning.
+        NotImplementedError: q is e4m3.
+    """
+    p = checks.check_dropout_p(dropout_p)
+    if not p:
+        return scores
+    checks.check_are_tensors(q=q)
+    check_fp8_scores(q.dtype, replace(scores, dropout_p=p))
+    return replace(scores, dropout_p=p, philox=draw(q.device))
+
+
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
     """Raise NotImplementedError for e4m3 tensors whose scores something is done to."""
     if dtype == FP8_DTYPE and scores is not NO_SCORES:
         name = scores.kind.names[0]
-        value, default = (scores.softcap, 0.0) if name == "softcap" else ("given", None)
+        value, default = (getattr(scores, name), 0.0) if name in ("softcap", "dropout_p") else ("given", None)
         feature = f"{SCORE_FEATURES[name]} of {FP8_DTYPE} tensors"
         raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
 
 
-def check_hints(qv: Any, num_splits: Any, pack_gqa: Any) -> None:
-    """Raise for a second query, which no backend has, and for hints that have no meaning.
+def check_hints(num_splits: Any, pack_gqa: Any) -> None:
+    """Raise for hints that have no meaning.
 
-    The hints say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
+    They say how FlashAttention-3 shares out its work: none changes what is computed, and no kernel here needs one.
     """
-    if qv is not None:
-        instead = "qv=None, or concatenate it to q and k"
-        raise missing("qv", "given", "a second query that multiplies V", instead)
     if num_splits is not None:
         _read_count("num_splits", num_splits)
     if pack_gqa is not None:
@@ -167,18 +190,6 @@ def _read_side(side: Any, window_size: Any) -> int:
     if side < UNLIMITED:
         raise ValueError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")
     return side
-
-
-def _check_chunk(attention_chunk: Any, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
-    """Pass 0, and a chunk that holds all keys.
-
-    A query sees the keys of its own chunk. Queries that stand before the first key are in a chunk before all of them:
-    they see none, which only a causal mask asks for as well.
-    """
-    chunk = _read_count("attention_chunk", attention_chunk)
-    holds_all = chunk >= seqlen_k and (causal or seqlen_q <= seqlen_k)
-    if chunk and not holds_all:
-        raise missing("attention_chunk", chunk, "chunked attention", "attention_chunk=0")
 
 
 def _read_count(name: str, value: Any) -> int:

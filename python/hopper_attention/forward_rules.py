@@ -11,12 +11,15 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, SCORE_FEATURES, VARLEN
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config
-from hopper_attention.checks import DTYPE_NAMES, FULL_WINDOW, TensorSpec
-from hopper_attention.masks import MaskSpec
+from hopper.forward.tilings import select_forward_config, with_dropout
+from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
+from hopper_attention.backends import Target, choose_backend
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
+from hopper_attention.qv import no_qv
 from hopper_attention.scores import PLAIN, ScoreKind
 
 
@@ -33,7 +36,7 @@ class ReferenceConfig:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
 
-Config = ForwardConfig | AmpereForwardConfig | ReferenceConfig
+Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
 
 def select_config(
@@ -43,15 +46,17 @@ def select_config(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
+    has_qv: bool = False,
 ) -> Config:
     """The frozen config with which ``backend`` serves a checked problem on a GPU of this compute capability.
 
     Raises:
         NotImplementedError: the kernel cannot count sizes as large as these.
     """
-    config = select_for(problem_of(q, k, v, causal, window, scores), backend, capability)
+    problem = replace(problem_of(q, k, v, causal, window, scores), has_qv=has_qv)
+    config = select_for(problem, backend, capability)
     check_size(config, q.shape, k.shape)
     return config
 
@@ -61,14 +66,14 @@ def problem_of(
     k: TensorSpec,
     v: TensorSpec,
     causal: bool,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    """What of checked tensors decides on the kernel; ``causal`` and ``window`` are a ``MaskSpec`` and its sides."""
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     seen = k.shape[1]
-    if window != FULL_WINDOW:
+    if window != FULL_SIDES:
         seen = MaskSpec(causal, *window).most_keys(seen)
     return AttentionProblem(
         q.dtype,
@@ -78,18 +83,32 @@ def problem_of(
         causal,
         longest_alike(seen),
         is_empty,
-        window != FULL_WINDOW,
+        window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         scores=scores,
     )
 
 
 def packed_problem_of(
-    q: TensorSpec, v: TensorSpec, causal: bool, has_window: bool, scores: ScoreKind = PLAIN
+    q: TensorSpec,
+    v: TensorSpec,
+    causal: bool,
+    window: tuple[bool, bool],
+    scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
-    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths."""
-    head_dims = q.shape[2], v.shape[2]
+    """The same of sequences of different lengths, (total, heads, head_dim), whatever the lengths; ``window`` are
+    has_window and has_chunk."""
+    has_window, has_chunk = window
     return AttentionProblem(
-        q.dtype, q.dtype, *head_dims, causal, has_window=has_window, is_packed=True, scores=scores
+        q.dtype,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=has_window,
+        has_chunk=has_chunk,
+        is_packed=True,
+        scores=scores,
     )
 
 
@@ -97,12 +116,18 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     """``select_config`` of all problems of a kind, whatever their sizes.
 
     With packed sequences, which have no length here, the tiles are the same for all.
+
+    Raises:
+        NotImplementedError: the backend has no kernel for such problems.
     """
     if backend == "reference":
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
+    fields["chunk"] = p.has_chunk
+    if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
+        return _select_wide(p, backend, dtype, layout, fields)
     if backend == "ampere":
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
@@ -110,13 +135,40 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return replace(plain, **fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(config, **fields)
+    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+
+
+def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
+    """Whether what serves ``problem`` takes more columns of V than MAX_HEAD_DIM at once, and not in parts.
+
+    Raises:
+        ValueError: ``requested`` cannot run there.
+    """
+    if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
+        return False
+    if problem.scores.has_dropout:
+        return False
+    return choose_backend(target, problem.dtype, requested).backend == "hopper"
+
+
+def _select_wide(
+    p: AttentionProblem, backend: str, dtype: str, layout: str, fields: dict[str, Any]
+) -> WideForwardConfig:
+    """The config of a problem with a second query or wide values, for which only Hopper has a kernel."""
+    reason = why_not_wide(p.head_dim, p.head_dim_v)
+    if fields.pop("dropout"):
+        reason = "no kernel has a second query and dropout"
+    if backend != "hopper":
+        reason = "the kernels without WGMMA have no second query"
+    if reason:
+        raise no_qv(backend, reason)
+    return select_wide_config(dtype, p.head_dim_v, p.causal, p.has_qv, p.has_window, layout, **fields)
 
 
 def check_size(config: Config, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """Raise NotImplementedError for sizes that the kernel of ``config`` cannot count."""
     (batch, seqlen_q, heads, _), seqlen_k = q_shape, k_shape[1]
-    if isinstance(config, AmpereForwardConfig):
+    if isinstance(config, (AmpereForwardConfig, WideForwardConfig)):
         sizes.check_problem_size("kernel", config.tile_m, (batch, heads), (seqlen_q, seqlen_k))
     elif isinstance(config, ForwardConfig):
         check_problem_size(config, batch, heads, seqlen_q, seqlen_k)

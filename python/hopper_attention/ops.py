@@ -34,17 +34,20 @@ def forward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (b, sq, h, dv) in the dtype of q, lse float32 (b, h, sq).
 
-    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal`` and the sides of the
-    window are those of a ``MaskSpec``; ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
+    window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
 
@@ -61,9 +64,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, q.dtype)
 
@@ -126,37 +132,42 @@ def backward(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    mask = MaskSpec(causal, window_left, window_right)
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if 0 in (*out.shape, k.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-    if k.shape[1] == 1 and sinks is None:
+    if k.shape[1] == 1 and sinks is None and not dropout_p:
         return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale, softcap)
     if needs_parts(v.shape[3]):
 
         def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            options = softmax_scale, causal, backend, deterministic, *mask.window, *scores.values
+            options = softmax_scale, causal, backend, deterministic, *mask.sides, *scores.values
             return backward(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, differentiate)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
+    if attention_chunk:
+        problem = problem._replace(has_chunk=True)
     if scores is not NO_SCORES:
         problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
     if choice.backend != "reference":
-        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.window
+        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
         warn_once(
@@ -174,8 +185,11 @@ def backward(
         softmax_scale=softmax_scale,
         window_left=window_left,
         window_right=window_right,
+        attention_chunk=attention_chunk,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        philox=philox,
     )
 
 
@@ -194,9 +208,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 

@@ -29,6 +29,7 @@ def flash_attn_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -52,6 +53,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -75,6 +77,7 @@ def flash_attn_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -97,6 +100,7 @@ def flash_attn_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -125,6 +129,7 @@ def flash_attn_qkvpacked_func(
         attention_chunk=attention_chunk,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        dropout_p=dropout_p,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
@@ -152,6 +157,7 @@ def flash_attn_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -175,6 +181,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -198,6 +205,7 @@ def flash_attn_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -220,6 +228,7 @@ def flash_attn_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -250,6 +259,7 @@ def flash_attn_kvpacked_func(
         attention_chunk=attention_chunk,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        dropout_p=dropout_p,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -27,9 +29,12 @@ class AttentionProblem:
         causal: whether there is a causal mask.
         longest_k: the largest seqlen_k that gets the tiles which this one gets (``longest_alike``).
         is_empty: there is no query or no key.
-        has_window: a side of a window is limited, beyond what ``causal`` says. Its sides are arguments of a call.
+        has_window: a side of a window is limited, beyond what ``causal`` says, or there are chunks. Its sides are
+            arguments of a call.
+        has_chunk: there are chunks. How long they are is an argument of a call.
         is_packed: sequences of different lengths lie one after another in one tensor.
-        scores: what is done to scores. Softcap, slopes and sinks are arguments of a call.
+        scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
+        has_qv: there is a second query, of head_dim_v columns, that multiplies V.
     """
 
     dtype: torch.dtype
@@ -40,8 +45,10 @@ class AttentionProblem:
     longest_k: int = ANY_LENGTH
     is_empty: bool = False
     has_window: bool = False
+    has_chunk: bool = False
     is_packed: bool = False
     scores: ScoreKind = PLAIN
+    has_qv: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,9 @@ class GradientProblem(AttentionProblem):
 @lru_cache(maxsize=1)
 def length_bounds() -> tuple[int, ...]:
     """Every seqlen_k up to which some tiling of ``hopper`` serves, in ascending order."""
-    tables = (
+    tables: tuple[Mapping[Any, tuple[tilings.Tiling, ...]], ...] = (
         tilings.TILINGS,
+        tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,

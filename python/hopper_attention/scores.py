@@ -1,4 +1,4 @@
-"""What is done to scores between Q K^T and the softmax, and what joins it: softcap, ALiBi and sinks."""
+"""What is done to scores between Q K^T and P V beside scale and mask: softcap, ALiBi, sinks, and dropout of P."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
+from hopper_attention.dropout import WORDS, kept_steps
 
 
 class ScoreKind(NamedTuple):
     """What of it decides on a kernel: what there is, whatever its values. A tuple, as it is a part of keys.
 
     Attributes:
-        has_softcap, has_alibi, has_sinks: whether ``Scores`` has each.
+        has_softcap, has_alibi, has_sinks, has_dropout: whether ``Scores`` has each.
     """
 
     has_softcap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    has_dropout: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for what there is."""
-        named = zip(("softcap", "alibi_slopes", "sinks"), self, strict=True)
+        named = zip(("softcap", "alibi_slopes", "sinks", "dropout_p"), self, strict=True)
         return tuple(name for name, is_there in named if is_there)
 
 
@@ -41,18 +43,21 @@ class ScoreSpec:
     Attributes:
         softcap: c of c tanh(score / c); 0 is none.
         has_alibi, has_sinks: whether there are slopes and sinks.
+        dropout_p: how much of P is dropped; 0 is nothing.
     """
 
     softcap: float = 0.0
     has_alibi: bool = False
     has_sinks: bool = False
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         checks.check_softcap(self.softcap)
+        checks.check_dropout_p(self.dropout_p)
 
     @property
     def kind(self) -> ScoreKind:
-        return ScoreKind(self.softcap != 0.0, self.has_alibi, self.has_sinks)
+        return ScoreKind(self.softcap != 0.0, self.has_alibi, self.has_sinks, self.dropout_p != 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,22 +70,33 @@ class Scores:
             -slope |i + seqlen_k - seqlen_q - j|.
         sinks: (heads,), float32 or of q's dtype, or None: a logit of each head, natural log, that joins the sum of a
             row and has no value. The LSE includes it.
+        dropout_p: how much of P is dropped, below 1; 0 is nothing. The LSE is that without dropout.
+        philox: int64 (2,), seed and offset of the mask, or None without dropout.
     """
 
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    philox: Tensor | None = None
 
     @classmethod
-    def of(cls, softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Scores:
+    def of(
+        cls,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        dropout_p: float = 0.0,
+        philox: Tensor | None = None,
+    ) -> Scores:
         """These, or ``NO_SCORES`` itself where nothing is given, so that plain calls are told by identity."""
-        if softcap == 0.0 and alibi_slopes is None and sinks is None:
+        if softcap == 0.0 and alibi_slopes is None and sinks is None and dropout_p == 0.0:
             return NO_SCORES
-        return cls(softcap, alibi_slopes, sinks)
+        return cls(softcap, alibi_slopes, sinks, dropout_p, philox)
 
     @property
     def spec(self) -> ScoreSpec:
-        return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None)
+        return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None, self.dropout_p)
 
     @property
     def kind(self) -> ScoreKind:
@@ -89,30 +105,45 @@ class Scores:
     @property
     def options(self) -> dict[str, Any]:
         """By the names that the functions of ``reference`` take them."""
-        return {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        of_scores = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return of_scores | {"dropout_p": self.dropout_p, "philox": self.philox}
 
     @property
-    def values(self) -> tuple[float, Tensor | None, Tensor | None]:
+    def values(self) -> tuple[float, Tensor | None, Tensor | None, float, Tensor | None]:
         """In the order in which operators take them."""
+        return self.softcap, self.alibi_slopes, self.sinks, self.dropout_p, self.philox
+
+    @property
+    def changes(self) -> tuple[float, Tensor | None, Tensor | None]:
+        """``values`` without those of dropout."""
         return self.softcap, self.alibi_slopes, self.sinks
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given."""
-        return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
+        return tuple(x for x in (self.alibi_slopes, self.sinks, self.philox) if x is not None)
 
-    def for_kernel(self, batch: int, heads: int) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """What a kernel takes: softcap; the slopes, float32 (batch, heads), the last stride 1; the sinks, float32
-        (heads,), contiguous. None for what there is not."""
+    def for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
+        """What a kernel takes: ``changes_for_kernel``, and of dropout ``philox``, contiguous, and ``kept_steps``. None
+        for what there is not."""
+        philox = self.philox
+        dropout = (None, None) if philox is None else (philox.contiguous(), kept_steps(self.dropout_p))
+        return *self.changes_for_kernel(batch, heads), *dropout
+
+    def changes_for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
+        """Softcap; the slopes, float32 (batch, heads), the last stride 1; and the sinks, float32 (heads,), contiguous.
+        None for what there is not."""
         cap, slopes, sinks = self.softcap or None, self.alibi_slopes, self.sinks
         if slopes is not None:
             slopes = slopes.detach().contiguous().expand(batch, heads)
-        return cap, slopes, None if sinks is None else sinks.detach().float().contiguous()
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        return cap, slopes, sinks
 
-    def for_gradient(self, batch: int, heads: int) -> tuple[float | None, Tensor | None]:
+    def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
-        cap, slopes, _ = self.for_kernel(batch, heads)
-        return cap, slopes
+        cap, slopes, _, *dropout = self.for_kernel(batch, heads)
+        return cap, slopes, *dropout
 
 
 NO_SLOPES_GRADIENT = (
@@ -146,6 +177,21 @@ def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, dev
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, allowed: (heads,), ({heads},)")
         checks.check_device("sinks", sinks.device, device)
+    if checks.check_dropout_p(scores.dropout_p):
+        _check_philox(scores, device)
+
+
+def _check_philox(scores: Scores, device: torch.device) -> None:
+    if scores.philox is None:
+        raise ValueError(
+            f"philox is None, allowed with dropout_p {scores.dropout_p}: int64 (2,), seed and offset"
+        )
+    philox = TensorSpec.of(scores.philox)
+    if philox.dtype != torch.int64:
+        raise TypeError(f"philox has dtype {philox.dtype}, allowed: torch.int64")
+    if tuple(philox.shape) != (WORDS,):
+        raise ValueError(f"philox has shape {tuple(philox.shape)}, allowed: (2,), seed and offset")
+    checks.check_device("philox", philox.device, device)
 
 
 def check_slopes_are_constant(alibi_slopes: Tensor | None) -> None:

@@ -13,10 +13,12 @@ from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
+from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores
 
 
@@ -48,6 +50,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -80,6 +83,7 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -112,6 +116,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -143,6 +148,7 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
     """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
@@ -169,9 +175,11 @@ def flash_attn_varlen_func(
         causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
         q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
-        attention_chunk: only 0, or with a causal mask a chunk of max_seqlen_k keys or more.
-        num_splits, pack_gqa, sm_margin, deterministic, qv, softcap, sinks: as for ``flash_attn_func``.
+        attention_chunk: as there, with the used lengths of each sequence.
+        num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
+        qv: (total_q, heads, head_dim_v), as there.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
+        dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
 
@@ -185,10 +193,12 @@ def flash_attn_varlen_func(
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     check_kinds(lengths)
-    features.check_hints(qv, num_splits, pack_gqa)
+    features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if dropout_p != 0.0:
+        scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
@@ -196,6 +206,10 @@ def flash_attn_varlen_func(
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     descales = (q_descale, k_descale, v_descale)
+    options = (mask, scores, backend, sm_margin, deterministic)
+    if qv is not None:
+        results = _attend_with_qv(q, k, v, qv, lengths, softmax_scale, descales, options)
+        return results if return_attn_probs else results[0]
     if (
         not any(x is not None for x in descales)
         and wants_only_a_launch(q, k, v)
@@ -203,11 +217,45 @@ def flash_attn_varlen_func(
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         flags = mask.causal, backend, sm_margin, return_attn_probs
-        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.window, scores)
+        results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
     else:
-        options = (mask, scores, backend, sm_margin, deterministic)
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
     return results if return_attn_probs else results[0]
+
+
+def _attend_with_qv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor,
+    lengths: Lengths,
+    softmax_scale: float | None,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[MaskSpec, Scores, str | None, int, bool],
+) -> tuple[Tensor, Tensor]:
+    """``_call_operator`` with a second query."""
+    mask, scores, backend, sm_margin, _ = options
+    flags = backend, sm_margin
+    check_qv_without_dropout(scores.dropout_p)
+    checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
+    if (
+        descales == (None, None, None)
+        and q.is_cuda
+        and wants_only_a_launch(q, k, v)
+        and are_plain_constants(qv, *scores.tensors)
+    ):
+        inputs = QvInputs(q, k, v, qv)
+        return run_packed_qv(inputs, lengths, softmax_scale, mask.causal, *flags, mask.sides, scores)
+    q, k, v, qv = cast_inputs(q, k, v, qv)
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    check_packed(*specs, lengths.specs)
+    check_qv(specs[0], specs[2], TensorSpec.of(qv))
+    checks.check_descales(q, k, *descales)
+    scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
+    check_packed_scores(scores, q, lengths)
+    return autograd.forward_qv_varlen(
+        q, k, v, qv, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.changes
+    )
 
 
 def _call_operator(
@@ -232,6 +280,4 @@ def _call_operator(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
-    return autograd.forward_varlen(
-        q, k, v, *lengths, scale, mask.causal, *flags, *mask.window, *scores.values
-    )
+    return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

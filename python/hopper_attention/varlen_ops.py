@@ -32,18 +32,21 @@ def forward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors: out (total_q, h, dv) in the dtype of q, lse float32 (h, total_q).
 
-    ``deterministic`` is for the gradient. ``causal`` and the sides of the window are those of a ``MaskSpec``;
-    ``softcap``, ``alibi_slopes`` and ``sinks`` those of ``Scores``.
+    ``deterministic`` is for the gradient. ``causal``, the sides of the window and the chunk are those of a
+    ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_varlen(q, k, v, lengths, *options, window=window, scores=scores)
 
@@ -66,9 +69,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]))
@@ -96,19 +102,22 @@ def backward_varlen(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward_varlen``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    window = MaskSpec(causal, window_left, window_right).window
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, in_order, window, scores
 
     def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
@@ -140,9 +149,12 @@ def _(
     deterministic: bool = False,
     window_left: int = -1,
     window_right: int = -1,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv

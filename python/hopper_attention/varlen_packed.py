@@ -34,6 +34,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -58,6 +59,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -82,6 +84,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -105,6 +108,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
@@ -140,6 +144,7 @@ def flash_attn_varlen_qkvpacked_func(
         attention_chunk=attention_chunk,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        dropout_p=dropout_p,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
@@ -170,6 +175,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -196,6 +202,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -222,6 +229,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -247,6 +255,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with K and V in one tensor; nothing is copied to take them apart.
@@ -280,6 +289,7 @@ def flash_attn_varlen_kvpacked_func(
         attention_chunk=attention_chunk,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        dropout_p=dropout_p,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,8 +14,10 @@ from hopper_attention.api import Window
 from hopper_attention.backends import Target, choose_backend, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
+    NO_GRADIENT_WITH_QV,
     Plan,
     cast_by_autocast,
+    check_inputs,
     check_margin,
     describe_copies,
     describe_gradients,
@@ -20,7 +25,9 @@ from hopper_attention.dispatch import (
     describe_window,
     first_part,
     imagined_target,
+    of_one_launch,
 )
+from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, GradientProblem
@@ -54,6 +61,7 @@ def explain_varlen(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -71,27 +79,31 @@ def explain_varlen(
     checks.check_are_tensors(q=q, k=k, v=v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     check_kinds(lengths)
-    features.check_hints(qv, num_splits, pack_gqa)
+    features.check_hints(num_splits, pack_gqa)
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    scores = features.with_dropout(scores, dropout_p, q, no_draw)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
-    given = {"q": q, "k": k, "v": v}
+    given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
+    checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    check_packed(**whole, lengths=lengths.specs)
+    check_inputs(whole, partial(check_packed, lengths=lengths.specs))
     features.check_packed_dtype(q.dtype)
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
-    specs, notes = first_part(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    masked = mask.causal, mask.has_window
+    masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
+    problem = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
+    specs, notes = of_one_launch(whole, problem, target, backend)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
+    problem = replace(problem, has_qv=qv is not None)
     choice = choose_backend(target, problem.dtype, backend)
     config = forward_rules.select_for(problem, choice.backend, target.capability)
     if not isinstance(config, ReferenceConfig):
@@ -103,11 +115,16 @@ def explain_varlen(
         + describe_scores(scores.spec)
         + notes
     )
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv, sinks) if x is not None)
+    if learned and problem.has_qv:
+        notes += (NO_GRADIENT_WITH_QV,)
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None):
+        if learned and not problem.has_qv:
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-            notes += (_note_on_gradients(problem, in_order, target, backend),)
+            width = first_part(whole)[0]["v"].shape[2]
+            gradient = replace(problem, head_dim_v=width)
+            notes += (_note_on_gradients(gradient, in_order, target, backend),)
     copies = casts + describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, copies, notes)
 
@@ -122,6 +139,7 @@ def _note_on_gradients(
         forward.head_dim_v,
         forward.causal,
         has_window=forward.has_window,
+        has_chunk=forward.has_chunk,
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,

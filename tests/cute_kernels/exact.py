@@ -20,6 +20,8 @@ def sees(seqlen_q: int, seqlen_k: int, window: Window) -> Tensor:
         visible &= key >= level - window.left
     if window.has_right:
         visible &= key <= level + window.right
+    if window.has_chunk:
+        visible &= level // window.chunk == key // window.chunk
     return visible
 
 

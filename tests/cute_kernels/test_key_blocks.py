@@ -9,6 +9,8 @@ from cute_kernels.window import CAUSAL, EVERYTHING, NO_LIMIT, Window
 SIZES = [(1, 1), (1, 239), (113, 203), (199, 3), (256, 256), (300, 130), (130, 300)]
 WINDOWS = [EVERYTHING, CAUSAL, Window(0, 0), Window(5, 0), Window(70, 0), Window(40, 90), Window(1000, 17)]
 WINDOWS += [Window(33, None), Window(NO_LIMIT, NO_LIMIT), Window(0, NO_LIMIT), Window(NO_LIMIT, 3)]
+WINDOWS += [Window(NO_LIMIT, right, chunk) for right in (0, NO_LIMIT) for chunk in (1, 7, 64, 100, 1000)]
+WINDOWS += [Window(20, 0, 32), Window(9, 40, 80)]
 TILE_M = 64
 
 
@@ -16,6 +18,9 @@ def visible_keys(row: int, seqlens: SeqlenInfo, window: Window) -> range:
     level = row + seqlens.seqlen_k - seqlens.seqlen_q
     first = 0 if window.left is None else max(level - window.left, 0)
     end = seqlens.seqlen_k if window.right is None else min(level + window.right + 1, seqlens.seqlen_k)
+    if window.has_chunk:
+        begin = level // window.chunk * window.chunk
+        first, end = max(first, begin), min(end, begin + window.chunk)
     return range(first, max(end, first))
 
 

@@ -13,13 +13,17 @@ SIZES = [SeqlenInfo(*size) for size in itertools.product((1, 5, 64, 130), (1, 7,
 WINDOWS = [EVERYTHING, CAUSAL, Window(0, 0), Window(5, 0), Window(70, 0), Window(40, 90), Window(1000, 17)]
 WINDOWS += [Window(33, None), Window(None, 20), Window(NO_LIMIT, NO_LIMIT), Window(0, NO_LIMIT)]
 WINDOWS += [Window(NO_LIMIT, 3)]
+WINDOWS += [Window(NO_LIMIT, 0, 7), Window(NO_LIMIT, NO_LIMIT, 64), Window(NO_LIMIT, NO_LIMIT, 100)]
+WINDOWS += [Window(NO_LIMIT, 0, 1000), Window(20, 0, 32), Window(9, 40, 128), Window(NO_LIMIT, NO_LIMIT, 1)]
 TILES = [(16, 32), (64, 128), (128, 64)]
 
 
 def sees(query: int, key: int, seqlens: SeqlenInfo, window: Window) -> bool:
-    distance = key - (query + seqlens.seqlen_k - seqlens.seqlen_q)
+    level = query + seqlens.seqlen_k - seqlens.seqlen_q
+    distance = key - level
     return (
         key < seqlens.seqlen_k
+        and (window.chunk is None or key // window.chunk == level // window.chunk)
         and (window.left is None or distance >= -window.left)
         and (window.right is None or distance <= window.right)
     )

@@ -130,6 +130,7 @@ def find_errors(
     causal: bool,
     softmax_scale: float | None = None,
     window: tuple[int, int] = FULL_WINDOW,
+    chunk: int = 0,
 ) -> list[str]:
     """What is wrong with a result, against float64.
 
@@ -138,7 +139,7 @@ def find_errors(
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     options = {"causal": causal, "softmax_scale": softmax_scale}
-    options |= {"window_left": window[0], "window_right": window[1]}
+    options |= {"window_left": window[0], "window_right": window[1], "attention_chunk": chunk}
     oracle, oracle_lse = attention_naive(q, k, v, **options)
     plain = attention_standard(q, k, v, **options)
     wrong = []
@@ -195,9 +196,10 @@ def check(attend: Attend) -> Check:
         causal: bool,
         softmax_scale: float | None = None,
         window: tuple[int, int] = FULL_WINDOW,
+        chunk: int = 0,
     ) -> list[str]:
-        options = {"window_size": window, "return_attn_probs": True}
+        options = {"window_size": window, "attention_chunk": chunk, "return_attn_probs": True}
         out, lse = attend(inputs.q, inputs.k, inputs.v, softmax_scale, causal, **options)
-        return find_errors(inputs, out, lse, causal, softmax_scale, window)
+        return find_errors(inputs, out, lse, causal, softmax_scale, window, chunk)
 
     return check

@@ -17,7 +17,7 @@ Gradients = tuple[Tensor, ...]
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int] = FULL_WINDOW
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int] = FULL_WINDOW, chunk: int = 0
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T) v and its LSE in PyTorch, every step in the dtype of the inputs. Rows without keys give 0."""
     group = q.shape[2] // k.shape[2]
@@ -27,6 +27,8 @@ def plain_attention(
     level = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
     distance = torch.arange(k.shape[2], device=q.device) - level
     hidden = (distance > right) & (right >= 0) | (distance < -left) & (left >= 0)
+    if chunk:
+        hidden |= level // chunk != torch.arange(k.shape[2], device=q.device) // chunk
     scores = scores.masked_fill(hidden, -math.inf)
     out = torch.softmax(scores, -1).nan_to_num() @ v
     return out.transpose(1, 2), torch.logsumexp(scores, -1)
@@ -49,6 +51,7 @@ def find_gradient_errors(
     causal: bool,
     dlse: Tensor | None = None,
     window: tuple[int, int] = FULL_WINDOW,
+    chunk: int = 0,
 ) -> list[str]:
     """What is wrong with dq, dk and dv, against float64.
 
@@ -57,10 +60,11 @@ def find_gradient_errors(
     """
 
     def naive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_naive(q, k, v, causal=causal, window_left=window[0], window_right=window[1])
+        sides = {"window_left": window[0], "window_right": window[1], "attention_chunk": chunk}
+        return attention_naive(q, k, v, causal=causal, **sides)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return plain_attention(q, k, v, causal, window)
+        return plain_attention(q, k, v, causal, window, chunk)
 
     exact = gradients_of(naive, inputs, dout, dlse, torch.float64)
     torchs = gradients_of(plain, inputs, dout, dlse, inputs.q.dtype)

@@ -125,9 +125,38 @@ def test_gradients(draw, backend: str, head_dim: int, names: str) -> None:
         ours = partial(flash_attn_func, causal=causal, backend=backend, return_attn_probs=True)
         plain = partial(plain_attention, causal=causal)
         mine, torchs = (gradients(x, dout, dlse, dtype, attend, rules) for attend in (ours, plain))
-        for name, a, b, e in zip(("dq", "dk", "dv", "sinks"), mine, torchs, exact, strict=False):
+        for name, a, b, e in zip(("dq", "dk", "dv"), mine, torchs, exact, strict=False):
             rounding = e.abs().max() * torch.finfo(dtype).eps
             budget = 2 * (b - e).abs().max() + rounding + 1e-4
             if not bool((a - e).abs().max() <= budget):
                 failures[dtype, seqlens, causal, name] = ((a - e).abs().max().item(), budget.item())
+    assert failures == {}
+
+
+@pytest.mark.parametrize("names", ["sinks", "softcap alibi sinks"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_sinks(draw, backend: str, dtype: torch.dtype, head_dim: int, names: str) -> None:
+    # A sum over all rows, whose roundings add up at random: errors of one draw say little, of twelve enough.
+    failures = {}
+    for seqlens, causal in (((113, 203), False), ((640, 700), True)):
+        errors, torch_errors, roundings = [], [], []
+        for _ in range(12):
+            x = draw(dtype, 1, seqlens, (4, 2), head_dim)
+            rules = rules_of(names, 1, 4, dtype)
+            dout = torch.randn(1, seqlens[0], 4, head_dim, device="cuda").to(dtype)
+            dlse = torch.randn(1, 4, seqlens[0], device="cuda")
+            exact = gradients(x, dout, dlse, torch.float64, partial(attention_naive, causal=causal), rules)[3]
+            ours = partial(flash_attn_func, causal=causal, backend=backend, return_attn_probs=True)
+            plain = partial(plain_attention, causal=causal)
+            mine, torchs = (gradients(x, dout, dlse, dtype, attend, rules)[3] for attend in (ours, plain))
+            errors.append(mine.double() - exact)
+            torch_errors.append(torchs.double() - exact)
+            roundings.append(exact * torch.finfo(dtype).eps / 2)
+        found, plains, rounding = (
+            torch.stack(x).square().mean(0).sqrt() for x in (errors, torch_errors, roundings)
+        )
+        budget = 2 * plains + rounding
+        if not bool((found <= budget).all()):
+            failures[seqlens, causal] = (found.tolist(), budget.tolist())
     assert failures == {}

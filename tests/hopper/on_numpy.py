@@ -80,11 +80,14 @@ def vector_map(tensor: Tensor, rows: int) -> TensorMap:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,)."""
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,); and to P: the seed and offset of
+    a mask of dropout, int64 (2,), and how many of 256 elements it keeps."""
 
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    philox: Tensor | None = None
+    kept: int = 256
 
 
 NO_RULES = Rules()
@@ -118,6 +121,13 @@ class Arguments:
             self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
         if rules.sinks is not None:
             self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+        self.dropout(rules)
+
+    def dropout(self, rules: Rules) -> None:
+        """What every kernel takes of it, behind the rest."""
+        if rules.philox is not None:
+            self.tensor(rules.philox, (), ())
+            self.add(rules.kept)
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
@@ -158,6 +168,7 @@ def forward_on_numpy(
         arguments.add(softmax_scale / rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.dropout(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -171,8 +182,10 @@ def packed_forward_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     sides: tuple[int, int] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of packed q, k and v, which were NaN before; ``sequences`` counts that of rows of no sequence."""
+    """out and lse of packed q, k and v, which were NaN before; ``sequences`` counts that of rows of no sequence, and of
+    ``rules`` dropout is taken."""
     c, (q, k, v) = config, tensors
     out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), math.nan)
@@ -189,6 +202,7 @@ def packed_forward_on_numpy(
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.dropout(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -416,22 +430,23 @@ def _launch_gradients(
         counts = (tiles * heads, batch), (c.counts_per_tile * tiles * heads,)
         arguments.tensor(counter[2:], *counts)
         arguments.add(*sizes)
-        _add_cap_and_slopes(arguments, rules)
+        _add_rules(arguments, rules)
         arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
         return
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
     arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
-    _add_cap_and_slopes(arguments, rules)
+    _add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
 
 
-def _add_cap_and_slopes(arguments: Arguments, rules: Rules) -> None:
+def _add_rules(arguments: Arguments, rules: Rules) -> None:
     if rules.softcap:
         arguments.add(rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.dropout(rules)
 
 
 def _backward_maps(

@@ -423,6 +423,18 @@ def permute(cta: Cta, step: Instruction) -> np.ndarray:
     return result
 
 
+def three_way_logic(cta: Cta, step: Instruction) -> np.ndarray:
+    """Of each bit of three words, the bit of a table that they number, the first word's being the highest."""
+    *words, table = (cta._value(x, np.uint32) for x in step.operands[1:])
+    result = np.zeros_like(words[0])
+    for number in range(8):
+        chosen = [word if number & bit else ~word for word, bit in zip(words, (4, 2, 1), strict=True)]
+        result |= np.where(
+            table >> np.uint32(number) & np.uint32(1), chosen[0] & chosen[1] & chosen[2], np.uint32(0)
+        )
+    return result
+
+
 COMPUTE: dict[str, Compute] = {
     "add": typed(np.add),
     "sub": typed(np.subtract),
@@ -445,4 +457,5 @@ COMPUTE: dict[str, Compute] = {
     "selp": select,
     "cvt": convert,
     "prmt": permute,
+    "lop3": three_way_logic,
 }

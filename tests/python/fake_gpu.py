@@ -11,7 +11,7 @@ import torch
 
 from hopper_attention import device_memory
 from hopper_attention.backends import Target
-from hopper_attention.launch import backward, forward, fp8, quantize, varlen
+from hopper_attention.launch import backward, forward, fp8, quantize, qv, varlen
 
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
@@ -56,7 +56,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, forward, fp8, quantize, varlen):
+    for module in (backward, forward, fp8, quantize, qv, varlen):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

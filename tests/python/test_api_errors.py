@@ -191,26 +191,12 @@ BAD_FP8 = [
     ),
 ]
 
-MISSING = [
-    ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet", "qv=None"),
-    ({"attention_chunk": 6}, "attention_chunk is 6: chunked attention is not", "attention_chunk=0"),
-]
-
 
 @pytest.mark.parametrize("function", [flash_attn_func, explain])
 @pytest.mark.parametrize("bad,error,message", BAD_TENSORS + BAD_OPTIONS + BAD_FP8)
 def test_bad_arguments(function: Callable, bad: Callable, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         bad(function)
-
-
-@pytest.mark.parametrize("function", [flash_attn_func, explain])
-@pytest.mark.parametrize("options,message,instead", MISSING)
-def test_missing_features(function: Callable, options: dict, message: str, instead: str) -> None:
-    with pytest.raises(NotImplementedError, match=re.escape(message)) as caught:
-        function(Q, KV, KV, **options)
-    assert "neither by the kernels nor by 'reference'" in str(caught.value)
-    assert instead in str(caught.value).partition("; use ")[2]
 
 
 def test_defaults_written_out_are_accepted() -> None:

@@ -58,7 +58,7 @@ def test_arguments_of_the_kernel(kernel: FakeKernel) -> None:
     assert all(x is y for x, y in zip(tensors, (q, k, v, out, lse), strict=True))
     assert out.shape == (2, 5, 4, 32) and out.dtype == q.dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-    assert (scale, num_ctas, counter.tolist()) == (0.125, SMS, [0, 0])
+    assert (scale, num_ctas, counter.tolist()) == (0.125, SMS * kernel.configs[0].ctas_per_sm, [0, 0])
     assert kernel.configs[0].causal and kernel.configs[0].dtype == "bfloat16"
 
 
@@ -123,9 +123,9 @@ def test_new_sizes_share_a_launcher(kernel: FakeKernel) -> None:
 
 
 def test_lengths_that_want_other_tiles_get_them(kernel: FakeKernel) -> None:
-    for seqlen_k in (1536, 1537, 10**6, 10**6 + 1):
+    for seqlen_k in (1280, 1281, 10**6, 10**6 + 1):
         launcher_of(*sized(seqlens=(1, seqlen_k)))
-    assert [config.tile_m for config in kernel.configs] == [128, 192, 192]
+    assert [config.tile_n for config in kernel.configs] == [64, 96, 128]
 
 
 def test_results_have_the_sizes_of_the_call(kernel: FakeKernel) -> None:
@@ -171,9 +171,9 @@ def test_sizes_that_the_kernel_cannot_count_are_refused_although_the_launcher_is
     launcher_of(*sized())
     with pytest.raises(NotImplementedError, match="seqlen_k is 2147483648, the Hopper kernel takes at most"):
         launcher_of(*sized(seqlens=(1, 2**31)))
-    launcher_of(*sized(seqlens=(1, 2000)))
+    launcher_of(*sized(seqlens=(1, 20_000)))
     with pytest.raises(NotImplementedError, match="are 4294967296 tiles of 192 queries, the Hopper kernel"):
-        launcher_of(*sized(2**16, (1, 2000), (2**16, 2**15)))
+        launcher_of(*sized(2**16, (1, 20_000), (2**16, 2**15)))
     assert len(kernel.configs) == 2
 
 
@@ -190,8 +190,8 @@ def test_layouts_are_repaired_whatever_the_sizes(kernel: FakeKernel) -> None:
 
 
 def test_sm_margin_has_a_launcher_of_its_own_and_bounds(kernel: FakeKernel) -> None:
-    assert launcher_of(*sized()).num_ctas == SMS
-    assert launcher_of(*sized(), sm_margin=SMS - 1).num_ctas == 1
+    assert launcher_of(*sized()).num_ctas == 3 * SMS and kernel.configs[0].ctas_per_sm == 3
+    assert launcher_of(*sized(), sm_margin=SMS - 1).num_ctas == 3
     for size in (9, 10):
         with pytest.raises(ValueError, match=rf"sm_margin is {SMS}, allowed on this GPU: 0 to {SMS - 1}"):
             launcher_of(*sized(seqlens=(1, size)), sm_margin=SMS)

@@ -151,7 +151,7 @@ def test_a_kernel_without_wgmma_gets_a_cap_and_slopes_of_every_head(kernels: Sta
     rows = out.half(), lse.float()
     for softcap, alibi in ((30.0, slopes), (30.0, None), (0.0, slopes), (0.0, None)):
         scores = Scores(softcap, alibi, sinks)
-        backward.run_backward(q, q, k, v, *rows, 0.125, True, window=(9, 0), scores=scores)
+        backward.run_backward(q, q, k, v, *rows, 0.125, True, window=(9, 0, 0), scores=scores)
         config, scale, left, right, *terms = given.pop()
         assert (config.softcap, config.alibi) == (bool(softcap), alibi is not None)
         assert (scale, left, right) == (0.125, 9, 0)

@@ -176,7 +176,7 @@ def test_the_small_problem_that_is_advised_without_a_gpu_runs() -> None:
         (("fp8", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
         (("backward", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
         (("features", "--peers", "fa9", "--device", "cpu"), "peers is 'fa9', allowed"),
-        (("features", "--only", "sinks", "--device", "cpu"), "only is 'sinks', allowed: a part of a name"),
+        (("features", "--only", "tea", "--device", "cpu"), "only is 'tea', allowed: a part of a name"),
         (("features", "--device", "cpu"), "device is cpu, allowed there: small ones"),
         (("compare", "absent.json", "absent.json"), "absent.json"),
         (("quantize", "--device", "cuda:99"), "device is 'cuda:99', allowed"),

@@ -1,4 +1,4 @@
-"""Windows, chunks and hints of FlashAttention-3 that ask for nothing but dense attention, against brute force."""
+"""Windows and chunks as masks, against brute force; hints of FlashAttention-3 that ask for nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import explain, flash_attn_func, flash_attn_kvpacked_func
-from hopper_attention.features import resolve_mask
+from hopper_attention.features import resolve_mask, resolve_packed_mask
 from hopper_attention.masks import MaskSpec
 
 LENGTHS = ((1, 1), (1, 5), (5, 1), (4, 4), (3, 6), (6, 3))
@@ -36,29 +36,31 @@ def brute_force(seqlen_q: int, seqlen_k: int, left: int, right: int, chunk: int)
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-def test_every_window_and_chunk_is_a_mask_or_refused(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+def test_every_window_and_chunk_is_a_mask(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
     q, k, _ = qkv(seqlen_q, seqlen_k)
     full, triangle = (brute_force(seqlen_q, seqlen_k, -1, right, 0) for right in (-1, 0))
-    dense = windows = 0
-    for left, right, chunk in itertools.product(range(-1, 8), range(-1, 8), (0, 1, 2, 5, 8)):
+    dense = windows = chunks = 0
+    for left, right, chunk in itertools.product(range(-1, 8), range(-1, 8), (0, 1, 2, 5, 8, 2**40)):
         wanted = brute_force(seqlen_q, seqlen_k, left, 0 if causal else right, chunk)
         options: dict[str, Any] = {"window_size": (left, right), "attention_chunk": chunk}
-        unchunked = brute_force(seqlen_q, seqlen_k, left, 0 if causal else right, 0)
-        if not torch.equal(wanted, unchunked):
-            with pytest.raises(NotImplementedError, match=r"^attention_chunk is "):
-                resolve_mask(q, k, causal, **options)
-            continue
-        # A chunk that hides nothing new for another reason than that it holds all keys is not worth a rule.
-        if chunk and (chunk < seqlen_k or (seqlen_q > seqlen_k and not causal)):
-            continue
         mask = resolve_mask(q, k, causal, **options)
-        found = brute_force(seqlen_q, seqlen_k, mask.window_left, 0 if mask.causal else mask.window_right, 0)
+        right_side = 0 if mask.causal else mask.window_right
+        found = brute_force(seqlen_q, seqlen_k, mask.window_left, right_side, mask.attention_chunk)
         assert torch.equal(found, wanted), options
-        if torch.equal(wanted, full) or torch.equal(wanted, triangle):
+        of_some_length = resolve_packed_mask(causal, (left, right), chunk, seqlen_q + 1, seqlen_k + 2)
+        right_side = 0 if of_some_length.causal else of_some_length.window_right
+        left_side, chunk_side = of_some_length.window_left, of_some_length.attention_chunk
+        assert torch.equal(brute_force(seqlen_q, seqlen_k, left_side, right_side, chunk_side), wanted), (
+            options
+        )
+        # A chunk may hide nothing new for another reason than that it holds all keys.
+        if not mask.attention_chunk and (torch.equal(wanted, full) or torch.equal(wanted, triangle)):
             assert mask == MaskSpec(mask.causal), options
             dense += 1
-        windows += mask.has_window
+        windows += mask.window != (-1, -1)
+        chunks += mask.attention_chunk > 0
     assert dense >= 8 and (windows >= 8 or min(seqlen_q, seqlen_k) < 3)
+    assert chunks >= 80 or max(seqlen_q, seqlen_k) == 1 or (causal and seqlen_k == 1)
 
 
 SAME_AS_CAUSAL: list[Any] = [

@@ -188,12 +188,12 @@ def test_the_gradient_of_the_sinks_can_be_differentiated_again() -> None:
 def test_opcheck(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     scores = learned(draw_scores(name, 2, 4))
-    options = (0.2, False, None, 0, False, -1, -1, *scores.values())
+    options = (0.2, False, None, 0, False, -1, -1, 0, *scores.values())
     torch.library.opcheck(OPS.forward.default, (q, k, v, *options))
     q, k, v = (x.detach() for x in (q, k, v))
     given = draw_scores(name, 2, 4).values()
-    out, lse = OPS.forward(q, k, v, *options[:7], *given)
-    gradient = (0.2, False, None, False, -1, -1, *given)
+    out, lse = OPS.forward(q, k, v, *options[:8], *given)
+    gradient = (0.2, False, None, False, -1, -1, 0, *given)
     torch.library.opcheck(OPS.backward.default, (torch.randn_like(out), None, q, k, v, out, lse, *gradient))
 
 
@@ -204,13 +204,13 @@ def test_opcheck_of_sequences_of_different_lengths(name: str) -> None:
     cu_q, cu_k, most_q, most_k, *used = case.lengths
     lengths = cu_q, cu_k, *used, most_q, most_k
     scores = learned(draw_scores(name, 4, 4)).values()
-    options = (0.2, True, None, 0, False, -1, -1, *scores)
+    options = (0.2, True, None, 0, False, -1, -1, 0, *scores)
     torch.library.opcheck(OPS.forward_varlen.default, (q, k, v, *lengths, *options))
     q, k, v = (x.detach() for x in (q, k, v))
     given = draw_scores(name, 4, 4).values()
-    out, lse = OPS.forward_varlen(q, k, v, *lengths, *options[:7], *given)
+    out, lse = OPS.forward_varlen(q, k, v, *lengths, *options[:8], *given)
     tensors = torch.randn_like(out), None, q, k, v, out, lse
-    gradient = (0.2, True, None, False, -1, -1, *given)
+    gradient = (0.2, True, None, False, -1, -1, 0, *given)
     torch.library.opcheck(OPS.backward_varlen.default, (*tensors, *lengths, *gradient))
 
 
@@ -328,7 +328,7 @@ def test_slopes_that_nothing_differentiates_are_taken() -> None:
 
 def test_operators_check_too() -> None:
     q, k, v = qkv()
-    plain = (0.2, False, None, 0, False, -1, -1)
+    plain = (0.2, False, None, 0, False, -1, -1, 0)
     for options, message in (
         ((-1.0, None, None), "softcap is -1.0"),
         ((0.0, None, torch.ones(3)), "sinks has shape"),
@@ -337,7 +337,7 @@ def test_operators_check_too() -> None:
             OPS.forward(q, k, v, *plain, *options)
         out, lse = OPS.forward(q, k, v, *plain)
         with pytest.raises(ValueError, match=message):
-            OPS.backward(out, None, q, k, v, out, lse, 0.2, False, None, False, -1, -1, *options)
+            OPS.backward(out, None, q, k, v, out, lse, 0.2, False, None, False, -1, -1, 0, *options)
     slopes = torch.ones(4, requires_grad=True)
     cu = torch.tensor([0, 21, 42], dtype=torch.int32)
     flat = (q.flatten(0, 1), *(x[:, :21].flatten(0, 1) for x in (k, v)))
@@ -400,7 +400,7 @@ def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
         tensors = [x.requires_grad_() for x in qkv()]
         plan = function(*tensors, backend=backend, device_capability=(9, 0), **scores)
         assert plan.backend == backend
-        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks) == kind
+        assert (plan.config.softcap, plan.config.alibi, plan.config.sinks, plan.config.dropout) == kind
         (gradient,) = (note for note in plan.notes if note.startswith("the backward pass runs on the "))
         # A sink is in the LSE, and its gradient needs no kernel.
         assert ["softcap" in gradient, "alibi" in gradient, "sinks" in gradient] == [*kind[:2], False]
@@ -414,21 +414,25 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
     monkeypatch.setattr(forward, "select_for", lambda p, *where: problems.append(p) or select(p, *where))
     tensors, sinks = qkv(), SINKS.bfloat16()
     for cap, slopes in ((2.0, torch.ones(2, 4)), (3.0, torch.zeros(4))):
-        for window in ((-1, -1), (5, 2)):
+        for window in ((-1, -1, 0), (5, 2, 0)):
             scores = Scores(cap, slopes, sinks)
             run_forward(*tensors, 0.5, False, backend, 0, window=window, scores=scores)
             call = kernel_calls[-1]
-            sides = () if window == (-1, -1) else window
+            sides = () if window == (-1, -1, 0) else window[:2]
             if backend == "hopper":
-                sides = (*(sides or (None, None)), None, None)
-            assert call[: len(call) - len(last) - 3][-1 - len(sides) :] == (0.5, *sides)
-            found_cap, found_slopes, found_sinks = call[len(call) - len(last) - 3 :][:3]
-            assert found_cap == cap and call[len(call) - len(last) :] == last
+                sides = (*(sides or (None, None)), None, None, None)
+            assert call[: len(call) - len(last) - 5][-1 - len(sides) :] == (0.5, *sides)
+            found_cap, found_slopes, found_sinks, *dropout = call[len(call) - len(last) - 5 :][:5]
+            # Three CTAs an SM where the window is narrow.
+            grid = tuple(SMS if window == (-1, -1, 0) else 3 * SMS for _ in last)
+            assert found_cap == cap and dropout == [None, None] and call[len(call) - len(last) :] == grid
             assert torch.equal(found_slopes, slopes.expand(2, 4)) and found_slopes.dtype == torch.float32
             assert torch.equal(found_sinks, torch.ones(4)) and found_sinks.dtype == torch.float32
-    assert [(p.has_window, p.scores) for p in problems] == [(w, (True, True, True)) for w in (False, True)]
+    assert [(p.has_window, p.scores) for p in problems] == [
+        (w, (True, True, True, False)) for w in (False, True)
+    ]
     run_forward(*tensors, 0.5, False, backend, 0, scores=Scores(sinks=sinks))
-    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 3 :][:2] == (None, None)
+    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 5 :][:2] == (None, None)
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
@@ -441,21 +445,21 @@ def test_values_reach_a_backward_kernel(
     q, k, v = qkv()
     out, lse, slopes = q[..., :24], torch.zeros(2, 4, 21), torch.rand(4)
 
-    def options_of(scores: Scores, window: tuple[int, int] = (-1, -1)) -> tuple[Any, ...]:
+    def options_of(scores: Scores, window: tuple[int, int, int] = (-1, -1, 0)) -> tuple[Any, ...]:
         """What the kernel is given behind the tensors."""
         given = {"backend": backend, "scores": scores, "window": window}
         backward.run_backward(out, q, k, v, out, lse, 0.5, False, **given)
         return [call for call in seen if len(call) > 6][-1][10:]
 
-    for window in ((-1, -1), (5, 2)):
+    for window in ((-1, -1, 0), (5, 2, 0)):
         # The kernels of Hopper have a place for whatever a call may have, the others for what it has.
-        sides = () if window == (-1, -1) else window
+        sides = () if window == (-1, -1, 0) else window[:2]
         if backend == "hopper":
-            sides = (*(sides or (None, None)), None, None)
+            sides = (*(sides or (None, None)), None, None, None)
         both = options_of(Scores(2.0, slopes), window)
-        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == last
+        assert both[: 2 + len(sides)] == (0.5, *sides, 2.0) and both[3 + len(sides) :] == (None, None, *last)
         assert torch.equal(both[2 + len(sides)], slopes.expand(2, 4))
-        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, *last)
+        assert options_of(Scores(2.0, sinks=SINKS), window) == (0.5, *sides, 2.0, None, None, None, *last)
     plain = options_of(NO_SCORES)
     assert plain == (0.5, *last) == options_of(Scores(sinks=SINKS))
 
@@ -466,7 +470,7 @@ def test_rows_behind_the_last_sequence_have_no_sink(
     def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
         """As a kernel to which rows behind the last sequence are rows without keys."""
         out.zero_()
-        lse.copy_(others[-2][:, None].expand_as(lse))
+        lse.copy_(others[-4][:, None].expand_as(lse))
 
     monkeypatch.setattr(
         compile_cache, "get_forward", lambda c: kernel if hasattr(c, "tile_m") else lambda *a: None
@@ -491,7 +495,7 @@ def test_plain_calls_know_nothing_of_them(kernel_calls: list[Any]) -> None:
 
 def test_nothing_to_launch() -> None:
     q, k, v = qkv(7, 0)
-    out, lse = OPS.forward(q, k, v, 0.2, False, None, 0, False, -1, -1, 2.0, SLOPES, SINKS.bfloat16())
+    out, lse = OPS.forward(q, k, v, 0.2, False, None, 0, False, -1, -1, 0, 2.0, SLOPES, SINKS.bfloat16())
     assert (out == 0).all() and (lse == 1).all() and lse.dtype == torch.float32
     for case in ("no keys", "no queries", "no sequence", "nothing"):
         c = CASES[case]
@@ -517,8 +521,8 @@ def test_rows_of_sequences(case: str) -> None:
 
 
 def test_records() -> None:
-    assert ScoreSpec(2.0, True, False).kind == ScoreKind(True, True, False) == (True, True, False)
-    assert ScoreKind(True, False, True).names == ("softcap", "sinks") and PLAIN.names == ()
+    assert ScoreSpec(2.0, True, False).kind == ScoreKind(True, True, False) == (True, True, False, False)
+    assert ScoreKind(True, False, True, True).names == ("softcap", "sinks", "dropout_p") and PLAIN.names == ()
     assert Scores(0.0, SLOPES, None).spec == ScoreSpec(has_alibi=True)
     with pytest.raises(ValueError, match=r"softcap is -2\.0"):
         ScoreSpec(-2.0)

@@ -98,7 +98,9 @@ class FakeKernel:
 
     def __call__(self, *arguments: Any) -> None:
         self.calls.append(arguments)
-        arguments[3].fill_(arguments[2].shape[3])
+        # The kernel for wide values has a place for a second query before it.
+        out = arguments[4] if arguments[3] is None else arguments[3]
+        out.fill_(arguments[2].shape[3])
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
 
 
 def test_a_kernel_gets_the_parts_where_they_lie(kernel: FakeKernel) -> None:
-    q, k, v = qkv(64, 264)
+    q, k, v = qkv(72, 264)
     out, _ = run_forward(q, k, v, None, False, None, 0)
     parts = [call[2] for call in kernel.calls]
     assert [x.shape[3] for x in parts] == [144, 120] and all(x.stride() == v.stride() for x in parts)
@@ -123,7 +125,7 @@ def test_a_kernel_gets_the_parts_where_they_lie(kernel: FakeKernel) -> None:
 
 
 def test_explain_says_so() -> None:
-    q, k, v = (x.to("meta").requires_grad_() for x in qkv(64, 512))
+    q, k, v = (x.to("meta").requires_grad_() for x in qkv(128, 512))
     plan = explain(q, k, v, device_capability=(9, 0))
     note, gradients = plan.notes
     assert (
@@ -133,3 +135,22 @@ def test_explain_says_so() -> None:
     assert gradients.startswith("the backward pass runs on the Hopper kernel hopper_bwd_")
     assert "parts" not in str(explain(q, k, v[..., :256], device_capability=(9, 0)))
     assert note in explain(q, k, v).notes
+
+
+def test_one_hopper_kernel_takes_all_columns_of_narrow_heads(kernel: FakeKernel) -> None:
+    q, k, v = qkv(64, 264)
+    run_forward(q, k, v, None, True, None, 0, window=(5, -1, 0))
+    (call,) = kernel.calls
+    assert call[2].shape == v.shape and call[3] is None and call[4].shape == (2, 21, 4, 264)
+    assert call[7:10] == (0.125, 5, 1 << 29) and call[10:] == (None,) * 6 + (132,)
+
+
+def test_explain_names_that_kernel() -> None:
+    q, k, v = (x.to("meta").requires_grad_() for x in qkv(64, 512))
+    plan = explain(q, k, v, causal=True, device_capability=(9, 0))
+    assert plan.config.name == "hopper_wide_bf16_d64v512_causal_m128n64s2_r232_40_c2"
+    (gradients,) = plan.notes
+    assert gradients.startswith("the backward pass runs on the Hopper kernel hopper_bwd_")
+    for options in ({"backend": "ampere"}, {"device_capability": (8, 0)}):
+        plan = explain(q, k, v, **({"device_capability": (9, 0)} | options))
+        assert "in parts of 256 and 256" in plan.notes[0]

@@ -203,9 +203,10 @@ MISSING = [
         FP8 | {"q_descale": torch.ones(2, 2)},
         "the dtype of q is torch.float8_e4m3fn: variable-length attention",
     ),
-    ({"qv": Q}, "qv is given: a second query that multiplies V is not implemented yet"),
-    ({"attention_chunk": 10, "causal": True}, "attention_chunk is 10: chunked attention is not"),
-    ({"attention_chunk": 100}, "attention_chunk is 100: chunked attention is not"),
+    (
+        {"attention_chunk": 5, "max_seqlen_q": LONG},
+        "attention_chunk is given for 536870913 queries and 11 keys",
+    ),
     ({"window_size": (3, 3), "max_seqlen_q": LONG}, "window_size is given for 536870913 queries and 11 keys"),
     ({"window_size": (3, 3), "max_seqlen_k": LONG}, "window_size is given for 7 queries and 536870913 keys"),
 ]

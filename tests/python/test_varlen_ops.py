@@ -17,6 +17,7 @@ from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.launch import backward, forward, varlen
 from hopper_attention.launch.packed_forward import OF_KEYS
 from hopper_attention.lengths import Lengths
+from hopper_attention.masks import kernel_sides
 from hopper_attention.problem import AttentionProblem, GradientProblem
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.varlen_cases import CASES, Case, offsets
@@ -39,8 +40,8 @@ def of_operator(case: Case) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "name", ["plain", "used", "rows behind", "wide v", "no sequence", "no keys", "nothing"]
 )
-@pytest.mark.parametrize("mask", [(False, -1, -1), (True, -1, -1), (True, 4, -1), (False, -1, 3)], ids=str)
-def test_opcheck(name: str, mask: tuple[bool, int, int]) -> None:
+@pytest.mark.parametrize("mask", [(False, -1, -1), (True, -1, -1), (True, 4, -1), (False, -1, 3, 5)], ids=str)
+def test_opcheck(name: str, mask: tuple[bool, int, ...]) -> None:
     case, (causal, *window) = CASES[name], mask
     q, k, v = (x.requires_grad_() for x in clean(case))
     lengths = of_operator(case)
@@ -220,10 +221,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     forget_launchers()
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (3, 2)], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1, 0), (3, 2, 0), (3, 2, 9)], ids=str)
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])
 def test_what_gradient_kernels_are_given(
-    backend: str, window: tuple[int, int], gpu: pytest.MonkeyPatch
+    backend: str, window: tuple[int, int, int], gpu: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
@@ -245,15 +246,15 @@ def test_what_gradient_kernels_are_given(
     # A plan has a word more than there are sequences for where each starts.
     assert prepare[6] is plan and prepare[7] == 5 and finish[2:] == (plan, 5, 0.3)
     assert all(x is y for x, y in zip(prepare[4:6], kernel[4:6], strict=True)) and finish[0] is kernel[6]
-    sides = () if window == (-1, -1) else window
+    sides = kernel_sides(*window) if window != (-1, -1, 0) else ()
     if backend == "hopper":
-        sides = sides or (None, None)
+        sides = sides or (None, None, None)
         scale, *options, cap, slopes_given, ctas = kernel[10:]
-        assert (scale, cap, ctas) == (0.3, 2.0, SMS) and options[:2] == [*sides]
-        found_plan, sequences = options[2:]
+        assert (scale, cap, ctas) == (0.3, 2.0, SMS) and options[:3] == [*sides]
+        found_plan, sequences = options[3:]
     else:
         found_plan, sequences, scale, *options, cap, slopes_given = kernel[10:]
-        assert (scale, cap) == (0.3, 2.0) and options == [*sides]
+        assert (scale, cap) == (0.3, 2.0) and options == [side for side in sides if side is not None]
     assert found_plan is plan and sequences == 5
     assert torch.equal(slopes_given, slopes.expand(4, 4))
 
@@ -275,9 +276,10 @@ def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     q, k, v = clean(USED)
     cu_q, cu_k, longest_q, longest_k, used_q, used_k = lengths = USED.lengths
     flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=0.3, window_size=(3, 2))
-    *tensors, scale, left, right, wants_lse = calls[0]
+    *tensors, scale, left, right, chunk, wants_lse = calls[0]
     assert all(x is y for x, y in zip(tensors[:7], (q, k, v, cu_q, cu_k, used_q, used_k), strict=True))
     assert (*tensors[7:], scale, left, right, wants_lse) == (longest_q, longest_k, 0.3, 3, 2, True)
+    assert chunk == 0
     plain = AttentionProblem(torch.bfloat16, torch.bfloat16, 32, 24, False, is_packed=True)
     assert asked == [replace(plain, has_window=True)]
     # No length, and no size of a window, decides on the launcher.
@@ -285,10 +287,10 @@ def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     assert (
         len(asked) == 2
         and asked[1] == asked[0]
-        and calls[1][5:] == (None, None, 99, 98, 32**-0.5, 4, 1, True)
+        and calls[1][5:] == (None, None, 99, 98, 32**-0.5, 4, 1, 0, True)
     )
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, 99, 98, causal=True)
-    assert asked[2] == replace(plain, causal=True) and calls[2][-3:] == (-1, -1, True)
+    assert asked[2] == replace(plain, causal=True) and calls[2][-4:] == (-1, -1, 0, True)
     wide = torch.zeros(*k.shape[:2], 296, dtype=k.dtype)
     assert flash_attn_varlen_func(q, k, wide, cu_q, cu_k, 99, 98).shape == (41, 4, 296)
     assert [x[2].shape[2] for x in calls[3:]] == [160, 136] == [problem.head_dim_v for problem in asked[3:]]
@@ -313,7 +315,7 @@ def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     out, lse, dlse = torch.randn(41, 4, 24).bfloat16(), torch.zeros(4, 41), torch.ones(4, 41)
     given = (out, dlse, q, k, v, out, lse, *lengths)
     OPS.backward_varlen(*given, 0.3, False, None, True, 3, 2)
-    assert all(x is y for x, y in zip(calls[0][:-3], given, strict=True)) and calls[0][-3:] == (0.3, 3, 2)
+    assert all(x is y for x, y in zip(calls[0][:-4], given, strict=True)) and calls[0][-4:] == (0.3, 3, 2, 0)
     expected = GradientProblem(
         torch.bfloat16, torch.bfloat16, 32, 24, False, has_window=True, is_packed=True, deterministic=True
     )
@@ -325,7 +327,7 @@ def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
         OPS.backward_varlen(*given, 0.3, True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked[2].deterministic and calls[2][-2:] == (-1, -1)
+    assert asked[2].deterministic and calls[2][-3:] == (-1, -1, 0)
 
 
 @pytest.mark.parametrize("name", ["no sequence", "no queries", "no keys", "nothing"])
@@ -333,7 +335,7 @@ def test_nothing_to_launch_gives_what_the_reference_gives(name: str) -> None:
     q, k, v = clean(CASES[name], torch.float16)
     lengths = Lengths(*of_operator(CASES[name]))
     assert varlen.is_empty(q, k, lengths)
-    empty = varlen.EMPTY(q, k, v, *lengths, 0.2, -1, -1, True)
+    empty = varlen.EMPTY(q, k, v, *lengths, 0.2, -1, -1, 0, True)
     wanted = varlen.run_varlen(q, k, v, lengths, 0.2, False, None, 0)
     for mine, theirs in zip(empty, wanted, strict=True):
         assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype and mine.is_contiguous()

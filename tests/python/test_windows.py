@@ -91,11 +91,11 @@ def test_one_side_may_be_none() -> None:
 def test_opcheck(window: tuple[int, int]) -> None:
     mask = MaskSpec.canonical(False, *window, 21, 33)
     q, k, v = (x.requires_grad_() for x in qkv())
-    options = (0.2, mask.causal, None, 0, False, *mask.window)
+    options = (0.2, mask.causal, None, 0, False, *mask.sides)
     torch.library.opcheck(OPS.forward.default, (q, k, v, *options))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = OPS.forward(q, k, v, *options)
-    gradient = (0.2, mask.causal, None, False, *mask.window)
+    gradient = (0.2, mask.causal, None, False, *mask.sides)
     torch.library.opcheck(OPS.backward.default, (torch.randn_like(out), None, q, k, v, out, lse, *gradient))
 
 
@@ -168,8 +168,8 @@ def test_long_sequences_are_refused(lengths: tuple[int, int]) -> None:
 
 # Kernels
 
-ABSENT = (None,) * 5
-"""A plan and what changes scores, of which these kernels have none."""
+ABSENT = (None,) * 6
+"""A chunk, a plan and what changes scores, of which these kernels have none."""
 
 
 @pytest.fixture
@@ -199,11 +199,11 @@ def test_sides_reach_a_kernel_and_are_no_part_of_a_key(
     tensors = qkv()
     run_forward(*tensors, None, False, None, 0)
     for window, sides in (((5, 2), (5, 2)), ((7, -1), (7, NO_LIMIT))):
-        run_forward(*tensors, None, False, None, 0, window=window)
-        assert kernel_calls[-1][6:] == (32**-0.5, *sides, *ABSENT, SMS)
+        run_forward(*tensors, None, False, None, 0, window=(*window, 0))
+        assert kernel_calls[-1][6:] == (32**-0.5, *sides, *ABSENT, 3 * SMS)
     assert kernel_calls[0][6:] == (32**-0.5, SMS)
     assert [p.has_window for p in problems] == [False, True]
-    run_forward(*qkv(head_dim_v=264), None, True, None, 0, window=(5, -1))
+    run_forward(*qkv(head_dim_v=264), None, True, None, 0, window=(5, -1, 0))
     assert [call[6:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT, *ABSENT, SMS)] * 2
 
 
@@ -212,10 +212,10 @@ def test_sides_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pyt
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *a: seen.append(a))
     q, k, v = qkv()
     out, lse = q[..., :24], torch.zeros(2, 4, 21)
-    for window in ((-1, -1), (5, 2)):
+    for window in ((-1, -1, 0), (5, 2, 0)):
         backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", window=window)
     plain, windowed = (call for call in seen if len(call) > 6)
-    assert plain[10:] == (0.5, SMS) and windowed[10:] == (0.5, 5, 2, None, None, None, None, SMS)
+    assert plain[10:] == (0.5, SMS) and windowed[10:] == (0.5, 5, 2, *(None,) * 5, SMS)
     launchers = [
         backward.find(
             BackwardProblem(q.shape, k.shape, v.shape, q.dtype, False, False, w).kind, q.device, "hopper"

@@ -19,7 +19,15 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SCORE_FEATURES, SHORT_NAMES
+from cute_kernels.problem import (
+    DENSE,
+    DTYPES,
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    SCORE_FEATURES,
+    SHORT_NAMES,
+    check_chunk,
+)
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -38,9 +46,9 @@ class AmpereBackwardConfig:
     the keys of S^T and dP^T, the others along the queries; ``gradient_warps`` along the keys of dK and dV, the others
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
-    depend on timing. With ``window`` the kernel is given the sides of a sliding window. ``layout`` says how sequences
-    lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward kernel changed so; its sinks are in the
-    LSE.
+    depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of
+    a chunk. ``layout`` says how sequences lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward
+    kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE.
     """
 
     dtype: str
@@ -59,13 +67,15 @@ class AmpereBackwardConfig:
     dq_passes: int = 1
     ordered: bool = False
     window: bool = False
+    chunk: bool = False
     layout: str = DENSE
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi
+        return self.softcap or self.alibi or self.dropout
 
     @property
     def has_mask(self) -> bool:
@@ -214,6 +224,7 @@ class AmpereBackwardConfig:
         parts += [f"p{self.dq_passes}"] if self.dq_passes > 1 else []
         parts += ["ordered"] if self.ordered else []
         parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
         return "_".join(parts)
@@ -232,6 +243,7 @@ def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
         )
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
     if c.warps not in (4, 8):
         raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
     for name in ("tile_m", "tile_n"):

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.mainloop import Mainloop
@@ -30,7 +30,9 @@ class Epilogue(LoopInvariant):
         places = self.smem.k, self.smem.k + c.v_offset
         cute.arch.sync_threads()
         self._stage(mainloop.acc_dK, places[0], softmax_scale, mainloop.dtype)
-        self._stage(mainloop.acc_dV, places[1], Float32(1.0), mainloop.dtype)
+        dropout = mainloop.rules.dropout
+        factor = dropout[0].factor if const_expr(len(dropout) > 0) else Float32(1.0)
+        self._stage(mainloop.acc_dV, places[1], factor, mainloop.dtype)
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(2):
             writer = TileWriter(self.tile, c.threads, places[i], targets[i], self.thread)

@@ -7,7 +7,6 @@ from cute_kernels.ampere.backward.batch import DenseBatch, PackedBatch
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, validate_ampere_backward_config
 from cute_kernels.ampere.backward.key_gradients import KeyGradients, Tensors
 from cute_kernels.ampere.options import KernelOptions, read_options
-from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.plan.packed import PackedTileOrder
 from cute_kernels.window import Window, window_of
 
@@ -114,7 +113,7 @@ class AmpereBackwardKernel:
         gradients = KeyGradients.of(c, tensors, window)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
-        rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+        rules = options.key_rules(scale_log2, mQ.element_type)
         gradients.compute(batch, gradients.claim(), heads_per_kv_head, softmax_scale, rules)
 
 
@@ -206,7 +205,7 @@ class PackedAmpereBackwardKernel:
                 of_keys=True,
             )
             batch = PackedBatch(c, plan, order, takes_last_first(c, window))
-            rules = KeyRules(scale_log2, options.softcaps(mQ.element_type), options.slopes)
+            rules = options.key_rules(scale_log2, mQ.element_type)
             gradients.compute(batch, tile, mQ.shape[1] // kv_heads, softmax_scale, rules)
 
 

@@ -16,6 +16,7 @@ from cute_kernels.ampere.config import MMA_ROWS
 from cute_kernels.ampere.warp_operand import WarpOperand, WarpTarget
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, multiply
 from cute_kernels.backward.scores import make_gradient_of_rounded, read_vector, round_into
+from cute_kernels.dropout import Kept, drop_gradient
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
@@ -71,6 +72,8 @@ class Mainloop(LoopInvariant):
         """The query tile at ``place``, (head, query tile), whose Q and dO lie in buffer ``stage``; it needs a mask if
         it is not one of the ``unmasked``. All warps of the CTA meet once inside."""
         m_block = place[1]
+        # Before there are scores, which leave no registers for it.
+        kept = [tile.kept(m_block, self.config.score_queries) for tile in self._score_tiles(place)]
         acc_S, acc_dP = self._make_scores(), self._make_scores()
         operands = self._operands_in(m_block, stage)
         self._score(acc_S, operands.k, operands.q)
@@ -81,12 +84,13 @@ class Mainloop(LoopInvariant):
         if const_expr(self.config.has_mask):
             if unmasked.lacks(m_block):
                 self._mask(acc_S, m_block)
-        p, p_of_gradient = self._make_probabilities(tiles, acc_S, lse, m_block)
+        p, p_of_gradient = self._make_probabilities(tiles, acc_S, lse, m_block, kept)
         if const_expr(not self.config.keeps_probabilities):
             self._share(words_of(p), operands.p_target)
         self._score(acc_dP, operands.v, operands.do)
         delta = read_vector(self.delta, stage, self.lane, self.config.score_queries)
         for band in cutlass.range_constexpr(self.config.score_bands):
+            drop_gradient(acc_dP[band], kept[band])
             make_gradient_of_rounded(acc_dP[band], p_of_gradient[band], delta)
         ds = self._round(acc_dP)
         if const_expr(not self.config.has_mask and self.dtype is cutlass.Float16):
@@ -119,21 +123,31 @@ class Mainloop(LoopInvariant):
             mask, head = replace(mask, key=pin(mask.key, Int32), col=pin(mask.col, Int32)), pin(head, Int32)
         tile = self.rules.for_head(mask, head, mask.seqlens.batch)
         bands = range(self.config.score_bands)
-        return [replace(tile, mask=replace(mask, key=mask.key + band * MMA_ROWS)) for band in bands]
+        masks = [replace(mask, key=mask.key + band * MMA_ROWS) for band in bands]
+        return [
+            replace(tile, mask=of_band, dropout=self.rules.dropout_of(of_band, head, mask.seqlens.batch))
+            for of_band in masks
+        ]
 
     def _make_probabilities(
-        self, tiles: list[KeyScoreTile], acc_S: list[cute.Tensor], lse: cute.Tensor, m_block: Int32
+        self,
+        tiles: list[KeyScoreTile],
+        acc_S: list[cute.Tensor],
+        lse: cute.Tensor,
+        m_block: Int32,
+        kept: list[tuple[Kept, ...]],
     ) -> tuple[list[cute.Tensor], list[cute.Tensor]]:
-        """P^T in 16 bits, and what dS^T is made of: the same, but for a softcap."""
+        """P^T in 16 bits, without what is not ``kept``, and what dS^T is made of: the same, but for a softcap and
+        dropout."""
         clamps = not self.config.has_mask
-        if not self.config.softcap:
+        if not (self.config.softcap or self.config.dropout):
             for tile, acc in zip(tiles, acc_S, strict=True):
                 tile.make_probabilities(acc, lse, m_block, clamps)
             p = self._round(acc_S)
             return p, p
         p = [cute.make_rmem_tensor(cute.size(acc), self.dtype) for acc in acc_S]
-        for tile, rounded, acc in zip(tiles, p, acc_S, strict=True):
-            tile.round_probabilities(rounded, acc, lse, m_block, clamps)
+        for tile, rounded, acc, of_band in zip(tiles, p, acc_S, kept, strict=True):
+            tile.round_probabilities(rounded, acc, lse, m_block, clamps, of_band)
         return p, self._round(acc_S)
 
     def _hide(self, bands: list[cute.Tensor], m_block: Int32) -> None:

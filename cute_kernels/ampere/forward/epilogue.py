@@ -14,6 +14,7 @@ from cute_kernels.ampere.forward.mainloop import Mainloop
 from cute_kernels.ampere.shared_tile import SharedTile
 from cute_kernels.ampere.tile_writer import TileWriter
 from cute_kernels.ampere.warp_operand import WarpTarget
+from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pack
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
@@ -35,12 +36,22 @@ class Epilogue(LoopInvariant):
         self.smem = sQ + warp * config.rows_per_warp * config.head_dim * ELEMENT_BYTES
 
     @cute.jit
-    def store(self, mainloop: Mainloop, gO: cute.Tensor, gLSE: cute.Tensor, row: Int32, head_batch: tuple):
-        """Normalise and store O (seqlen_q, head_dim_v) and LSE of a head; ``row`` is the warp's first query."""
+    def store(
+        self,
+        mainloop: Mainloop,
+        gO: cute.Tensor,
+        gLSE: cute.Tensor,
+        row: Int32,
+        head_batch: tuple,
+        factors: tuple[Float32, ...],
+    ):
+        """Normalise and store O (seqlen_q, head_dim_v) and LSE of a head; ``row`` is the warp's first query.
+        ``factors`` has that of dropout, or none."""
         cute.arch.sync_warp()
         for band in cutlass.range_constexpr(self.config.bands):
             inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
             mainloop.softmax[band].finalize(inverse_sum, lse, *head_batch)
+            multiply_all(inverse_sum, factors)
             normalize_rows(mainloop.acc_O[band], inverse_sum)
             store_rows(lse, gLSE, row + band * MMA_ROWS + self.lane // LANES_PER_ROW, self.lane)
             self._stage(mainloop.acc_O[band], band, mainloop.dtype)

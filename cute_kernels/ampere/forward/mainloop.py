@@ -12,6 +12,7 @@ from cute_kernels.ampere.forward.shift import ShiftSoftmax
 from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.instructions import as_fragment
 from cute_kernels.ampere.warp_product import WORDS_PER_GROUP, make_accumulator, mma_pair
+from cute_kernels.dropout import Kept, zero_dropped
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.integers import minimum
@@ -147,6 +148,8 @@ class Mainloop(LoopInvariant):
         is_guarded: cutlass.Constexpr[bool],
     ) -> Int32:
         """One key block, which ``is_guarded`` says may reach past the end; returns the slot of the next one's K."""
+        # Before there are scores, which leave no registers for it.
+        kept = [scores[band].kept(n_block) for band in range(self.config.bands)]
         acc_S = [make_accumulator(self.config.tile_n) for _ in range(self.config.bands)]
         self.ring.await_item()
         self.ring.refill(0, n_block, k_slot, is_guarded)
@@ -167,7 +170,7 @@ class Mainloop(LoopInvariant):
         for band in cutlass.range_constexpr(self.config.bands):
             # Only if a row of the warp has a new maximum, which is exact: the factors are 1 otherwise.
             self.softmax[band].rescale_if_needed(self.acc_O[band])
-        self._add_values(acc_S, v_slot)
+        self._add_values(acc_S, v_slot, kept)
         return self.ring.next_slot(v_slot)
 
     def _scores(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
@@ -188,24 +191,30 @@ class Mainloop(LoopInvariant):
             for band in range(c.bands):
                 mma_pair(acc_S[band], keys, q_blocks[band], k_block)
 
-    def _add_values(self, acc_S: list[cute.Tensor], slot: Int32) -> None:
+    def _add_values(self, acc_S: list[cute.Tensor], slot: Int32, kept: list[tuple[Kept, ...]]) -> None:
         """O += P V, with P = exp2(S - shift) made 16 keys at a time under the products of the 16 before, or all of it
-        first."""
+        first; dropout leaves what is ``kept`` of each band."""
         c = self.config
         steps, pairs = c.tile_n // MMA_KEYS, c.head_dim_v // (2 * COLUMNS_PER_GROUP)
-        probabilities = [self._exponentiate(acc_S, step) for step in range(steps) if not c.fused_exponentials]
+        probabilities = [
+            self._exponentiate(acc_S, step, kept) for step in range(steps) if not c.fused_exponentials
+        ]
         v_next = self.tiles.v.block(0, 0, slot)
         for number in range(steps * pairs):
             step, pair = number // pairs, number % pairs
             if pair == 0:
-                p_blocks = self._exponentiate(acc_S, step) if c.fused_exponentials else probabilities[step]
+                p_blocks = (
+                    self._exponentiate(acc_S, step, kept) if c.fused_exponentials else probabilities[step]
+                )
             v_block = v_next
             if number + 1 < steps * pairs:
                 v_next = self.tiles.v.block((number + 1) // pairs, (number + 1) % pairs, slot)
             for band in range(c.bands):
                 mma_pair(self.acc_O[band], pair, p_blocks[band], v_block)
 
-    def _exponentiate(self, acc_S: list[cute.Tensor], step: int) -> list[cute.Tensor]:
+    def _exponentiate(
+        self, acc_S: list[cute.Tensor], step: int, kept: list[tuple[Kept, ...]]
+    ) -> list[cute.Tensor]:
         """P of the 16 keys number ``step``, as an A operand for each band."""
         blocks = []
         for band in range(self.config.bands):
@@ -213,6 +222,7 @@ class Mainloop(LoopInvariant):
             operand = cute.make_rmem_tensor(2 * WORDS_PER_GROUP, self.dtype)
             for r in range(ROWS_PER_THREAD):
                 self.softmax[band].exponentiate(scores, r, is_first=False)
+                zero_dropped(scores, r, kept[band], step * MMA_KEYS // COLUMNS_PER_GROUP)
                 self.softmax[band].store_P(operand, scores, r)
             words = cute.recast_tensor(operand, Int32)
             blocks.append(self._fragment(tuple(words[i] for i in range(WORDS_PER_GROUP))))

@@ -16,6 +16,7 @@ from cute_kernels.ampere.forward.warp_tiles import WarpTiles
 from cute_kernels.ampere.options import KernelOptions
 from cute_kernels.ampere.shared_tile import ALIGNMENT, SharedTile
 from cute_kernels.ampere.tile_loader import TileLoader
+from cute_kernels.dropout import Dropout
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
@@ -90,6 +91,7 @@ class QueryTile(LoopInvariant):
             numbers_of(mLSE, place.seqlens.rows_q, place.head),
             first_row,
             (head_kv, place.seqlens.batch),
+            tuple(each.factor for each in rules.dropout),
         )
 
     def _place(self, number: Int32) -> Place:
@@ -127,7 +129,8 @@ class QueryTile(LoopInvariant):
     def _rules(self, scale_log2: Float32) -> ScoreRules:
         c, options = self.config, self.options
         inverse_scale = Float32(LOG2_E) / scale_log2 if c.alibi else 1.0
-        return ScoreRules(options.softcaps(DSL_DTYPES[c.dtype]), options.slopes, inverse_scale)
+        softcaps = options.softcaps(DSL_DTYPES[c.dtype])
+        return ScoreRules(softcaps, options.slopes, inverse_scale, Dropout.all_of(options.dropout))
 
     def _softmax(self, scale_log2: Float32) -> ShiftSoftmax:
         """Of a band."""
@@ -143,7 +146,7 @@ class QueryTile(LoopInvariant):
             for band in range(self.config.bands)
         )
         head, batch = place.head, place.seqlens.batch
-        return [ScoreTile(mask, rules.for_tile(mask, head, batch)) for mask in masks]
+        return [rules.tile(mask, head, batch) for mask in masks]
 
     def _blocks(self, place: Place) -> KeyBlocks:
         """Of the CTA."""

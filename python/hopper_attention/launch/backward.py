@@ -22,7 +22,6 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
-from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -32,7 +31,7 @@ from hopper_attention.launch.base import (
 )
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
 from hopper_attention.layout import make_addressable
-from hopper_attention.masks import kernel_sides
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
@@ -84,22 +83,22 @@ class BackwardLauncher(Launcher):
 
 
 def kernel_options(
-    config: KernelConfig, sides: tuple[int, ...], plan: tuple[Any, Any], scores: Scores, q: Tensor
+    config: KernelConfig, sides: tuple[int | None, ...], plan: tuple[Any, Any], scores: Scores, q: Tensor
 ) -> tuple[Any, ...]:
     """What a dense kernel takes behind the scale, or a packed one of Hopper; nothing if it is plain.
 
     That of Hopper takes everything a call may have, or None (``hopper.backward.kernel.GeneralBackwardKernel``), the
-    others the sides of a window and what changes scores, each only where there is some.
+    others the sides of a window, a chunk and what changes scores, each only where there is some.
     """
     if isinstance(config, BackwardConfig) and config.is_plain:
         return ()
-    changes: tuple[Any, ...] = None, None
+    changes: tuple[Any, ...] = None, None, None, None
     if scores is not NO_SCORES:
         batch = q.shape[0] if plan is NO_PLAN else plan[1] - 1
         changes = scores.for_gradient(batch, q.shape[-2])
     if isinstance(config, BackwardConfig):
         return *(sides or NO_SIDES), *plan, *changes
-    return *sides, *(changes if any(x is not None for x in changes) else ())
+    return *present(sides), *(changes if any(x is not None for x in changes) else ())
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -156,6 +155,7 @@ def _find_flat(
     device: torch.device,
     backend: str | None,
     has_window: bool = False,
+    has_chunk: bool = False,
     scores: ScoreKind = PLAIN,
 ) -> BackwardLauncher:
     """``find`` by the parts of a problem, which costs less than to make one at every call."""
@@ -166,6 +166,7 @@ def _find_flat(
         head_dim_v,
         causal,
         has_window=has_window,
+        has_chunk=has_chunk,
         scores=scores,
         deterministic=deterministic,
     )
@@ -184,7 +185,7 @@ def run_backward(
     dlse: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention on an NVIDIA GPU, on torch's current stream. No size may be 0.
@@ -200,7 +201,7 @@ def run_backward(
         lse: float32 (batch, heads, seqlen_q), natural log; -inf for rows without keys.
         dlse: gradient of lse, of its shape; None means zero. Ignored in rows without keys.
         backend: whose kernel, "hopper" or "ampere"; None: that of the GPU's own.
-        causal, window: those of a ``MaskSpec``.
+        causal, window: those of a ``MaskSpec``, the latter its sides.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
@@ -208,8 +209,9 @@ def run_backward(
     Raises:
         ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
     """
-    has_window = window != FULL_WINDOW
-    options = q.dtype, q.shape[3], v.shape[3], causal, deterministic, q.device, backend, has_window
+    has_window = window != FULL_SIDES
+    problem = q.dtype, q.shape[3], v.shape[3], causal, deterministic
+    options = *problem, q.device, backend, has_window, window[2] > 0
     sides = window if has_window else ()
     if scores is not NO_SCORES:
         launch = _find_flat(*options, scores.kind)

@@ -23,6 +23,9 @@ REMEMBERED_CALLS = 4096
 REMEMBERED_LAUNCHERS = 1024
 """Launchers kept of each kind."""
 
+NO_SIDES, NO_PLAN = (None, None, None), (None, None)
+"""In place of the sides of a window and a chunk, and of a plan and the number of its sequences."""
+
 
 @dataclass(frozen=True)
 class Launcher(ABC):

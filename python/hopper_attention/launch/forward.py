@@ -17,12 +17,22 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import choose_backend, target_of
-from hopper_attention.checks import FULL_WINDOW, TensorSpec
-from hopper_attention.forward_rules import Config, ReferenceConfig, check_size, problem_of, select_for
+from hopper_attention.checks import TensorSpec
+from hopper_attention.forward_rules import (
+    Config,
+    ReferenceConfig,
+    check_size,
+    problem_of,
+    select_for,
+    takes_wide_values,
+)
 from hopper_attention.launch.base import (
+    NO_PLAN,
+    NO_SIDES,
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
     Launcher,
@@ -31,8 +41,9 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
+from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
-from hopper_attention.masks import kernel_sides
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
@@ -41,8 +52,8 @@ from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widt
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, softmax_scale, wants_lse, *window, scores=NO_SCORES) -> (out, lse); an lse that is not wanted may come
-without its rows. No scale is head_dim**-0.5. ``window`` is (window_left, window_right) for problems that have one, else
-nothing. ``scores`` is given for problems whose kind is not plain."""
+without its rows. No scale is head_dim**-0.5. ``window`` is (window_left, window_right, attention_chunk) for problems
+that have one, else nothing. ``scores`` is given for problems whose kind is not plain."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class ReferenceLaunch:
     ) -> tuple[Tensor, Tensor]:
         tiles = {"tile_m": self.config.tile_m, "tile_n": self.config.tile_n}
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        sides = dict(zip(("window_left", "window_right"), window, strict=False))
+        sides = dict(zip(("window_left", "window_right", "attention_chunk"), window, strict=False))
         options = tiles | sides | scores.options
         return tiled_forward(q, k, v, causal=self.causal, softmax_scale=scale, **options)
 
@@ -104,18 +115,15 @@ class PartsLaunch:
         return attend_in_parts(v, lambda part: self.launches[part.shape[3]](q, k, part, *options, **scores))
 
 
-NO_SIDES, NO_PLAN = (None, None), (None, None)
-"""In place of the sides of a window, and of a plan and the number of its sequences."""
-
-
 @dataclass(frozen=True)
 class ForwardLauncher(Launcher):
     """A forward kernel of 16 bits.
 
     ``repairs`` is empty, or what q, k and v each need before a kernel can address them. ``num_ctas`` are those of a
     persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
-    takes its sides after the scale, and then one of a kind of scores that is not plain takes ``Scores.for_kernel``;
-    that of Hopper takes all of these where it takes one (``hopper.forward.kernel.GeneralForwardKernel``).
+    takes its sides after the scale, and then its chunk, if it has one, and then one of a kind of scores that is not
+    plain takes ``Scores.for_kernel``; that of Hopper takes all of these where it takes one
+    (``hopper.forward.kernel.GeneralForwardKernel``).
     """
 
     kernel: Kernel
@@ -162,7 +170,7 @@ class ForwardLauncher(Launcher):
         sides = kernel_sides(*window)
         if self.num_ctas:
             return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
-        return *sides, *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
+        return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -177,6 +185,11 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
     if choice.advice:
         warn_once(f"attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}")
     return select_for(problem, choice.backend, target.capability)
+
+
+def takes_wide(problem: AttentionProblem, device: torch.device, backend: str | None) -> bool:
+    """``takes_wide_values`` on a device."""
+    return takes_wide_values(problem, target_of(device), backend)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -199,8 +212,10 @@ def find(
     scale = problem.head_dim**-0.5
     if isinstance(config, ReferenceConfig):
         return ReferenceLaunch(config, problem.causal, scale)
+    if isinstance(config, WideForwardConfig):
+        return WithoutQv(make_wide_launcher(config, device, problem.head_dim_v, sm_margin), scale)
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     result = ResultSpec(problem.out_dtype, problem.head_dim_v, is_like_q)
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):
@@ -225,7 +240,7 @@ def find_launch(
     causal: bool,
     backend: str | None,
     sm_margin: int,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: ScoreKind = PLAIN,
 ) -> Launch:
     """What serves a call with these tensors, checked.
@@ -243,13 +258,13 @@ def find_launch(
     checks.check_qkv(q, k, v)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    if needs_parts(v_shape[3]):
+    problem = problem_of(q, k, v, causal, window, scores)
+    if needs_parts(v_shape[3]) and not takes_wide(problem, q_device, backend):
         shapes = {width: (*v_shape[:3], width) for width in part_widths(v_shape[3])}
         options = causal, backend, sm_margin, window, scores
         return PartsLaunch(
             {width: find_launch(*q, *k, shape, *v[1:], *options) for width, shape in shapes.items()}
         )
-    problem = problem_of(q, k, v, causal, window, scores)
     config = find_config(problem, q_device, backend)
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
@@ -273,13 +288,13 @@ def run_forward(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool = True,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
 
     Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
-    ``MaskSpec``.
+    ``MaskSpec``, the latter its sides.
     """
     if scores is not NO_SCORES:
         options = causal, backend, sm_margin, window
@@ -304,7 +319,7 @@ def run_forward(
     )
     if softmax_scale is not None:
         softmax_scale = checks.check_scale(softmax_scale)
-    if window != FULL_WINDOW:
+    if window != FULL_SIDES:
         return launch(q, k, v, softmax_scale, wants_lse, *window)
     return launch(q, k, v, softmax_scale, wants_lse)
 
@@ -316,7 +331,7 @@ def _run_with_scores(
     softmax_scale: float | None,
     wants_lse: bool,
     scores: Scores,
-    options: tuple[bool, str | None, int, tuple[int, int]],
+    options: tuple[bool, str | None, int, Sides],
 ) -> tuple[Tensor, Tensor]:
     """``run_forward`` with scores that are not plain; ``options`` are causal, backend, sm_margin and window."""
     specs = (*TensorSpec.of(q), *TensorSpec.of(k), *TensorSpec.of(v))
@@ -324,5 +339,5 @@ def _run_with_scores(
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
     window = options[3]
-    sides = window if window != FULL_WINDOW else ()
+    sides = window if window != FULL_SIDES else ()
     return launch(q, k, v, scale, wants_lse, *sides, scores=scores)

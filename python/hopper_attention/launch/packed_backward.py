@@ -53,11 +53,12 @@ class PackedBackwardLauncher(Launcher):
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
-            bounds, window = (max_seqlen_q, max_seqlen_k), (window_left, window_right)
+            bounds, window = (max_seqlen_q, max_seqlen_k), (window_left, window_right, attention_chunk)
             tensors = dout, dlse, q, k, v, out, lse
             dq, dk, dv = self.call_there(*tensors, *lengths, *bounds, softmax_scale, *window, scores=scores)
             return dq, dk, dv
@@ -75,7 +76,8 @@ class PackedBackwardLauncher(Launcher):
         dlse = lse.new_empty(lse.shape[0], 0) if dlse is None else dlse.contiguous()
         self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
         counter = backward.backward_counter(c, sums)
-        sides = kernel_sides(window_left, window_right) if c.window else ()
+        given = (window_left, window_right, attention_chunk) if c.window else ()
+        sides = kernel_sides(*given)
         options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
         first = () if isinstance(c, BackwardConfig) else (plan, sequences)
         self.kernel(

@@ -15,11 +15,10 @@ from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.launch.base import Launcher, count_ctas, index_of
-from hopper_attention.launch.forward import NO_SIDES
+from hopper_attention.launch.base import NO_SIDES, Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import rows_of_sequences
-from hopper_attention.masks import kernel_sides
+from hopper_attention.masks import kernel_sides, present
 from hopper_attention.scores import NO_SCORES, Scores
 
 OF_QUERIES, OF_KEYS = 0, 1
@@ -91,13 +90,14 @@ class PackedForwardLauncher(Launcher):
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         wants_lse: bool,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         if self.device_index != torch.cuda.current_device():
             bounds = max_seqlen_q, max_seqlen_k
-            rest = softmax_scale, window_left, window_right, wants_lse
+            rest = softmax_scale, window_left, window_right, attention_chunk, wants_lse
             return self.call_there(q, k, v, *lengths, *bounds, *rest, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
@@ -109,14 +109,15 @@ class PackedForwardLauncher(Launcher):
             lse.fill_(-math.inf)
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
         plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
-        sides = kernel_sides(window_left, window_right) if self.config.window else ()
+        given = (window_left, window_right, attention_chunk) if self.config.window else ()
+        sides = kernel_sides(*given)
         options: tuple[Any, ...]
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             options = *(sides or NO_SIDES), plan, batch + 1, *scores.for_kernel(batch, heads)
             self.kernel(q, k, v, out, lse, counter, softmax_scale, *options, self.num_ctas)
         else:
-            options = softmax_scale, *sides
+            options = softmax_scale, *present(sides)
             if scores is not NO_SCORES:
                 options = *options, *scores.for_kernel(batch, heads)
             self.kernel(q, k, v, out, lse, plan, batch + 1, *options)
@@ -135,7 +136,7 @@ def make_packed_launcher(
         ValueError: ``sm_margin`` leaves no multiprocessor.
     """
     index = index_of(device)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     if isinstance(config, AmpereForwardConfig):
         num_ctas = 0
     kernel = compile_cache.get_forward(config)

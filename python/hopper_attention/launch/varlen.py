@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks
-from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
-from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.forward import find_config, takes_wide
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
+from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
@@ -32,8 +35,8 @@ from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_s
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 VarlenLaunch = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, *lengths, softmax_scale, window_left, window_right, wants_lse, scores=NO_SCORES) -> (out, lse), new
-contiguous tensors. ``scores`` is given for problems whose kind is not plain.
+"""(q, k, v, *lengths, softmax_scale, *sides, wants_lse, scores=NO_SCORES) -> (out, lse), new contiguous tensors.
+``sides`` are window_left, window_right and attention_chunk. ``scores`` is given for problems whose kind is not plain.
 
 ``lengths`` are the six of ``Lengths``: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k.
 q is (total_q, heads, head_dim), k and v (total_k, kv_heads, ...); all were checked, and no size is 0 but that of some
@@ -43,7 +46,7 @@ on the host.
 """
 
 VarlenGradientLaunch = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, window_left, window_right, scores=NO_SCORES) to gradients.
+"""(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *sides, scores=NO_SCORES) to gradients.
 
 dout is (total_q, heads, head_dim_v), dlse None or (heads, total_q), both of any strides; the rest as for
 ``VarlenLaunch``. Rows of no sequence get gradients of 0, whatever the other tensors hold there.
@@ -101,6 +104,7 @@ class ReferenceVarlen:
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         wants_lse: bool,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
@@ -114,6 +118,7 @@ class ReferenceVarlen:
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             **scores.options,
         )
 
@@ -142,6 +147,7 @@ class ReferenceVarlenGradient:
         softmax_scale: float,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -158,6 +164,7 @@ class ReferenceVarlenGradient:
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             **scores.options,
         )
 
@@ -174,6 +181,8 @@ def find_varlen(
     config = find_config(problem, device, backend)
     if isinstance(config, ReferenceConfig):
         return ReferenceVarlen(problem.causal)
+    if isinstance(config, WideForwardConfig):
+        return PackedWithoutQv(make_packed_wide_launcher(config, device, problem.head_dim_v, sm_margin))
     return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
 
 
@@ -197,12 +206,13 @@ def find_varlen_launch(
     specs: tuple[TensorSpec, TensorSpec, TensorSpec],
     lengths: tuple[TensorSpec | None, ...],
     causal: bool,
-    has_window: bool,
+    window: tuple[bool, bool],
     backend: str | None,
     sm_margin: int,
     scores: ScoreKind = PLAIN,
 ) -> VarlenLaunch:
-    """What serves a call with these tensors, checked; ``lengths`` are ``Lengths.specs``.
+    """What serves a call with these tensors, checked; ``lengths`` are ``Lengths.specs``, ``window`` has_window and
+    has_chunk.
 
     Raises:
         ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
@@ -211,16 +221,16 @@ def find_varlen_launch(
     check_packed(q, k, v, lengths)
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
-    if needs_parts(v.shape[2]):
+    problem = packed_problem_of(q, v, causal, window, scores)
+    if needs_parts(v.shape[2]) and not takes_wide(problem, q.device, backend):
         shapes = {width: (*v.shape[:2], width) for width in part_widths(v.shape[2])}
-        options = lengths, causal, has_window, backend, sm_margin, scores
+        options = lengths, causal, window, backend, sm_margin, scores
         return PartsVarlen(
             {
                 width: find_varlen_launch((q, k, v._replace(shape=shape)), *options)
                 for width, shape in shapes.items()
             }
         )
-    problem = packed_problem_of(q, v, causal, has_window, scores)
     return find_varlen(problem, q.device, backend, sm_margin)
 
 
@@ -234,16 +244,16 @@ def run_varlen(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool = True,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of 16-bit tensors without autograd: out and lse, in new contiguous tensors.
 
     Without ``wants_lse`` the lse that comes back may lack its rows. ``causal`` and ``window`` are those of a
-    ``MaskSpec``.
+    ``MaskSpec``, the latter its sides.
     """
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    kind = causal, window != FULL_WINDOW, backend, sm_margin
+    kind = causal, (window != FULL_SIDES, window[2] > 0), backend, sm_margin
     given = {}
     if scores is NO_SCORES:
         launch = find_varlen_launch(specs, lengths.specs, *kind)
@@ -281,7 +291,7 @@ def run_varlen_backward(
     causal: bool,
     backend: str | None = None,
     deterministic: bool = False,
-    window: tuple[int, int] = FULL_WINDOW,
+    window: Sides = FULL_SIDES,
     scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``run_varlen``: dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
@@ -301,7 +311,8 @@ def run_varlen_backward(
         q.shape[2],
         v.shape[2],
         causal,
-        has_window=window != FULL_WINDOW,
+        has_window=window != FULL_SIDES,
+        has_chunk=window[2] > 0,
         is_packed=True,
         scores=scores.kind if given else PLAIN,
         deterministic=deterministic,

@@ -14,6 +14,8 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     Mask,
@@ -34,23 +36,28 @@ CHUNK_SCORES = 1 << 24
 
 
 class Chunk(NamedTuple):
-    """Queries ``rows`` that meet all keys ``cols``; which pairs are seen, None if all; what is done to scores."""
+    """Queries ``rows`` that meet all keys ``cols``; which pairs are seen, None if all; what is done to scores; which
+    pairs are kept, None if all, and the factor of these."""
 
     rows: Span
     cols: Span
     visible: torch.Tensor | None
     terms: ScoreTerms
+    kept: torch.Tensor | None
+    factor: float
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Chunk], tuple[torch.Tensor, torch.Tensor]]
 """(q rows, keys, values, chunk) -> (out, lse (..., 1)), each (b, kv_heads, rows, ...)."""
 
 
-Sides = tuple[bool, int, int]
-"""causal, window_left and window_right."""
+Sides = tuple[bool, int, int, int]
+"""causal, window_left, window_right and attention_chunk."""
 
-ScoreOptions = tuple["float | None", float, "torch.Tensor | None", "torch.Tensor | None"]
-"""softmax_scale, softcap, alibi_slopes and sinks."""
+ScoreOptions = tuple[
+    "float | None", float, "torch.Tensor | None", "torch.Tensor | None", float, "torch.Tensor | None"
+]
+"""softmax_scale, softcap, alibi_slopes, sinks, dropout_p and philox."""
 
 
 @ignores_autocast
@@ -65,9 +72,10 @@ def _by_query_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply ``attend`` to chunks of queries, computing in ``dtype``: out (b, sq, h, dv), lse (b, h, sq)."""
     shape = attention_shape(q, k, v)
-    softmax_scale, softcap, alibi_slopes, sinks = options
+    softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox = options
     scale = default_scale(softmax_scale, shape.head_dim)
     terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks)
+    drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads)
     row_scores = shape.batch * shape.heads * shape.seqlen_k
     if row_scores == 0 or shape.seqlen_q == 0:
         return _without_keys(q, shape, terms, dtype)
@@ -77,7 +85,11 @@ def _by_query_chunks(
     outs, lses = [], []
     for rows in spans(0, shape.seqlen_q, max(1, CHUNK_SCORES // row_scores)):
         cols = Span(0, shape.seqlen_k)
-        chunk = Chunk(rows, cols, mask.visible(rows, cols, shape.group, q.device), terms)
+        kept, factor = None, 1.0
+        if drops is not None:
+            kept, factor = drops.of_group(rows, cols, shape.kv_heads), drops.factor
+        visible = mask.visible(rows, cols, shape.group, q.device)
+        chunk = Chunk(rows, cols, visible, terms, kept, factor)
         out, lse = attend(query_tile(q_rows, rows), keys, values, chunk)
         outs.append(out.unflatten(2, (shape.group, -1)))
         lses.append(lse.squeeze(-1).unflatten(2, (shape.group, -1)))
@@ -102,9 +114,13 @@ def attention_naive(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -116,9 +132,15 @@ def attention_naive(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        attention_chunk: c above 0: query i sees keys of its own chunk alone, which begins at
+            (i + seqlen_k - seqlen_q) // c * c, rounded down; 0 is none.
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        qv: (batch, seqlen_q, heads, head_dim_v), or None: a second query. Scores are then softmax_scale times
+            Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
+        dropout_p: how much of P is dropped (:func:`hopper_attention.reference.dropout_mask`). The LSE is that without.
+        philox: int64 (2,), what the mask is made of; needed where dropout_p is not 0.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
@@ -142,10 +164,13 @@ def attention_naive(
         row_sum = p.sum(-1, keepdim=True) + torch.exp(sinks_of_rows - shift)
         no_key = row_sum == 0
         row_sum = row_sum.masked_fill(no_key, 1.0)
+        p = dropped(p, chunk.kept, chunk.factor)
         # The maximum of a row without keys and sink is -inf, and so is its LSE.
         return masked_matmul(p, values, chunk.visible) / row_sum, row_sum.log() + row_max
 
-    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    sides = causal, window_left, window_right, attention_chunk
+    options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox
+    q, k = join_qv(q, k, v, qv)
     return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
 
 
@@ -158,9 +183,13 @@ def attention_standard(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -188,7 +217,10 @@ def attention_standard(
             scores = torch.cat([scores, round_to(terms.sink_column(q_rows), dtype)], -1)
         nothing = (scores == -math.inf).all(-1, keepdim=True)
         p = round_to(torch.softmax(scores, -1), dtype).masked_fill(nothing, 0.0)[..., :seqlen_k]
-        return masked_matmul(p, values, chunk.visible), p.sum(-1, keepdim=True)
+        weights = round_to(dropped(p, chunk.kept, chunk.factor), dtype)
+        return masked_matmul(weights, values, chunk.visible), p.sum(-1, keepdim=True)
 
-    sides, options = (causal, window_left, window_right), (softmax_scale, softcap, alibi_slopes, sinks)
+    sides = causal, window_left, window_right, attention_chunk
+    options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox
+    q, k = join_qv(q, k, v, qv)
     return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)

@@ -13,6 +13,8 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import (
@@ -47,11 +49,20 @@ def tiled_forward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
+    first_batch: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attention_tiled` without autograd; the results are new contiguous tensors."""
+    """:func:`attention_tiled` without autograd; the results are new contiguous tensors.
+
+    ``first_batch`` is the number of the first entry of the batch to dropout, which has a mask for each.
+    """
+    q, k = join_qv(q, k, v, qv)
     shape = attention_shape(q, k, v)
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
@@ -59,7 +70,8 @@ def tiled_forward(
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     scale = default_scale(softmax_scale, shape.head_dim)
     terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
+    drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads, first_batch)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
 
@@ -73,12 +85,16 @@ def tiled_forward(
             x = terms.scores_log2(q_i @ k_j.mT, rows, cols)
             p, rescale = softmax.step(masked(x, visible))
             softmax.add(p.sum(-1, keepdim=True), rescale)
-            acc_o = acc_o * rescale + masked_matmul(round_to(p, q.dtype), v_j, visible)
+            weights = round_to(p, q.dtype)
+            if drops is not None:
+                weights = dropped(weights, drops.of_group(rows, cols, shape.kv_heads))
+            acc_o = acc_o * rescale + masked_matmul(weights, v_j, visible)
         if sinks is not None:
             p, rescale = softmax.step(terms.sink_column(q_i) * LOG2_E)
             softmax.add(p, rescale)
             acc_o = acc_o * rescale
-        out[:, :, :, rows.slice] = softmax.normalize(acc_o).unflatten(2, (shape.group, -1)).to(q.dtype)
+        o_i = softmax.normalize(acc_o) * (1.0 if drops is None else drops.factor)
+        out[:, :, :, rows.slice] = o_i.unflatten(2, (shape.group, -1)).to(q.dtype)
         lse[:, :, :, rows.slice] = softmax.lse().unflatten(2, (shape.group, -1))
     return unfold_heads(out, q.dtype), lse.flatten(1, 2)
 
@@ -115,13 +131,18 @@ class TiledAttention(torch.autograd.Function):
         tile_n: int,
         window_left: int,
         window_right: int,
+        attention_chunk: int,
         softcap: float,
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        dropout_p: float,
+        philox: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
         ctx.options |= {"window_left": window_left, "window_right": window_right}
+        ctx.options |= {"attention_chunk": attention_chunk}
         ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
+        ctx.options |= {"dropout_p": dropout_p, "philox": philox}
         ctx.set_materialize_grads(False)
         out, lse = tiled_forward(q, k, v, **ctx.options, sinks=sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -134,7 +155,7 @@ class TiledAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
         dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-        return *dqkv, *[None] * 8, dsinks
+        return *dqkv, *[None] * 9, dsinks, None, None
 
 
 def attention_tiled(
@@ -148,9 +169,13 @@ def attention_tiled(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -168,9 +193,15 @@ def attention_tiled(
         tile_n: keys of a tile.
         window_left, window_right: query i sees the keys from i + seqlen_k - seqlen_q - window_left to
             i + seqlen_k - seqlen_q + window_right; -1 is no limit. With ``causal`` the right side is 0 whatever it is.
+        attention_chunk: c above 0: query i sees keys of its own chunk alone, which begins at
+            (i + seqlen_k - seqlen_q) // c * c, rounded down; 0 is none.
         softcap: c above 0 makes of a scaled score s c tanh(s / c); 0 is none.
         alibi_slopes: (heads,) or (batch, heads): the bias -slope |i + seqlen_k - seqlen_q - j| is added after that.
         sinks: (heads,): a logit of each head that joins the sum of a row and has no value.
+        qv: (batch, seqlen_q, heads, head_dim_v), or None: a second query. Scores are then softmax_scale times
+            Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
+        dropout_p: how much of P is dropped (:func:`hopper_attention.reference.dropout_mask`). The LSE is that without.
+        philox: int64 (2,), what the mask is made of; needed where dropout_p is not 0.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
@@ -183,6 +214,7 @@ def attention_tiled(
         NotImplementedError: the gradients are themselves differentiated, or that of the slopes is wanted.
     """
     check_slopes_are_constant(alibi_slopes)
-    options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, softcap, alibi_slopes, sinks
-    result = TiledAttention.apply(q, k, v, *options)
+    q, k = join_qv(q, k, v, qv)
+    options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk
+    result = TiledAttention.apply(q, k, v, *options, softcap, alibi_slopes, sinks, dropout_p, philox)
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

@@ -8,6 +8,7 @@ import torch
 
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference.dropout import DropoutMask, dropped
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -43,8 +44,12 @@ def tiled_backward(
     tile_n: int = 128,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
+    first_batch: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`attention_tiled`, tile by tile (the paper's appendix B.1, Algorithm 3).
 
@@ -58,8 +63,10 @@ def tiled_backward(
         dlse: gradient of lse, (batch, heads, seqlen_q); None means zero.
         q, k, v: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, tile_m, tile_n, window_left, window_right: as in the forward pass; the tiles may differ.
+        causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk: as in the forward pass; the
+            tiles may differ.
         softcap, alibi_slopes: as in the forward pass. Sinks are in its LSE, and need not be known.
+        dropout_p, philox, first_batch: as in the forward pass. P of dV, and dO V^T, are dropped as P was there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v: new contiguous tensors. A query that sees no key
@@ -73,7 +80,9 @@ def tiled_backward(
     accum = accumulator_dtype(q.dtype)
     scale = default_scale(softmax_scale, shape.head_dim)
     terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
+    drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads, first_batch)
+    factor = 1.0 if drops is None else drops.factor
     q_rows, do_rows, o_rows = (fold_heads(x, shape.kv_heads, accum) for x in (q, dout, out))
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     delta = (do_rows * o_rows).sum(-1, keepdim=True)
@@ -92,14 +101,16 @@ def tiled_backward(
             products = q_i @ k_j.mT
             x = masked(terms.scores_log2(products, rows, cols), visible)
             p = torch.exp2(x - query_tile(lse_log2, rows))
-            ds = terms.through_cap(p * (do_i @ v_j.mT - query_tile(delta, rows)), products)
+            kept = None if drops is None else drops.of_group(rows, cols, shape.kv_heads)
+            dp = dropped(do_i @ v_j.mT, kept, factor)
+            ds = terms.through_cap(p * (dp - query_tile(delta, rows)), products)
             ds = masked(ds, visible, fill=0.0)
-            p, ds = round_to(p, q.dtype), round_to(ds, q.dtype)
+            p, ds = dropped(round_to(p, q.dtype), kept), round_to(ds, q.dtype)
             dv[:, :, cols.slice] += masked_matmul(p.mT, do_i, seen_by)
             dk[:, :, cols.slice] += masked_matmul(ds.mT, q_i, seen_by)
             dq[:, :, :, rows.slice] += masked_matmul(ds, k_j, visible).unflatten(2, (shape.group, -1))
     return (
         unfold_heads(dq * scale, q.dtype),
         unfold_heads((dk * scale).unsqueeze(2), q.dtype),
-        unfold_heads(dv.unsqueeze(2), q.dtype),
+        unfold_heads((dv * factor).unsqueeze(2), q.dtype),
     )

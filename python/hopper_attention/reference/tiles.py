@@ -70,7 +70,7 @@ class Mask:
     """Which keys a query sees. It is aligned bottom-right: the last query stands at the last key.
 
     Query i sees the keys from i + shift - window_left to i + shift + window_right; -1 is no limit, and with ``causal``
-    the right side is 0.
+    the right side is 0. With a chunk it sees none outside of the chunk of key i + shift, as in ``MaskSpec``.
     """
 
     seqlen_q: int
@@ -78,17 +78,17 @@ class Mask:
     causal: bool
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
+    attention_chunk: int = 0
 
     @cached_property
     def spec(self) -> MaskSpec:
         """This mask without the sides that hide nothing."""
-        return MaskSpec.canonical(
-            self.causal, self.window_left, self.window_right, self.seqlen_q, self.seqlen_k
-        )
+        sides, lengths = (self.window_left, self.window_right), (self.seqlen_q, self.seqlen_k)
+        return MaskSpec.canonical(self.causal, *sides, *lengths, self.attention_chunk)
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """(a, b): query i sees the keys from i + a to i + b."""
+        """(a, b): query i sees the keys from i + a to i + b, of those in its chunk."""
         spec, shift, most = self.spec, self.seqlen_k - self.seqlen_q, self.seqlen_q + self.seqlen_k
         left = most if spec.window_left == UNLIMITED else spec.window_left
         right = most if spec.window_right == UNLIMITED else spec.window_right
@@ -99,22 +99,40 @@ class Mask:
 
         The first and the last are cut to the keys that some row sees.
         """
-        first, last = self.reach
-        return spans(max(0, rows.start + first), min(self.seqlen_k, rows.stop + last), tile)[::-1]
+        first, _ = self._keys_of(rows.start)
+        _, end = self._keys_of(rows.stop - 1)
+        return spans(max(0, first), min(self.seqlen_k, end), tile)[::-1]
 
     def query_tiles(self, cols: Span, tile: int) -> list[Span]:
         """The query tiles of which some row sees a key of ``cols``, without the rows that see none."""
         first, last = self.reach
-        return spans(max(0, cols.start - last), min(self.seqlen_q, cols.stop - first), tile)
+        begin, end = cols.start - last, cols.stop - first
+        if chunk := self.spec.attention_chunk:
+            shift = self.seqlen_k - self.seqlen_q
+            begin = max(begin, cols.start // chunk * chunk - shift)
+            end = min(end, (cols.stop - 1) // chunk * chunk + chunk - shift)
+        return spans(max(0, begin), min(self.seqlen_q, end), tile)
 
     def visible(self, rows: Span, cols: Span, group: int, device: torch.device) -> torch.Tensor | None:
         """Boolean (group * rows, cols): True where the query sees the key. None where every pair is seen."""
-        first, last = self.reach
-        if cols.stop - 1 <= rows.start + last and cols.start >= rows.stop - 1 + first:
+        if cols.stop <= self._keys_of(rows.start)[1] and cols.start >= self._keys_of(rows.stop - 1)[0]:
             return None
+        first, last = self.reach
         i = torch.arange(*rows, device=device)[:, None]
         j = torch.arange(*cols, device=device)
-        return ((j >= i + first) & (j <= i + last)).repeat(group, 1)
+        seen = (j >= i + first) & (j <= i + last)
+        if chunk := self.spec.attention_chunk:
+            seen &= (i + (self.seqlen_k - self.seqlen_q)) // chunk == j // chunk
+        return seen.repeat(group, 1)
+
+    def _keys_of(self, row: int) -> tuple[int, int]:
+        """The first key that a row sees, and one past the last, without regard to the ends of the sequence."""
+        first, last = self.reach
+        begin, end = row + first, row + last + 1
+        if chunk := self.spec.attention_chunk:
+            of_chunk = (row + self.seqlen_k - self.seqlen_q) // chunk * chunk
+            begin, end = max(begin, of_chunk), min(end, of_chunk + chunk)
+        return begin, end
 
 
 def fold_heads(x: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:

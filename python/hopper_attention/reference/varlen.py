@@ -9,6 +9,7 @@ import torch
 
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.one_key import differentiate_one_key
+from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.reference.tiles import Span, accumulator_dtype
@@ -28,9 +29,13 @@ def varlen_forward(
     softmax_scale: float | None = None,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` of each sequence.
 
@@ -38,13 +43,16 @@ def varlen_forward(
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim) and (..., head_dim_v).
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
-        causal, softmax_scale, window_left, window_right, softcap, sinks: as there.
+        causal, softmax_scale, window_left, window_right, attention_chunk, softcap, sinks, dropout_p,
+            philox: as there.
         alibi_slopes: as there; the batch of (batch, heads) are the sequences.
+        qv: (total_q, heads, head_dim_v), or None: a second query, which multiplies V.
 
     Returns:
         out (total_q, heads, head_dim_v) and the LSE (heads, total_q), float32 (float64 for float64 inputs); 0 and -inf
         for rows that are of no sequence. Rows that see no key have 0 and their sink, or -inf.
     """
+    q, k = join_qv(q, k, v, qv)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator_dtype(q.dtype))
     for b, (rows, keys) in enumerate(sequences):
@@ -57,9 +65,13 @@ def varlen_forward(
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
+            attention_chunk=attention_chunk,
             softcap=softcap,
             alibi_slopes=_slopes_of(alibi_slopes, b),
             sinks=sinks,
+            dropout_p=dropout_p,
+            philox=philox,
+            first_batch=b,
         )
         out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
     return out, lse
@@ -80,9 +92,12 @@ def varlen_backward(
     softmax_scale: float,
     window_left: int = UNLIMITED,
     window_right: int = UNLIMITED,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    philox: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`varlen_forward`, sequence by sequence as for a batch of one.
 
@@ -91,7 +106,8 @@ def varlen_backward(
         dlse: gradient of lse, (heads, total_q); None means zero.
         q, k, v, sequences: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale, window_left, window_right, softcap, alibi_slopes, sinks: as there.
+        causal, softmax_scale, window_left, window_right, attention_chunk, softcap, alibi_slopes, sinks, dropout_p,
+            philox: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous; 0 for rows of no sequence.
@@ -104,7 +120,7 @@ def varlen_backward(
         k_s, v_s = (x[None, keys.slice] for x in (k, v))
         lse_s = lse[None, :, rows.slice]
         dlse_s = None if dlse is None else dlse[None, :, rows.slice]
-        if keys.stop - keys.start == 1 and sinks is None:
+        if keys.stop - keys.start == 1 and sinks is None and not dropout_p:
             gradients = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, softcap)
         else:
             gradients = tiled_backward(
@@ -119,8 +135,12 @@ def varlen_backward(
                 softmax_scale=softmax_scale,
                 window_left=window_left,
                 window_right=window_right,
+                attention_chunk=attention_chunk,
                 softcap=softcap,
                 alibi_slopes=_slopes_of(alibi_slopes, b),
+                dropout_p=dropout_p,
+                philox=philox,
+                first_batch=b,
             )
         for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
             whole[span.slice] = part[0]

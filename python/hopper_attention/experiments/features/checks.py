@@ -13,6 +13,7 @@ from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
 from hopper_attention.experiments.bench.checks import CHECKED_SCORES
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
+from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.spec import Workload
 
 LEAST_CHECKED = 64
@@ -65,17 +66,39 @@ def compute_pieces(
         of_q, of_k = slice(head_kv * group, (head_kv + 1) * group), slice(head_kv, head_kv + 1)
         k, v = inputs.k[rows, head_kv].double(), inputs.v[rows, head_kv].double()
         q = inputs.q[rows, of_q].double()
+        terms = terms_of_heads(workload, of_q, str(device))
         if workload.is_backward:
-            found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), chunk_scores)
+            found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), terms, chunk_scores)
             places = zip(NAMES, (of_q, of_k, of_k), found, strict=True)
             pieces += [Piece(name, i, rows, of, right) for i, (name, of, right) in enumerate(places)]
         else:
-            pieces.append(Piece("out", 0, rows, of_q, attend(workload, (q, k, v), chunk_scores)))
+            pieces.append(Piece("out", 0, rows, of_q, attend(workload, (q, k, v), terms, chunk_scores)))
     return tuple(pieces)
 
 
-def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries of a sequence, the keys that they see together, and which of these each does not see.
+@dataclass(frozen=True)
+class Terms:
+    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, and sink, -inf for none."""
+
+    softcap: float
+    slope: Tensor
+    sink: Tensor
+
+
+def terms_of_heads(workload: Workload, heads: slice, device: str) -> list[Terms | None]:
+    """Of query heads; None for each where scores stay as they are."""
+    if not workload.changes_scores:
+        return [None] * (heads.stop - heads.start)
+    slopes = score_terms.slopes_of(workload, device).double() * workload.alibi
+    sinks = score_terms.sinks_of(workload, device).double()
+    sinks = sinks if workload.sinks else torch.full_like(sinks, -math.inf)
+    pairs = zip(slopes[heads], sinks[heads], strict=True)
+    return [Terms(workload.softcap, slope, sink) for slope, sink in pairs]
+
+
+def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Queries of a sequence, the keys that they see together, which of these each does not see, and how far each key
+    is behind each query.
 
     ``like`` has a row for each query, on the device that is wanted.
     """
@@ -87,37 +110,56 @@ def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slic
         begin, end = workload.key_range(length, first, stop)
         queries = torch.arange(first, stop, device=device)
         distance = torch.arange(begin, end, device=device) - queries[:, None]
-        yield slice(first, stop), slice(begin, end), (distance < -left) | (distance > right)
+        yield slice(first, stop), slice(begin, end), (distance < -left) | (distance > right), distance
 
 
-def weigh(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    """softmax(q k^T scale) of one head, (rows, keys)."""
+def weigh(
+    q: Tensor, k: Tensor, hidden: Tensor, distance: Tensor, terms: Terms | None
+) -> tuple[Tensor, Tensor | float]:
+    """softmax of the scores of one head, (rows, keys), and the slope of what softcap makes of each score.
+
+    A sink takes its part of a row and has no column. ``terms`` are None where scores stay as they are.
+    """
     scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return torch.softmax(scores.masked_fill_(hidden, -math.inf), -1)
+    if terms is None:
+        return torch.softmax(scores.masked_fill_(hidden, -math.inf), -1), 1.0
+    slope: Tensor | float = 1.0
+    if terms.softcap:
+        capped = torch.tanh(scores / terms.softcap)
+        scores, slope = terms.softcap * capped, 1 - capped.square()
+    scores = (scores - terms.slope * distance.abs()).masked_fill_(hidden, -math.inf)
+    sink = terms.sink.expand(scores.shape[0], 1)
+    return torch.softmax(torch.cat((scores, sink), -1), -1)[:, :-1], slope
 
 
-def attend(workload: Workload, tensors: tuple[Tensor, Tensor, Tensor], scores: int) -> Tensor:
-    """Output (rows, group, head_dim) of one key/value head."""
+def attend(
+    workload: Workload, tensors: tuple[Tensor, Tensor, Tensor], terms: Sequence[Terms | None], scores: int
+) -> Tensor:
+    """Output (rows, group, head_dim) of one key/value head; ``terms`` are of its query heads."""
     q, k, v = tensors
     out = torch.empty_like(q)
-    for rows, keys, hidden in chunks(workload, q, scores):
+    for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
-            out[rows, i] = weigh(q[rows, i], k[keys], hidden) @ v[keys]
+            weights, _ = weigh(q[rows, i], k[keys], hidden, distance, terms[i])
+            out[rows, i] = weights @ v[keys]
     return out
 
 
 def attend_backward(
-    workload: Workload, tensors: tuple[Tensor, Tensor, Tensor, Tensor], scores: int
+    workload: Workload,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    terms: Sequence[Terms | None],
+    scores: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head."""
     q, k, v, dout = tensors
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys, hidden in chunks(workload, q, scores):
+    for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
-            weights, do = weigh(q[rows, i], k[keys], hidden), dout[rows, i]
+            (weights, slope), do = weigh(q[rows, i], k[keys], hidden, distance, terms[i]), dout[rows, i]
             ds = do @ v[keys].mT
             ds -= (weights * ds).sum(-1, keepdim=True)
-            ds.mul_(weights).div_(math.sqrt(q.shape[-1]))
+            ds.mul_(weights).mul_(slope).div_(math.sqrt(q.shape[-1]))
             dq[rows, i] = ds @ k[keys]
             dk[keys] += ds.mT @ q[rows, i]
             dv[keys] += weights.mT @ do

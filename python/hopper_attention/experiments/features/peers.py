@@ -26,6 +26,7 @@ from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_
 from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
 from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
 from hopper_attention.experiments.bench.timing import Launch
+from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
 from hopper_attention.experiments.features.results import OURS_DENSE
 from hopper_attention.experiments.features.spec import UNLIMITED, Workload
@@ -113,6 +114,7 @@ def offsets_of(workload: Workload, device: str) -> Tensor:
 
 def bind_ours(workload: Workload, setting: Setting, backend: str | None = None) -> Binding:
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    options |= score_terms.our_terms(workload, setting.device)
     if not workload.is_packed:
         return lambda q, k, v: partial(flash_attn_func, q, k, v, **options)
     offsets, longest = offsets_of(workload, setting.device), workload.longest
@@ -135,6 +137,7 @@ def describe_ours(
         NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window, "backend": backend}
+    options |= score_terms.our_terms(workload, setting.device)
     if workload.is_packed and not dense:
         offsets, longest = offsets_of(workload, setting.device), workload.longest
         plan = explain_varlen(inputs.q, inputs.k, inputs.v, offsets, offsets, longest, longest, **options)
@@ -178,7 +181,7 @@ def bind_fa3(workload: Workload, setting: Setting) -> Binding:
     """Its operator, with the window and the offsets as further arguments."""
     if workload.is_backward:
         raise NotImplementedError(why_no_fa3_backward(setting))
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = score_terms.fa3_terms(workload, setting.device)
     if workload.has_window:
         left, right = workload.window
         more |= {"window_size_left": left, "window_size_right": 0 if workload.causal else right}
@@ -197,6 +200,7 @@ def bind_fa4(workload: Workload, setting: Setting) -> Binding:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     options: dict[str, Any] = {"causal": workload.causal and not workload.has_window}
+    options |= score_terms.fa4_terms(workload, setting.device)
     if workload.has_window:
         left, right = workload.window[0], 0 if workload.causal else workload.window[1]
         options["window_size"] = tuple(None if side == UNLIMITED else side for side in (left, right))
@@ -252,6 +256,7 @@ def bind_flex(workload: Workload, setting: Setting) -> Binding:
     """What the backward reads is kept, since it runs many times."""
     attention, mask = compile_flex(workload), flex_mask(workload, setting.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": workload.heads != workload.heads_kv}
+    options["score_mod"] = score_terms.flex_score(workload, setting.device)
     if not workload.is_backward:
         return lambda q, k, v: partial(attention, q, k, v, **options)
 

@@ -46,7 +46,7 @@ def plot_features(report: FeatureReport, path: Path) -> Path:
         width, height = 12.0, 1.6 + 2.9 * len(panels)
         layout = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 1 - 0.95 / height), hspace=0.06)
         figure = Figure(figsize=(width, height), layout=layout)
-        title = "Packed sequences and windows"
+        title = "Packed sequences, windows and changed scores"
         figure.text(0.018, 1 - 0.2 / height, title, size=14, weight="bold", va="top")
         note = f"{report.head['machine']['gpu']} · percent of what its peak rates allow, higher is better"
         figure.text(0.018, 1 - 0.5 / height, note, size=9.5, color=MUTED, va="top")
@@ -61,9 +61,10 @@ def plot_features(report: FeatureReport, path: Path) -> Path:
 
 
 def label_of(workload: Workload) -> str:
-    """A workload in three short lines."""
+    """A workload in three or four short lines."""
     w = workload
-    return f"{w.batch_name}\n{w.heads_name} heads of {w.head_dim}\n{w.mask_name}"
+    lines = [w.batch_name, f"{w.heads_name} heads of {w.head_dim}", w.mask_name]
+    return "\n".join([*lines, *([w.scores_name] if w.changes_scores else [])])
 
 
 def draw_panel(axes: Axes, cells: list[FeatureCell], peers: list[str]) -> None:

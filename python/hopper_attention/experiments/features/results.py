@@ -21,10 +21,16 @@ LEAST_RATIO = 1.05
 LEAST_OF_DENSE = 0.97
 """Of the speed of our dense call, promised for packed sequences of equal lengths."""
 
+LEAST_RATIOS = {"softcap": 1.0, "alibi": 1.1, "sinks": LEAST_RATIO}
+"""The same where scores are changed, by what changes them."""
+
 SHORT_WINDOW = 128
 MOST_US = {("forward", 128): 85.0, ("forward", 64): 110.0, ("backward", 128): 280.0}
-"""Microseconds, by pass and head_dim, with a window of SHORT_WINDOW keys at 16k tokens: there the host and the edges
+"""Microseconds for 16k tokens, by pass and head_dim, with a window of SHORT_WINDOW keys: there the host and the edges
 decide, and no multiple of a peer."""
+
+MOST_US_WITH_SINKS = 100.0
+"""The same of a forward with sinks, for 8k tokens of 64 heads."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +109,33 @@ def cell_targets(cell: FeatureCell) -> list[Target]:
     """Of a workload of the list: a time, or a ratio to the best peer, and one to our dense call."""
     if cell.workload not in WORKLOADS or math.isnan(cell.us(OURS)):
         return []
-    w, name = cell.workload, cell.workload.name
-    targets = []
-    if w.window[0] == SHORT_WINDOW - 1:
-        most = MOST_US.get((w.direction, w.head_dim), math.nan) if w.lengths == (16_384,) else math.nan
-        if not math.isnan(most):
-            targets.append(
-                Target(name, f"<= {most:.0f} us", f"{cell.us(OURS):.1f} us", cell.us(OURS) <= most)
-            )
+    name, targets = cell.workload.name, []
+    most, least = most_us(cell.workload), least_ratio(cell.workload)
+    if not math.isnan(most):
+        targets.append(Target(name, f"<= {most:.0f} us", f"{cell.us(OURS):.1f} us", cell.us(OURS) <= most))
     elif cell.best_peer and OURS_DENSE not in cell.peers:
         measured = f"{cell.ratio:.3f} of {cell.best_peer}"
-        targets.append(Target(name, f">= {LEAST_RATIO:.2f}", measured, cell.ratio >= LEAST_RATIO))
+        targets.append(Target(name, f">= {least:.2f}", measured, cell.ratio >= least))
     of_dense = cell.over(OURS_DENSE)
     if not math.isnan(of_dense):
         required, measured = f">= {LEAST_OF_DENSE:.2f} of our dense call", f"{of_dense:.3f}"
         targets.append(Target(name, required, measured, of_dense >= LEAST_OF_DENSE))
     return targets
+
+
+def most_us(workload: Workload) -> float:
+    """Microseconds that are promised; NaN where a ratio is."""
+    if workload.window[0] != SHORT_WINDOW - 1:
+        return math.nan
+    if workload.sinks:
+        return MOST_US_WITH_SINKS
+    return MOST_US.get((workload.direction, workload.head_dim), math.nan) * workload.tokens / 16_384
+
+
+def least_ratio(workload: Workload) -> float:
+    """To the best peer."""
+    ratios = [least for name, least in LEAST_RATIOS.items() if getattr(workload, name)]
+    return min(ratios, default=LEAST_RATIO)
 
 
 # JSON

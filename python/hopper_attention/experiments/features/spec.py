@@ -49,6 +49,8 @@ class Workload:
         is_packed: the sequences lie one after another in one tensor, as ``flash_attn_varlen_func`` has them.
         window: (left, right) as ``flash_attn_func`` takes it; with ``causal`` the right side is 0 whatever it says.
         direction: which pass is timed.
+        softcap: c of c tanh(score / c); 0 is none.
+        alibi, sinks: whether there are slopes and sinks, whose values ``score_terms`` has.
     """
 
     lengths: tuple[int, ...]
@@ -60,6 +62,9 @@ class Workload:
     is_packed: bool = False
     direction: Direction = "forward"
     dtype: str = "bfloat16"
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
@@ -147,6 +152,16 @@ class Workload:
         return f"window {left}, {right}"
 
     @property
+    def changes_scores(self) -> bool:
+        return bool(self.softcap) or self.alibi or self.sinks
+
+    @property
+    def scores_name(self) -> str:
+        """What is done to scores, such as softcap 30; empty if nothing is."""
+        names = [f"softcap {self.softcap:g}"] if self.softcap else []
+        return ", ".join([*names, *(["ALiBi"] if self.alibi else []), *(["sinks"] if self.sinks else [])])
+
+    @property
     def heads_name(self) -> str:
         return f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
 
@@ -155,7 +170,12 @@ class Workload:
         """Such as ``bf16-packed-32k-in-32-skewed-h16-d128-causal-forward``."""
         parts = [LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
         parts += [self.batch_name.replace(" x ", "x"), f"h{self.heads_name.replace('/', '-hk')}"]
-        parts += [f"d{self.head_dim}", self.mask_name.replace(", ", "-"), self.direction]
+        scores = [self.scores_name.lower()] if self.changes_scores else []
+        parts += [
+            f"d{self.head_dim}",
+            *(x.replace(", ", "-") for x in (self.mask_name, *scores)),
+            self.direction,
+        ]
         return "-".join(parts).replace(" ", "-")
 
 
@@ -198,6 +218,11 @@ WINDOWED = tuple(
     for heads, head_dim in ((16, 128), (32, 64))
 )
 
+CAPPED = Workload(lengths=(8192,), heads=16, heads_kv=8, head_dim=256, softcap=30.0)
+BIASED = Workload(lengths=(4096,) * 2, heads=32, heads_kv=32, head_dim=128, alibi=True)
+SUNK = Workload(lengths=(8192,), heads=64, heads_kv=8, head_dim=64, sinks=True)
+CHANGED = (CAPPED, replace(CAPPED, window=(4095, 0)), BIASED, SUNK, replace(SUNK, window=(127, 0)))
+
 
 def backward_of(*workloads: Workload) -> tuple[Workload, ...]:
     return tuple(replace(workload, direction="backward") for workload in workloads)
@@ -207,12 +232,19 @@ def of_16k_d128(workload: Workload) -> bool:
     return workload.lengths == (16_384,) and workload.head_dim == 128
 
 
-WORKLOADS = (*PACKED, *backward_of(*PACKED), *WINDOWED, *backward_of(*filter(of_16k_d128, WINDOWED)))
+WORKLOADS = (
+    *PACKED,
+    *backward_of(*PACKED),
+    *WINDOWED,
+    *backward_of(*filter(of_16k_d128, WINDOWED)),
+    *CHANGED,
+)
 """What is measured, in this order. A new row is one more workload here."""
 
 TOPICS: dict[str, Callable[[Workload], bool]] = {
     "Packed sequences": lambda workload: workload.is_packed,
-    "Windows": lambda workload: workload.has_window and not workload.is_packed,
+    "Windows": lambda workload: workload.has_window and not (workload.is_packed or workload.changes_scores),
+    "Scores": lambda workload: workload.changes_scores and not workload.is_packed,
 }
 """Parts of a report, by title: which workloads each has."""
 

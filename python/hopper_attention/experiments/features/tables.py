@@ -20,14 +20,14 @@ from hopper_attention.experiments.reports import (
 )
 from hopper_attention.experiments.tables import FittedTable, figures, names, spare
 
-WORKLOAD_HEADINGS = ("pass", "batch", "heads", "d", "mask")
+WORKLOAD_HEADINGS = ("pass", "batch", "heads", "d", "mask", "scores")
 OWN_HEADINGS = ("ratio", "TFLOP/s", "limit, us", "of the limit")
 
 
 def describe(workload: Workload) -> list[str]:
     """A workload, as table cells under WORKLOAD_HEADINGS."""
     w = workload
-    return [w.direction, w.batch_name, w.heads_name, str(w.head_dim), w.mask_name]
+    return [w.direction, w.batch_name, w.heads_name, str(w.head_dim), w.mask_name, w.scores_name or NOTHING]
 
 
 def time_of(cell: FeatureCell, peer: str) -> str:
@@ -95,7 +95,7 @@ def render_features(report: FeatureReport, figure: str) -> str:
         f"cannot go below; see the method. {titles}."
     )
     parts = [
-        "# Packed sequences and windows",
+        "# Packed sequences, windows and changed scores",
         RENDERED,
         measured_on(head["date"], head["commit"], head["machine"]),
     ]

@@ -37,7 +37,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_every_cell_is_timed_in_turns(workers: list[tuple[str, str]]) -> None:
-    rows = trees.compare([Path("old"), Path("new")], 3, NoGauge("no GPU"))
+    cells = list(trees.list_cells(trees.KINDS, "bfloat16"))
+    rows = trees.compare([Path("old"), Path("new")], cells, 3, NoGauge("no GPU"))
     assert len(rows) == 4 * 36 and {row["ratio"] for row in rows} == {1.5}
     assert (rows[0]["old_us"], rows[0]["new_us"], rows[0]["power_w"]) == (3.0, 2.0, None)
     # Both import, both prepare the first cell, then three rounds, the second the other way round.

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
 from hopper_attention.experiments.bench.peers import Setting
-from hopper_attention.experiments.features import checks, peers
+from hopper_attention.experiments.features import checks, peers, score_terms
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
 from hopper_attention.experiments.features.run import draw_tokens
 from hopper_attention.experiments.features.spec import FAMILIES, Workload, backward_of
@@ -26,7 +26,11 @@ PACKED = Workload(lengths=(90, 1, 70), heads=4, heads_kv=2, head_dim=16, is_pack
 EQUAL = replace(PACKED, lengths=(80, 80))
 WINDOWED = Workload(lengths=(150, 150), heads=2, heads_kv=1, head_dim=16, window=(20, 0))
 TWO_SIDED = replace(WINDOWED, causal=False, window=(-1, 30))
+CAPPED = replace(WINDOWED, softcap=2.0)
+BIASED = replace(WINDOWED, window=(-1, -1), alibi=True)
+SUNK = replace(PACKED, sinks=True)
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
+CHANGED = (CAPPED, BIASED, SUNK)
 
 
 def errors_of(peer: FeaturePeer, workload: Workload) -> str:
@@ -38,7 +42,9 @@ def errors_of(peer: FeaturePeer, workload: Workload) -> str:
     return checks.check_result(workload, result, pieces, checks.limits_of(workload))[1]
 
 
-@pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "workload", (*FORWARD, *CHANGED, *backward_of(*FORWARD, *CHANGED)), ids=lambda w: w.name
+)
 def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
     assert errors_of(FEATURE_PEERS["ours"], workload) == ""
     dense = FEATURE_PEERS["ours_dense"]
@@ -48,7 +54,7 @@ def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED), ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
     assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
@@ -117,6 +123,17 @@ def test_fa4_gets_no_limit_as_none(workload: Workload, monkeypatch: pytest.Monke
     else:
         assert calls[0]["causal"] == workload.causal
         assert calls[0]["max_seqlen_q"] == calls[0]["max_seqlen_k"] == workload.longest
+
+
+def test_each_peer_gets_what_changes_scores_by_its_own_names() -> None:
+    terms = {name: getattr(score_terms, f"{name}_terms")(SUNK, "cpu") for name in ("our", "fa3", "fa4")}
+    assert [list(found) for found in terms.values()] == [["sinks"], ["sinks"], ["learnable_sink"]]
+    assert score_terms.fa3_terms(CAPPED, "cpu") == score_terms.fa4_terms(CAPPED, "cpu") == {"softcap": 2.0}
+    torch.testing.assert_close(score_terms.slopes_of(BIASED, "cpu"), torch.tensor([2.0**-4, 2.0**-8]))
+    with pytest.raises(NotImplementedError, match="FlashAttention-3 has no ALiBi"):
+        score_terms.fa3_terms(BIASED, "cpu")
+    with pytest.raises(NotImplementedError, match="FlexAttention has no sinks"):
+        score_terms.flex_score(SUNK, "cpu")
 
 
 def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

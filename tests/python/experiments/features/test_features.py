@@ -113,9 +113,8 @@ def test_the_lengths_are_drawn_once_and_are_skewed() -> None:
 
 
 def test_every_workload_has_a_name_and_a_topic() -> None:
-    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS) == 24
+    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS)
     assert all(sum(belongs(w) for belongs in spec.TOPICS.values()) == 1 for w in WORKLOADS)
-    assert sum(w.is_backward for w in WORKLOADS) == 9
     assert WINDOWED.name == "fp32-2x90-h2-hk1-d16-window-9-4-forward"
 
 
@@ -124,9 +123,9 @@ def test_workloads_are_picked_by_a_part_of_their_name() -> None:
     assert {w.direction for w in spec.pick_workloads("backward")} == {"backward"}
     assert [w.name for w in spec.pick_workloads("1x16k*d64*128")] == ["bf16-1x16k-h32-d64-window-128-forward"]
     with pytest.raises(
-        ValueError, match=r"only is 'sinks', allowed: a part of a name, .* names are bf16-packed"
+        ValueError, match=r"only is 'tea', allowed: a part of a name, .* names are bf16-packed"
     ):
-        spec.pick_workloads("sinks")
+        spec.pick_workloads("tea")
 
 
 def test_impossible_workloads_are_refused() -> None:
@@ -323,6 +322,7 @@ def test_promises_are_a_ratio_a_time_or_a_share_of_the_dense_call() -> None:
         (skewed.name, ">= 1.05", "1.100 of fa3", True),
         (equal.name, ">= 0.97 of our dense call", "0.960", False),
         (short.name, "<= 85 us", "90.0 us", False),
+        (long.name, "<= 340 us", "300.0 us", True),
     ]
     broken = replace(report.cells[0], peers={"ours": Failed("no")})
     last = feature_targets(replace(report, cells=(broken,)))[-1]
@@ -369,7 +369,7 @@ def test_the_page_is_rendered_once_there_is_a_report(tmp_path: Path) -> None:
     report = report_of((PACKED, {"ours": 400.0, "fa3": 440.0}))
     (results / f"features_{render.GPU}.json").write_text(dump_features(report))
     text = render.render(ROOT, results)[page]
-    assert "| forward | 200 in 4 skewed | 4/2 | 16 | causal | 400.0 | 440.0 | 1.100 | 500 |" in text
+    assert "| forward | 200 in 4 skewed | 4/2 | 16 | causal | – | 400.0 | 440.0 | 1.100 | 500 |" in text
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     drawn = [path.name for path in render.draw(tmp_path, results)]
     assert "features.png" in drawn

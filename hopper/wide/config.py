@@ -1,0 +1,156 @@
+"""What the kernel for wide values is built from, and which problems it serves. Imports nothing of the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SCORE_FEATURES, SHORT_NAMES, check_chunk
+from hopper.config import (
+    BARRIER_BYTES,
+    SMEM_BYTES,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    Registers,
+)
+
+HEAD_DIM = 64
+"""Columns of the kernel's Q and K: the most that it takes."""
+
+STAGES = {256: 4, 512: 2}
+"""By the columns of V and QV that kernels have: key blocks in shared memory at a time."""
+
+CLUSTER = 2
+"""CTAs that load their keys for each other: each loads half, so that L2 gives every key once to both."""
+
+CONSUMERS = 2
+"""Consumer warpgroups, each with half of the columns of O."""
+
+REGISTERS = Registers(consumer=232, producer=40)
+"""With packed sequences a producer of three more operands than others have does not get by on 24."""
+
+ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
+"""Of a float32 for each row, with which one warpgroup tells the other how to scale O."""
+
+
+@dataclass(frozen=True)
+class WideForwardConfig:
+    """Everything that is fixed when the kernel for wide values is compiled.
+
+    ``qv``: there is a second query, whose products with V join the scores. ``window``, ``chunk``, ``layout``,
+    ``softcap``, ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and key blocks of
+    ``tile_n`` keys. The ``cluster`` CTAs of a cluster share a tile, of neighbouring queries, and each loads a part of
+    the keys for all of them.
+    """
+
+    dtype: str
+    causal: bool
+    qv: bool
+    head_dim_v: int = 512
+    tile_n: int = 64
+    stages: int = 2
+    cluster: int = CLUSTER
+    registers: Registers = REGISTERS
+    window: bool = False
+    chunk: bool = False
+    layout: str = DENSE
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    head_dim = HEAD_DIM
+    dropout = False
+    consumers = CONSUMERS
+    ctas_per_sm = 1
+    element_bytes = 2
+
+    @property
+    def tile_m(self) -> int:
+        return WARPGROUP_ROWS * self.cluster
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS * (CONSUMERS + 1)
+
+    @property
+    def half(self) -> int:
+        """Columns of O, and of V, of one consumer warpgroup."""
+        return self.head_dim_v // CONSUMERS
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap or self.alibi or self.sinks
+
+    @property
+    def out_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, QV or O in its place, K and V of each stage, P and the row factors."""
+        rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
+        keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
+        return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        parts = ["hopper_wide", SHORT_NAMES[self.dtype], f"d{HEAD_DIM}v{self.head_dim_v}"]
+        parts += ["qv"] if self.qv else []
+        parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
+        parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
+        parts += [f"c{self.cluster}"] if self.cluster > 1 else []
+        parts += ["window"] if self.window else []
+        parts += ["chunk"] if self.chunk else []
+        parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
+        return "_".join(parts)
+
+
+def validate_wide_config(config: WideForwardConfig) -> None:
+    """Raise ValueError naming the first field that no kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
+    if c.head_dim_v not in STAGES:
+        raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
+    if c.tile_n % 16 or not 16 <= c.tile_n <= 64:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 64")
+    if c.cluster not in (1, 2):
+        raise ValueError(f"cluster is {c.cluster}, allowed: 1 or 2")
+    if c.stages < 2:
+        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    if c.registers != REGISTERS:
+        raise ValueError(f"registers are {c.registers}, allowed: {REGISTERS}")
+    if c.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def why_not_wide(head_dim: int, head_dim_v: int) -> str:
+    """What keeps the kernels from a problem of these sizes; empty if nothing does."""
+    for name, size, most in (("head_dim", head_dim, HEAD_DIM), ("head_dim_v", head_dim_v, max(STAGES))):
+        if size > most:
+            return f"{name} is {size}, and the Hopper kernel with qv takes at most {most}"
+    return ""
+
+
+def select_wide_config(
+    dtype: str,
+    head_dim_v: int,
+    causal: bool,
+    qv: bool,
+    window: bool = False,
+    layout: str = DENSE,
+    **others: Any,
+) -> WideForwardConfig:
+    """The config for these; narrower rows are filled with zeros by TMA. ``others`` are further fields."""
+    columns = min(size for size in STAGES if size >= head_dim_v)
+    stages = STAGES[columns]
+    config = WideForwardConfig(
+        dtype, causal, qv, columns, stages=stages, window=window, layout=layout, **others
+    )
+    validate_wide_config(config)
+    return config

@@ -1,0 +1,67 @@
+"""The second consumer warpgroup: the second half of the columns of O, from P that the first one makes."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.softmax import scale_rows
+from hopper.forward.output import make_accumulator
+from hopper.wgmma import issue_gemm, keep_descriptor
+from hopper.wide.config import WideForwardConfig
+from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
+from hopper.wide.operands import SECOND_HALF, WidePipelines, WideSmem
+from hopper.wide.scores import values_operand
+
+
+class ValuesConsumer(LoopInvariant):
+    """P V of every block, once the scores of the block behind it are done. ``acc`` is its half of O."""
+
+    def __init__(
+        self,
+        config: WideForwardConfig,
+        mma: cute.TiledMma,
+        sV: cute.Tensor,
+        smem: WideSmem,
+        pipes: WidePipelines,
+        exchange: Exchange,
+    ):
+        self.config, self.mma, self.exchange = config, mma, exchange
+        self.pipe = pipes.v[SECOND_HALF]
+        self.tOrP = keep_descriptor(mma.make_fragment_A(mma.get_slice(0).partition_A(smem.p)))
+        self.tOrV = keep_descriptor(values_operand(mma, sV))
+        self.acc = make_accumulator(mma, config.half)
+
+    @cute.jit
+    def attend(self, blocks: KeyBlocks, state: PipelineState) -> PipelineState:
+        """Leave half of one tile's O, not yet normalised, in ``acc``. Returns the state of the pipeline after it."""
+        self.acc.fill(0.0)
+        for _ in cutlass.range(blocks.count, unroll=1):
+            wait(WideBarrier.WRITTEN)
+            self._shrink()
+            self.pipe.consumer_wait(state)
+            wait(WideBarrier.SCORED)
+            stage = SECOND_HALF * self.config.stages + state.index
+            issue_gemm(self.mma, self.acc, self.tOrP, self.tOrV[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            arrive(WideBarrier.READ)
+            self.pipe.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _shrink(self):
+        """For a new maximum, if some row of the warp has one."""
+        factors = self.exchange.read_factors()
+        if cute.arch.vote_any_sync(factors[0] != Float32(1.0) or factors[1] != Float32(1.0)):
+            scale_rows(self.acc, factors)
+
+    def receive_inverse_sum(self) -> cute.Tensor:
+        """What O is divided by, from the first warpgroup."""
+        wait(WideBarrier.WRITTEN)
+        factors = self.exchange.read_factors()
+        arrive(WideBarrier.READ)
+        return factors

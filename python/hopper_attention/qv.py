@@ -1,0 +1,62 @@
+"""A second query that multiplies V: FlashAttention-3's ``qv``, which attention over a latent (MLA) needs.
+
+Scores are softmax_scale (Q K^T + QV V^T): V is the values and, beside K, more columns of the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hopper_attention import checks
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
+
+NO_QV_GRADIENT = (
+    "a backward pass reached attention with qv, whose gradient no backend has; use "
+    "hopper_attention.reference.attention_tiled(..., qv=qv), which is differentiable, or call under torch.no_grad()"
+)
+
+
+def check_qv(q: TensorSpec, v: TensorSpec, qv: TensorSpec) -> None:
+    """Raise unless ``qv`` fits q and v, dense or packed, which were checked.
+
+    Raises:
+        ValueError, TypeError: its shape, dtype or device is another than allowed.
+        NotImplementedError: q is of 8 bits.
+    """
+    if q.dtype == FP8_DTYPE:
+        raise NotImplementedError(
+            f"qv is given: a second query of {FP8_DTYPE} tensors is not implemented; use 16-bit tensors"
+        )
+    expected = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != expected:
+        dims = (
+            "(batch, seqlen_q, heads, head_dim_v)" if len(expected) == 4 else "(total_q, heads, head_dim_v)"
+        )
+        raise ValueError(f"qv has shape {tuple(qv.shape)}, allowed with these q and v: {dims}, {expected}")
+    if qv.dtype != q.dtype:
+        raise TypeError(f"qv has dtype {qv.dtype}, allowed: the dtype of q, {q.dtype}")
+    checks.check_device("qv", qv.device, q.device)
+
+
+def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
+    """``softmax_scale`` checked; by default that of keys with the columns of K and V (FlashAttention-3's)."""
+    if softmax_scale is None:
+        return float((head_dim + head_dim_v) ** -0.5)
+    return checks.check_scale(softmax_scale)
+
+
+def check_qv_without_dropout(dropout_p: float) -> None:
+    """Raise NotImplementedError for dropout with a second query."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout_p is {dropout_p} with qv, which is not implemented; use dropout_p=0.0, or concatenate qv to q "
+            "and v to k where head_dim + head_dim_v is at most 256"
+        )
+
+
+def no_qv(backend: str, reason: str) -> NotImplementedError:
+    """The error of a backend that has no kernel with qv for a problem."""
+    return NotImplementedError(
+        f"qv is given: {reason}; use backend='reference', which is slow, or concatenate qv to q and v to k where "
+        f"head_dim + head_dim_v is at most 256 (asked of backend {backend!r})"
+    )

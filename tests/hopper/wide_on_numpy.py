@@ -1,0 +1,84 @@
+"""The forward kernel for wide values, compiled to PTX and run on NumPy: no GPU takes part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hopper.config import WARPGROUP_ROWS
+from hopper.wide.config import WideForwardConfig
+from tests.hopper.hopper_machine import AT_ONCE, Timing
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of, ragged_map, row_map
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def wide_on_numpy(
+    config: WideForwardConfig,
+    inputs: Inputs,
+    softmax_scale: float,
+    ctas: int = 1,
+    timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of (q, k, v, qv), NaN where the kernel writes nothing, by ``ctas`` clusters."""
+    q, k, v, _ = inputs
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
+    lse = torch.full((batch, heads, seqlen_q), math.nan)
+    arguments = _maps(config, (*inputs, out), row_map)
+    arguments.tensor(lse, (seqlen_q, heads, batch), (lse.stride(1), lse.stride(0)))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    if rules.sinks is not None:
+        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E, seqlen_q, k.shape[1])
+    arguments.add(heads // k.shape[2], heads, *sides)
+    if rules.softcap:
+        arguments.add(softmax_scale / rules.softcap)
+    if rules.slopes is not None:
+        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
+    return out, lse
+
+
+def packed_wide_on_numpy(
+    config: WideForwardConfig,
+    inputs: Inputs,
+    plan: Tensor,
+    sequences: int,
+    softmax_scale: float,
+    ctas: int = 1,
+    timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """The same of packed tensors; ``sequences`` counts that of rows of no sequence."""
+    q, k, v, _ = inputs
+    out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    arguments = _maps(config, (*inputs, out), ragged_map)
+    arguments.tensor(lse, (q.shape[0], q.shape[1]), (lse.stride(0),))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    arguments.add(softmax_scale * LOG2_E)
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
+    return out, lse
+
+
+def _maps(config: WideForwardConfig, tensors: tuple[Tensor, ...], map_of) -> Arguments:
+    """Arguments that begin with the TMA of (q, k, v, qv, out)."""
+    c, (q, k, v, qv, out) = config, tensors
+    maps = [
+        map_of(q, WARPGROUP_ROWS, c.head_dim),
+        map_of(k, c.tile_n // c.cluster, c.head_dim),
+        map_of(v, c.tile_n // c.cluster, c.half),
+        map_of(out, WARPGROUP_ROWS, c.half),
+    ]
+    maps += [map_of(qv, WARPGROUP_ROWS, c.half)] if c.qv else []
+    arguments = Arguments()
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
+    return arguments
