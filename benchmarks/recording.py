@@ -19,6 +19,7 @@ from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
@@ -110,7 +111,7 @@ class RecordedSoftmax(OnlineSoftmax):
         super().__init__(scale_log2)
         self.recorder = recorder
 
-    def enter_tile(self, row: Int32, head: Int32, batch: Int32):
+    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
         self.recorder.enter_tile()
 
     def enter_block(self, slot: Int32):

@@ -5,6 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.user_functions import UserFunctions
+
 VECTOR_ELEMENTS = 8
 """16-bit elements that one vector access or one unit of TMA moves, and so what strides are multiples of."""
 
@@ -21,6 +23,28 @@ def strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
 def words(number):
     """A vector of int32 of so many elements."""
     return make_fake_tensor(Int32, (number,), (1,), assumed_align=4)
+
+
+CAPTURED_DTYPES = {
+    "float32": cutlass.Float32,
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "int32": Int32,
+    "int64": cutlass.Int64,
+    "bool": cutlass.Uint8,
+}
+"""Of tensors that a user's functions read; truth values come as bytes."""
+
+
+def captured_arguments(functions: UserFunctions) -> tuple:
+    """The tensors that a user's functions read, of any sizes and strides."""
+
+    def any_tensor(dtype: type[cutlass.Numeric], dimensions: int):
+        shape = tuple(cute.sym_int() for _ in range(dimensions))
+        strides = tuple(cute.sym_int(64) for _ in range(dimensions))
+        return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
+
+    return tuple(any_tensor(CAPTURED_DTYPES[kind.dtype], kind.dimensions) for kind in functions.tensors)
 
 
 def plan_argument():

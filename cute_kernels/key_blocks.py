@@ -12,6 +12,12 @@ from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.visible import first_key, keys_end
 from cute_kernels.window import Window
 
+HIDDEN, PARTLY_SEEN, SEEN = range(3)
+"""What queries of a tile see of a key block in a list."""
+
+ENTRY_BITS = 2
+"""Of an entry of a list below the number of the block, for one of these."""
+
 
 @dataclass(frozen=True)
 class BlockRange:
@@ -99,6 +105,33 @@ class KeyBlocks(LoopInvariant):
     def count(self) -> Any:
         return self.number_from(self.last)
 
+    def number(self, n_block: Any) -> Any:
+        """Of the key block at a place of the walk: itself."""
+        return n_block
+
     def number_from(self, n_block: Any) -> Any:
         """Blocks from ``n_block`` down to ``begin``."""
         return n_block + 1 - self.begin
+
+
+@dataclass(frozen=True)
+class ListedBlocks(KeyBlocks):
+    """Key blocks of one query tile that stand in a list, visited from its last to its first, at least one.
+
+    Places of the walk are those in the list, an int32 vector: how many there are, then the entries. Numbers of blocks
+    ascend in it, so that the end of the sequence is in the block that is visited first, or in none. An empty list has
+    an entry for one block that is hidden.
+    """
+
+    entries: Any = None
+
+    @staticmethod
+    def of(block_range: BlockRange, m_block: Any, seqlens: SeqlenInfo, entries: Any) -> "ListedBlocks":
+        return ListedBlocks(block_range, m_block, seqlens, maximum(entries[0], 1), 0, entries)
+
+    def entry(self, place: Any) -> Any:
+        """The number of a block above ``ENTRY_BITS``, and below them what is seen of it."""
+        return self.entries[place + 1]
+
+    def number(self, n_block: Any) -> Any:
+        return self.entry(n_block) >> ENTRY_BITS

@@ -1,21 +1,26 @@
 """Between K Q^T and dS^T: what a backward kernel does to a transposed score tile, whose rows are keys and whose
 columns are queries. ``score_tile`` is the same of a forward kernel."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.backward import scores
 from cute_kernels.backward.scores import kept_or_zero, probability, without_biases
 from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRIDE, ROWS_PER_THREAD, as_rows
+from cute_kernels.function_values import FunctionValues, Known, select
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.score_tile import LOG2_E, SoftCap
+from cute_kernels.user_functions import NO_FUNCTIONS, NOTHING, UserFunctions
+
+LN_2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,16 @@ class KeyRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
     ``scale_log2`` is that of ``scale_in_base_2``. ``softcap`` has none or the one for all tiles, ``slopes`` none or the
-    tensor (batch, heads) of ALiBi, ``dropout`` none or that of P.
+    tensor (batch, heads) of ALiBi, ``dropout`` none or that of P. ``functions`` are the user's, which read the tensors
+    ``captured``.
     """
 
     scale_log2: Float32
     softcap: tuple[SoftCap, ...] = ()
     slopes: tuple[Any, ...] = ()
     dropout: tuple[Dropout, ...] = ()
+    functions: UserFunctions = NO_FUNCTIONS
+    captured: tuple[cute.Tensor, ...] = ()
 
     def for_head(self, mask: KeyMask, head: Int32, batch: Int32) -> "KeyScoreTile":
         """Of a thread's keys and the queries of a head."""
@@ -38,8 +46,12 @@ class KeyRules(LoopInvariant):
             slopes[cutlass.min(batch, slopes.shape[0] - 1), head] * Float32(LOG2_E)
             for slopes in self.slopes
         )
+        functions: tuple[FunctionValues, ...] = ()
+        if self.functions:
+            place = batch, head
+            functions = (FunctionValues(self.functions, self.captured, place, "kv_idx", with_slope=True),)
         dropout = self.dropout_of(mask, head, batch)
-        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout)
+        return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout, functions)
 
     def dropout_of(self, mask: KeyMask, head: Int32, batch: Int32) -> tuple[RowDropout, ...]:
         """That of a thread's keys, where there is some."""
@@ -73,7 +85,8 @@ class KeyScoreTile(LoopInvariant):
 
     With a softcap c, a score s, scaled, becomes c t with t = tanh(s / c), so that dS = P (dP - delta) (1 - t^2), and dQ
     and dK get the factor softmax_scale as ever. ``scale_log2`` is c log2(e) then. A bias joins the exponent, and not
-    the scores, which are t until they are probabilities.
+    the scores, which are t until they are probabilities. So do a user's ``functions``, which are given the natural
+    score, and whose slope is one more factor of dS.
     """
 
     mask: KeyMask
@@ -81,6 +94,17 @@ class KeyScoreTile(LoopInvariant):
     softcap: tuple[SoftCap, ...] = ()
     slopes_log2: tuple[Float32, ...] = ()
     dropout: tuple[RowDropout, ...] = ()
+    functions: tuple[FunctionValues, ...] = ()
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether dS is not P (dP - delta), but that times the slopes of what was done to the score."""
+        return self.is_capped or any(values.functions.bends for values in self.functions)
+
+    @property
+    def follows_from_probabilities(self) -> bool:
+        """Whether t follows from P, and with it the only factor that dS may have."""
+        return not any(values.functions.has_score for values in self.functions)
 
     def kept(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
         """What dropout keeps of the thread's ``columns`` of query tile ``m_block``; nothing where there is none."""
@@ -103,7 +127,15 @@ class KeyScoreTile(LoopInvariant):
         self, acc_S: cute.Tensor, lse: cute.Tensor, m_block: Int32, clamps: bool = False
     ) -> None:
         """``scores.make_probabilities`` of query tile ``m_block``."""
-        scores.make_probabilities(acc_S, lse, self.scale_log2, clamps, self._biases(m_block))
+        if not self.functions:
+            scores.make_probabilities(acc_S, lse, self.scale_log2, clamps, self._biases(m_block))
+            return
+        rows, block = as_rows(acc_S), self._block(m_block, clamps)
+        for j in range(rows.shape[1][1]):
+            for e in range(COLUMNS_PER_PAIR):
+                column = block.column(COLUMNS_PER_GROUP * j + e)
+                for r in range(ROWS_PER_THREAD):
+                    rows[r, (e, j)] = column.probability(rows[r, (e, j)], lse[e, j], r)[0]
 
     def round_probabilities(
         self,
@@ -114,13 +146,17 @@ class KeyScoreTile(LoopInvariant):
         clamps: bool = False,
         kept: tuple[Kept, ...] = (),
     ) -> None:
-        """P^T in 16 bits, as ``scores.round_into`` gives it, and in place P^T, or if capped P^T (1 - t^2): what
-        ``scores.make_gradient`` takes. It needs no more registers for being capped."""
-        if not self.is_capped:
+        """P^T in 16 bits, as ``scores.round_into`` gives it, and in place P^T times the factors of dS, as 1 - t^2: what
+        ``scores.make_gradient`` takes. It needs no more registers for them."""
+        if not self.has_factors:
             self.make_probabilities(acc_S, lse, m_block, clamps)
             scores.round_into(rounded, acc_S, kept)
             return
-        words, rows, biases = cute.recast_tensor(rounded, Int32), as_rows(acc_S), self._biases(m_block)
+        words, rows = cute.recast_tensor(rounded, Int32), as_rows(acc_S)
+        if self.functions:
+            self._round_changed(words, rows, lse, self._block(m_block, clamps), rounded.element_type)
+            return
+        biases = self._biases(m_block)
         for j in range(rows.shape[1][1]):
             for r in range(ROWS_PER_THREAD):
                 pair = []
@@ -132,12 +168,27 @@ class KeyScoreTile(LoopInvariant):
                     pair[e] = kept_or_zero(kept, pair[e], (r, j, e))
                 words[r + ROWS_PER_THREAD * j] = pack(*pair, rounded.element_type)
 
+    def _round_changed(
+        self, words: cute.Tensor, rows: cute.Tensor, lse: cute.Tensor, block: "FunctionBlock", dtype: Any
+    ) -> None:
+        """``round_probabilities`` with a user's functions."""
+        for j in range(rows.shape[1][1]):
+            columns = [block.column(COLUMNS_PER_GROUP * j + e) for e in range(COLUMNS_PER_PAIR)]
+            for r in range(ROWS_PER_THREAD):
+                pair = []
+                for e in range(COLUMNS_PER_PAIR):
+                    p, factor = columns[e].probability(rows[r, (e, j)], lse[e, j], r)
+                    pair.append(p)
+                    rows[r, (e, j)] = p * factor
+                words[r + ROWS_PER_THREAD * j] = pack(*pair, dtype)
+
     def make_gradient_of_rounded(
         self, acc_dP: cute.Tensor, rounded: cute.Tensor, delta: cute.Tensor, lse: cute.Tensor, m_block: Int32
     ) -> None:
         """dS^T in the place of dP^T, of nothing but P^T in 16 bits, as ``scores.make_gradient_of_rounded``. If capped,
-        t is worked out again from P^T: of a P that is 0 in 16 bits it does not matter. Else ``lse`` is not read."""
-        if not self.is_capped:
+        t is worked out again from P^T: of a P that is 0 in 16 bits it does not matter. Else ``lse`` is not read. Where
+        it does not follow from P^T, ``rounded`` is that times the factors of dS."""
+        if not self.is_capped or not self.follows_from_probabilities:
             scores.make_gradient_of_rounded(acc_dP, rounded, delta)
             return
         dp, words, biases = as_rows(acc_dP), cute.recast_tensor(rounded, Int32), self._biases(m_block)
@@ -151,6 +202,15 @@ class KeyScoreTile(LoopInvariant):
                     ds = pair[e] * (dp[r, (e, j)] - delta[e, j])
                     dp[r, (e, j)] = ds * slope_of_tanh(t)
 
+    def _block(self, m_block: Int32, clamps: bool) -> "FunctionBlock":
+        """What a user's functions do to query tile ``m_block``."""
+        (values,), mask = self.functions, self.mask
+        keys = tuple(mask.key + r * ROW_STRIDE for r in range(ROWS_PER_THREAD))
+        lines = tuple(values.on_line(key) for key in keys)
+        are_there = tuple(key < mask.seqlens.seqlen_k for key in keys)
+        first = m_block * mask.tile_m + mask.col
+        return FunctionBlock(self, values, lines, are_there, first, self._biases(m_block), clamps)
+
     def _biases(self, m_block: Int32) -> tuple[BlockBias, ...]:
         if not self.slopes_log2:
             return ()
@@ -158,6 +218,59 @@ class KeyScoreTile(LoopInvariant):
         level = m_block * mask.tile_m + mask.col + mask.seqlens.seqlen_k - mask.seqlens.seqlen_q
         behind = tuple(Float32(mask.key + r * ROW_STRIDE - level) for r in range(ROWS_PER_THREAD))
         return tuple(BlockBias(behind, slope, mask.window.is_causal) for slope in self.slopes_log2)
+
+
+@dataclass(frozen=True)
+class FunctionBlock(LoopInvariant):
+    """A user's functions at a thread's two keys and the queries from ``first`` on.
+
+    ``keys`` has what is known of each key, ``are_there`` whether it is one of the sequence. Rows and keys behind the
+    end have scores that functions may make anything of, so that they are hidden here whatever the block's mask does.
+    """
+
+    tile: KeyScoreTile
+    values: FunctionValues
+    keys: tuple[Known, ...]
+    are_there: tuple[Boolean, ...]
+    first: Int32
+    biases: tuple[BlockBias, ...]
+    clamps: bool
+
+    def column(self, offset: int) -> "FunctionColumn":
+        """At the query so far behind the first."""
+        query = self.first + offset
+        return FunctionColumn(
+            self, offset, self.values.across(query), query < self.tile.mask.seqlens.seqlen_q
+        )
+
+
+@dataclass(frozen=True)
+class FunctionColumn(LoopInvariant):
+    """The same at one query; ``known`` is what is known of it, ``is_there`` whether it is one of the sequence."""
+
+    block: FunctionBlock
+    offset: int
+    known: Known
+    is_there: Boolean
+
+    def probability(self, t: Float32, lse: Float32, r: int) -> tuple[Float32, Float32]:
+        """P of key ``r``, and the factor of its dS; 0 both where the score is hidden. ``t`` is what the mask left of
+        the accumulator, -inf for a hidden score."""
+        block, tile, functions = self.block, self.block.tile, self.block.values.functions
+        # A bias is what the log-sum-exp lacks.
+        added = -without_biases(Float32(0.0), block.biases, r, self.offset) if block.biases else Float32(0.0)
+        score_log2 = t * tile.scale_log2 + added
+        known = block.values.at(block.keys[r], self.known, score_log2 * Float32(LN_2))
+        factor = Float32(1.0)
+        if functions.has_score:
+            score_log2, factor = known[functions.score] * Float32(LOG2_E), known[functions.slope]
+        if tile.is_capped:
+            factor = factor * slope_of_tanh(t)
+        is_seen = (t != -Float32.inf) & self.is_there & block.are_there[r]
+        if functions.mask != NOTHING:
+            is_seen = is_seen & known[functions.mask]
+        p = probability(score_log2 - lse, block.clamps)
+        return select(is_seen, p, Float32(0.0)), select(is_seen, factor, Float32(0.0))
 
 
 def slope_of_tanh(t: Float32) -> Float32:

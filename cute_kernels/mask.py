@@ -20,12 +20,12 @@ from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.visible import first_key, keys_end
 from cute_kernels.window import Window
 
-LOWER_HALF = 0xFFFF
+LOWER_HALF, UPPER_HALF = 0xFFFF, -0x10000
 GROUPS_PER_WORD = 16
 """Of columns, two of which a thread holds of a row, so that 32 bits stand for all that it holds of them."""
 
-MINUS_INF_ABOVE, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00FC00 - (1 << 32)
-"""float16 -inf in the upper half of a signed word, and in both."""
+MINUS_INF_ABOVE, MINUS_INF_BELOW, MINUS_INFS = (0xFC00 << 16) - (1 << 32), 0xFC00, 0xFC00FC00 - (1 << 32)
+"""float16 -inf in the upper half of a signed word, in the lower one, and in both."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class TileMask(LoopInvariant):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             visible = self._visible(r, n_block)
             if const_expr(acc_S.element_type is Float16):
-                assert const_expr(not self.window.has_left)
                 _hide_halves(words_of_pairs(acc_S), r, visible)
+                if const_expr(self.window.has_left):
+                    _hide_halves_before(words_of_pairs(acc_S), r, self._hidden(r, n_block))
             elif const_expr(self.window.has_left):
                 _hide_outside(as_rows(acc_S), r, self._hidden(r, n_block), visible)
             else:
@@ -120,3 +121,13 @@ def _hide_halves(words: cute.Tensor, r: cutlass.Constexpr[int], visible: Int32):
         left = (word & LOWER_HALF) | MINUS_INF_ABOVE
         word = Int32(left) if visible <= COLUMNS_PER_GROUP * j + 1 else word
         words[r, j] = Int32(MINUS_INFS) if visible <= COLUMNS_PER_GROUP * j else word
+
+
+@cute.jit
+def _hide_halves_before(words: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32):
+    """Hide the columns before ``begin``: of a pair the first one if the second is."""
+    for j in cutlass.range_constexpr(words.shape[1]):
+        word = words[r, j]
+        right = (word & UPPER_HALF) | MINUS_INF_BELOW
+        word = Int32(right) if begin > COLUMNS_PER_GROUP * j else word
+        words[r, j] = Int32(MINUS_INFS) if begin > COLUMNS_PER_GROUP * j + 1 else word

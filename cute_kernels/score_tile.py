@@ -10,9 +10,12 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import tanh, tanh_approx
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
+from cute_kernels.function_values import FunctionValues, Known, select
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import ENTRY_BITS, PARTLY_SEEN, SEEN, KeyBlocks
 from cute_kernels.mask import TileMask
+from cute_kernels.user_functions import UserFunctions
 
 LOG2_E = math.log2(math.e)
 
@@ -64,22 +67,78 @@ class Alibi(LoopInvariant):
 
 
 @dataclass(frozen=True)
+class FunctionRules(LoopInvariant):
+    """A user's functions and the ``tensors`` that they read. ``scale`` makes natural scores of what they are given."""
+
+    functions: UserFunctions
+    tensors: tuple
+    scale: Float32
+
+    def for_tile(self, mask: TileMask, head: Int32, batch: Int32) -> "FunctionChange":
+        """What they do to a thread's rows of one tile."""
+        values = FunctionValues(self.functions, self.tensors, (batch, head), "q_idx")
+        rows = tuple(values.on_line(mask.row + r * ROW_STRIDE) for r in range(ROWS_PER_THREAD))
+        return FunctionChange(mask, values, rows, self.scale)
+
+
+@dataclass(frozen=True)
+class FunctionChange(LoopInvariant):
+    """Works out a user's functions at every element. A score function leaves natural scores, which the softmax is to
+    scale by nothing more than log2(e); what the mask function hides is -inf. ``rows`` has what is known of each row.
+    """
+
+    mask: TileMask
+    values: FunctionValues
+    rows: tuple[Known, ...]
+    scale: Float32
+
+    def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        self.apply_listed(acc_S, n_block, None)
+
+    def apply_listed(self, acc_S: cute.Tensor, n_block: Int32, kind: Int32 | None) -> None:
+        """The same of a block of which a list has the ``kind``, that says whether the mask function counts at all."""
+        functions, scores = self.values.functions, as_rows(acc_S)
+        first = n_block * self.mask.tile_n + self.mask.col
+        for j in range(scores.shape[1][1]):
+            for e in range(scores.shape[1][0]):
+                column = self.values.across(first + (COLUMNS_PER_GROUP * j + e))
+                for r in range(ROWS_PER_THREAD):
+                    score = scores[r, (e, j)]
+                    known = self.values.at(self.rows[r], column, score * self.scale)
+                    if functions.has_score:
+                        score = known[functions.score]
+                    if functions.has_mask:
+                        is_seen = known[functions.mask]
+                        if kind is not None:
+                            is_seen = (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
+                        score = select(is_seen, score, -Float32.inf)
+                    scores[r, (e, j)] = score
+
+
+@dataclass(frozen=True)
 class ScoreRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
     ``softcap`` has none or the one for all tiles, ``slopes`` none or the tensor (batch, heads) of ALiBi;
-    ``inverse_scale`` is 1 / the scale that the softmax brings in. ``dropout`` has none or that of P.
+    ``inverse_scale`` is 1 / the scale that scores have until the user's ``functions`` see them, if there are any, else
+    that the softmax brings in. ``dropout`` has none or that of P.
     """
 
     softcap: tuple
     slopes: tuple
     inverse_scale: Float32 | float
     dropout: tuple[Dropout, ...] = ()
+    functions: tuple[FunctionRules, ...] = ()
 
     def tile(self, mask: TileMask, head: Int32, batch: Int32) -> "ScoreTile":
         """What is done to the scores of a thread's rows of one tile, and to its P."""
         dropout = tuple(each.for_rows(mask.row, mask.col, head, batch) for each in self.dropout)
         return ScoreTile(mask, self.for_tile(mask, head, batch), dropout)
+
+    def listed_tile(self, mask: TileMask, head: Int32, batch: Int32, blocks: KeyBlocks) -> "ScoreTile":
+        """The same of a tile that visits listed ``blocks``."""
+        tile = self.tile(mask, head, batch)
+        return ListedScoreTile(mask, tile.changes, tile.dropout, blocks)
 
     def for_tile(self, mask: TileMask, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """What changes the scores of a thread's rows of one tile, in order."""
@@ -88,7 +147,19 @@ class ScoreRules(LoopInvariant):
             # Rows that belong to no sequence stand behind the last one.
             slope = slopes[cutlass.min(batch, slopes.shape[0] - 1), head]
             changes = (*changes, Alibi(mask, slope * self.inverse_scale))
-        return changes
+        return *changes, *(functions.for_tile(mask, head, batch) for functions in self.functions)
+
+
+def function_rules(
+    functions: UserFunctions, tensors: tuple, scale_log2: Float32
+) -> tuple[FunctionRules, ...]:
+    """Of a launch, if there are functions; ``scale_log2`` is that of ``scale_in_base_2``."""
+    return (FunctionRules(functions, tensors, scale_log2 * Float32(1.0 / LOG2_E)),) if functions else ()
+
+
+def scale_after_functions(functions: UserFunctions, scale_log2: Float32) -> Float32:
+    """What the softmax brings in: score functions leave natural scores."""
+    return Float32(LOG2_E) if functions.has_score else scale_log2
 
 
 @dataclass(frozen=True)
@@ -119,3 +190,21 @@ class ScoreTile(LoopInvariant):
     def kept_anew(self, n_block: Int32) -> tuple[Kept, ...]:
         """The same, for a loop that has no registers for what is the same in all blocks."""
         return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(n_block)
+
+
+@dataclass(frozen=True)
+class ListedScoreTile(ScoreTile):
+    """The same of a tile that visits listed ``blocks``, the last of ``changes`` being a user's functions."""
+
+    blocks: KeyBlocks | None = None
+
+    @cute.jit
+    def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
+        """``n_block`` is a place in the list."""
+        entry = self.blocks.entry(n_block)
+        number = entry >> ENTRY_BITS
+        for change in self.changes[:-1]:
+            change.apply(acc_S, number)
+        self.changes[-1].apply_listed(acc_S, number, entry & ((1 << ENTRY_BITS) - 1))
+        if const_expr(is_masked):
+            self.mask.apply(acc_S, number)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
 
 
@@ -32,6 +33,15 @@ class SeqlenInfo(LoopInvariant):
         """Of packed sequences that each have whole tiles of ``tile`` queries to themselves, in buffers of
         ``total_q // tile + batch + 1`` tiles: the first of this one."""
         return self.offset_q // tile + self.batch
+
+    def first_key_block(self, block: int | Any) -> Any:
+        """The same of blocks of ``block`` keys."""
+        return self.offset_k // block + self.batch
+
+    def padded_rows_k(self, step: int) -> PackedRows:
+        """Where the rows of K and V lie in packed tensors in which each sequence has whole steps of ``step`` rows to
+        itself (``first_key_block``)."""
+        return PackedRows(self.first_key_block(step) * step, ceil_div(self.seqlen_k, step) * step)
 
     @property
     def rows_q(self) -> Any:

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded, pin
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows, store_row_as_operand_a
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 
 LN_2 = math.log(2.0)
 
@@ -32,7 +33,7 @@ class OnlineSoftmax(LoopInvariant):
             cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4)
         )
 
-    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
         """Called once a tile: what a subclass has to look up for it. ``rows`` are the thread's, clipped to those that
         exist."""
 
@@ -146,7 +147,7 @@ class WithSinks(OnlineSoftmax):
         super().__init__(*softmax)
         self.sinks, self.sink_log2 = sinks, cute.make_rmem_tensor(1, Float32)
 
-    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
         self.sink_log2[0] = self.sinks[head] * Float32(math.log2(math.e))
 
     @cute.jit

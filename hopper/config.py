@@ -18,6 +18,7 @@ from cute_kernels.problem import (
     SHORT_NAMES,
     check_chunk,
 )
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -60,7 +61,8 @@ class ForwardConfig:
     With ``chunk`` it is given the keys of a chunk too, outside of which a query sees none.
     ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
     ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes elements
-    of P.
+    of P. ``functions`` are a user's; with ``block_lists`` their mask is for the key blocks of a list, which are all
+    that is visited.
     """
 
     dtype: str
@@ -83,6 +85,8 @@ class ForwardConfig:
     alibi: bool = False
     sinks: bool = False
     dropout: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
+    block_lists: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -91,7 +95,7 @@ class ForwardConfig:
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks or self.dropout
+        return self.softcap or self.alibi or self.sinks or self.dropout or bool(self.functions)
 
     @property
     def consumers(self) -> int:
@@ -177,6 +181,8 @@ class ForwardConfig:
         parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
+        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -207,13 +213,18 @@ def validate_forward_config(config: ForwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
-    if not c.is_plain and not (c.pipelined and c.warp_specialized):
+    if not c.is_plain and not c.warp_specialized:
         raise ValueError(
-            f"pipelined is {c.pipelined} and warp_specialized {c.warp_specialized}, allowed with a window, with packed "
-            "sequences and where scores are changed: True"
+            f"warp_specialized is {c.warp_specialized}, allowed with a window, with packed sequences and where scores "
+            "are changed: True"
         )
     if c.dropout and c.tile_n % 32:
         raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
+    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
+        raise ValueError(
+            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
+            "False and 'dense', with a mask function"
+        )
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(

@@ -42,21 +42,25 @@ ADDRESS_PART = 2**34
 """Bytes of which RAGGED_ROWS are 2^64, which is nothing to an address."""
 
 
-def ragged_view(tensor: cute.Tensor, row_mode: int = 0) -> cute.Tensor:
+def ragged_view(tensor: cute.Tensor, row_mode: int = 0, step: int = 1) -> cute.Tensor:
     """Packed rows, heads last, as TMA has to see them so that it stops at the end of each sequence.
 
     TMA clips a box to the sizes of its tensor, which are the same for all sequences. Here the rows of every sequence
     end at row RAGGED_ROWS, so that what lies behind reads as zeros and is not written. Two more modes put the address
     right: with coordinates (RAGGED_ROWS, end), row RAGGED_ROWS - i is row end - i of the tensor, since addresses wrap
     at 2^64. (The idea is that of Triton's ragged descriptors.)
+
+    Where rows are neighbouring bytes, of which TMA cannot take one as a stride, sequences begin and end at multiples of
+    ``step`` rows, and these two modes count such steps.
     """
     assert cute.rank(tensor) == 3
     row_stride = tensor.stride[row_mode]
     elements = ADDRESS_PART * 8 // tensor.element_type.width
-    back = cute.assume(Int64(elements) - row_stride, divby=16 * 8 // tensor.element_type.width)
-    shape = [*tensor.shape[:2], tensor.shape[2], RAGGED_ROWS + 1, 2**31 - 1]
+    step_stride = row_stride if step == 1 else row_stride * step
+    back = cute.assume(Int64(elements * step) - step_stride, divby=16 * 8 // tensor.element_type.width)
+    shape = [*tensor.shape[:2], tensor.shape[2], RAGGED_ROWS // step + 1, 2**31 - 1]
     shape[row_mode] = RAGGED_ROWS
-    layout = cute.make_layout(tuple(shape), stride=(*tensor.stride, back, row_stride))
+    layout = cute.make_layout(tuple(shape), stride=(*tensor.stride, back, step_stride))
     return cute.make_tensor(tensor.iterator, layout)
 
 
@@ -65,18 +69,22 @@ class TmaOperand(LoopInvariant):
     """A TMA atom with the coordinate tensor and the staged shared memory between which it copies.
 
     ``gmem`` is (rows, columns, heads, batch), or of packed sequences a ``ragged_view``; mode ``row_mode`` has the rows.
+    ``step`` is that of the view.
     """
 
     atom: cute.CopyAtom
     gmem: cute.Tensor
     smem: cute.Tensor
     row_mode: int = 0
+    step: int = 1
 
     def of_head(self, head: Int32, rows: PackedRows | Int32) -> cute.Tensor:
         """The rows of a sequence, and the columns of a head; ``rows`` is as ``SeqlenInfo`` gives it."""
         if not isinstance(rows, PackedRows):
             return self.gmem[None, None, head, rows]
-        tensor = self.gmem[None, None, head, RAGGED_ROWS, rows.offset + rows.length]
+        end = rows.offset + rows.length
+        end = end if self.step == 1 else end // self.step
+        tensor = self.gmem[None, None, head, RAGGED_ROWS // self.step, end]
         first = RAGGED_ROWS - rows.length
         return cute.domain_offset((first, 0) if self.row_mode == 0 else (0, first), tensor)
 

@@ -19,6 +19,7 @@ from cute_kernels.problem import (
     check_chunk,
     cover_head_dims,
 )
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 WARP_THREADS = 32
 MMA_ROWS = 16
@@ -74,7 +75,7 @@ class AmpereForwardConfig:
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
     kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences
     lie in the tensors. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit
-    without a value to each row; ``dropout`` zeroes elements of P.
+    without a value to each row; ``dropout`` zeroes elements of P. ``functions`` are a user's.
     """
 
     dtype: str
@@ -96,10 +97,11 @@ class AmpereForwardConfig:
     alibi: bool = False
     sinks: bool = False
     dropout: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.sinks or self.dropout
+        return self.softcap or self.alibi or self.sinks or self.dropout or bool(self.functions)
 
     @property
     def threads(self) -> int:
@@ -144,6 +146,7 @@ class AmpereForwardConfig:
         parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 

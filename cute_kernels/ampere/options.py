@@ -8,10 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import philox_argument, strided
+from cute_kernels.arguments import captured_arguments, philox_argument, strided
 from cute_kernels.dropout import Dropout
 from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.user_functions import UserFunctions
 from cute_kernels.window import sides_of
 
 
@@ -36,12 +37,16 @@ class OptionalFeatures(Protocol):
     @property
     def dropout(self) -> bool: ...
 
+    @property
+    def functions(self) -> UserFunctions: ...
+
 
 class KernelOptions(NamedTuple):
     """Of one launch, each as a tuple that is empty where there is no such thing.
 
     ``sides`` are those of a window and its chunk, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor
-    (batch, heads) of ALiBi, ``sinks`` that of (heads,), ``dropout`` what ``Dropout.of`` takes.
+    (batch, heads) of ALiBi, ``sinks`` that of (heads,), ``dropout`` what ``Dropout.of`` takes, ``captured`` the tensors
+    that a user's functions read.
     """
 
     sides: tuple
@@ -49,13 +54,17 @@ class KernelOptions(NamedTuple):
     slopes: tuple
     sinks: tuple
     dropout: tuple
+    captured: tuple
 
     def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
         return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
 
-    def key_rules(self, scale_log2: Float32, dtype: type[cutlass.Numeric]) -> KeyRules:
+    def key_rules(
+        self, scale_log2: Float32, dtype: type[cutlass.Numeric], functions: UserFunctions
+    ) -> KeyRules:
         """What a backward kernel does to scores and P."""
-        return KeyRules(scale_log2, self.softcaps(dtype), self.slopes, Dropout.all_of(self.dropout))
+        dropout = Dropout.all_of(self.dropout)
+        return KeyRules(scale_log2, self.softcaps(dtype), self.slopes, dropout, functions, self.captured)
 
 
 def read_options(
@@ -63,15 +72,17 @@ def read_options(
 ) -> tuple[KernelOptions, Float32]:
     """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
     window and then the keys of a chunk, if the config has them, and if it changes scores (softcap, alibi_slopes), in a
-    forward kernel sinks, and (philox, kept) of dropout, with None for what there is not."""
+    forward kernel sinks, and (philox, kept) of dropout, with None for what there is not, and the tensors that a user's
+    functions read."""
     number_of_sides = len(_sides(config))
     sides, terms = arguments[:number_of_sides], arguments[number_of_sides:]
+    of_functions = len(terms) - len(config.functions.tensors)
+    terms, captured = terms[:of_functions], terms[of_functions:]
     terms, dropout = terms[:-2], terms[-2:] if config.dropout else ()
     caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))
     factors = tuple(softmax_scale / cap for cap in caps)
-    return KernelOptions(tuple(sides), factors, slopes, sinks, tuple(dropout)), scale_in_base_2(
-        softmax_scale, caps
-    )
+    options = KernelOptions(tuple(sides), factors, slopes, sinks, tuple(dropout), tuple(captured))
+    return options, scale_in_base_2(softmax_scale, caps)
 
 
 def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
@@ -82,7 +93,8 @@ def option_arguments(config: OptionalFeatures, *sinks: bool) -> tuple:
     slopes = strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if config.alibi else None
     sink_arguments = (strided(Float32, (cute.sym_int(),), 1) if is_there else None for is_there in sinks)
     dropout = (philox_argument(), Int32(0)) if config.dropout else (None, None)
-    return *sides, Float32(0.0) if config.softcap else None, slopes, *sink_arguments, *dropout
+    cap, captured = Float32(0.0) if config.softcap else None, captured_arguments(config.functions)
+    return *sides, cap, slopes, *sink_arguments, *dropout, *captured
 
 
 def _sides(config: OptionalFeatures) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
+    captured_arguments,
     compile_for_torch,
     philox_argument,
     plan_argument,
@@ -24,7 +25,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
     torch's current stream, with num_ctas behind where ``config.is_persistent``, as many as there are SMs. Where the
     config ``is_plain`` no more, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
-    sequences, softcap, alibi_slopes, philox, kept``, None for what the config has no use for (``BackwardOptions``).
+    sequences, softcap, alibi_slopes, philox, kept, *captured``, None for what the config has no use for
+    (``BackwardOptions``).
 
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
@@ -58,6 +60,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
+        *captured_arguments(c.functions),
         *ctas,
         options=options,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -35,7 +36,7 @@ class BackwardConfig:
     window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. With ``chunk`` it is given
     the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
     "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to
-    them, ``dropout`` zeroes elements of P.
+    them, ``dropout`` zeroes elements of P. ``functions`` are a user's.
     """
 
     dtype: str
@@ -53,11 +54,13 @@ class BackwardConfig:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def is_plain(self) -> bool:
         """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
-        return not (self.window or self.softcap or self.alibi or self.dropout) and self.layout == DENSE
+        changes = self.softcap or self.alibi or self.dropout or self.functions
+        return not (self.window or changes) and self.layout == DENSE
 
     @property
     def consumers(self) -> int:
@@ -67,6 +70,12 @@ class BackwardConfig:
     @property
     def threads(self) -> int:
         return WARPGROUP_THREADS * (self.consumers + 1)
+
+    @property
+    def publishes_factors(self) -> bool:
+        """Whether a warpgroup that makes P also has to give what dS is made of, since it does not follow from P: P
+        times the slope of a score function."""
+        return self.functions.has_score and (self.functions.bends or self.softcap)
 
     @property
     def rounds_probabilities(self) -> bool:
@@ -159,6 +168,7 @@ class BackwardConfig:
         parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("softcap", "alibi", "dropout") if getattr(self, name)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 
@@ -189,8 +199,8 @@ class PairedBackwardConfig(BackwardConfig):
 
     @property
     def buffers_of_p(self) -> int:
-        """One more with dropout: dS needs P as it was before."""
-        return self.stages_of("p") + self.dropout
+        """One more with dropout, as dS needs P as it was before, or where dS is made of something else."""
+        return self.stages_of("p") + (self.dropout or self.publishes_factors)
 
     @property
     def least_blocks(self) -> int:
@@ -247,6 +257,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {' or '.join(map(str, tiles_m))}")
     if c.dropout and c.tile_m != WARPGROUP_ROWS:
         raise ValueError(f"tile_m is {c.tile_m}, allowed with dropout: {WARPGROUP_ROWS}")
+    if c.functions and c.rounds_probabilities:
+        raise ValueError(f"tile_m is {c.tile_m}, allowed with a user's functions: {WARPGROUP_ROWS}")
     if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
     if c.layout not in LAYOUTS:
@@ -272,6 +284,7 @@ def select_backward_config(
     softcap: bool = False,
     alibi: bool = False,
     dropout: bool = False,
+    functions: UserFunctions = NO_FUNCTIONS,
 ) -> BackwardConfig:
     """The config that serves a problem. Windows and packed sequences have the tiles of dense problems, and so have
     scores and P that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
@@ -287,7 +300,7 @@ def select_backward_config(
             "backward kernel"
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
-    tile_m = 128 if fits[0] == 64 and not (softcap or alibi or dropout) else 64
+    tile_m = 128 if fits[0] == 64 and not (softcap or alibi or dropout or functions) else 64
     config = kind(
         dtype,
         fits[0],
@@ -302,6 +315,7 @@ def select_backward_config(
         softcap=softcap,
         alibi=alibi,
         dropout=dropout,
+        functions=functions,
     )
     validate_backward_config(config)
     return config

@@ -218,7 +218,7 @@ class BackwardKernel:
                 OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
                 thread,
             )
-            rules = key_rules(softmax_scale, changes, self.dtype)
+            rules = key_rules(c, softmax_scale, changes)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
             factors = tuple(each.factor for each in rules.dropout)
@@ -448,10 +448,11 @@ class GeneralBackwardKernel(BackwardKernel):
         alibi_slopes: cute.Tensor | None,
         philox: cute.Tensor | None,
         kept: Int32 | None,
-        num_ctas: Int32,
-        stream,
+        *captured_ctas_and_stream,
     ):
-        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
+        tensors that the config's functions read, num_ctas and the stream."""
+        *captured, num_ctas, stream = captured_ctas_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         given = (
             (window_left, window_right, attention_chunk),
@@ -459,5 +460,6 @@ class GeneralBackwardKernel(BackwardKernel):
             softcap,
             alibi_slopes,
             (philox, kept),
+            tuple(captured),
         )
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, num_ctas, stream)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -22,7 +21,8 @@ class BackwardOptions(LoopInvariant):
     ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
     The keys of a chunk, 1 or more, come behind them.
     ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
-    ``slopes`` those of ALiBi, float32 (batch, heads), ``dropout`` what ``Dropout.of`` takes.
+    ``slopes`` those of ALiBi, float32 (batch, heads), ``dropout`` what ``Dropout.of`` takes. ``captured`` are the
+    tensors that the functions of the config read.
     """
 
     window: tuple = ()
@@ -30,11 +30,12 @@ class BackwardOptions(LoopInvariant):
     softcap: tuple = ()
     slopes: tuple = ()
     dropout: tuple = ()
+    captured: tuple = ()
 
     @property
     def changes(self) -> tuple:
         """What ``key_rules`` takes."""
-        return self.softcap, self.slopes, self.dropout
+        return self.softcap, self.slopes, self.dropout, self.captured
 
     @staticmethod
     def of(
@@ -44,6 +45,7 @@ class BackwardOptions(LoopInvariant):
         softcap: Float32 | None,
         slopes: cute.Tensor | None,
         dropout: tuple[cute.Tensor | None, Int32 | None],
+        captured: tuple,
     ) -> "BackwardOptions":
         """Of arguments, those that the config has a use for."""
         return BackwardOptions(
@@ -52,14 +54,17 @@ class BackwardOptions(LoopInvariant):
             (softcap,) if config.softcap else (),
             (slopes,) if config.alibi else (),
             dropout if config.dropout else (),
+            captured,
         )
 
 
 NO_OPTIONS = BackwardOptions()
 
 
-def key_rules(softmax_scale: Float32, changes: tuple, dtype: type[cutlass.Numeric]) -> KeyRules:
-    """What a kernel on inputs of ``dtype`` does to scores and P; ``changes`` are those of ``BackwardOptions``."""
-    caps, slopes, dropout = changes
-    softcap = tuple(SoftCap(softmax_scale / cap, dtype is cutlass.Float16) for cap in caps)
-    return KeyRules(scale_in_base_2(softmax_scale, caps), softcap, slopes, Dropout.all_of(dropout))
+def key_rules(config: BackwardConfig, softmax_scale: Float32, changes: tuple) -> KeyRules:
+    """What a kernel does to scores and P; ``changes`` are those of ``BackwardOptions``."""
+    caps, slopes, dropout, captured = changes
+    is_precise = config.dtype == "float16"
+    softcap = tuple(SoftCap(softmax_scale / cap, is_precise) for cap in caps)
+    scale_log2 = scale_in_base_2(softmax_scale, caps)
+    return KeyRules(scale_log2, softcap, slopes, Dropout.all_of(dropout), config.functions, captured)

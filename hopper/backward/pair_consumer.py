@@ -20,7 +20,8 @@ from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
 
 WHOLE_P = 1
-"""With dropout, the buffer of P^T as it was before; there is one stage of P, the buffer before."""
+"""The buffer of what dS is made of: with dropout P^T as it was before, with a user's function P^T times its slope.
+There is one stage of P, the buffer before."""
 
 
 class PairFragments(NamedTuple):
@@ -160,18 +161,24 @@ class PairConsumer(LoopInvariant):
     @cute.jit
     def store_scores(self, acc: cute.Tensor, target: cute.Tensor):
         """Round a transposed score tile and write it to shared memory, (keys, queries)."""
+        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
+        round_into(rounded, acc)
+        self.store_rounded(rounded, target)
+
+    @cute.jit
+    def store_rounded(self, rounded: cute.Tensor, target: cute.Tensor):
+        """Write a rounded tile, in the order of the accumulator."""
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
         )
         copy = cute.make_tiled_copy_C(atom, self.mmas.s).get_slice(self.thread)
-        rounded = cute.make_rmem_tensor_like(acc, target.element_type)
-        round_into(rounded, acc)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(target))
 
 
 class ScoresConsumer(PairConsumer):
     """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, buffers): with
-    dropout first what dV is made of, and then P^T itself, which dS is made of."""
+    dropout first what dV is made of, and then P^T itself, which dS is made of; and so where the config
+    ``publishes_factors``, P^T times these."""
 
     def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)
@@ -204,8 +211,7 @@ class ScoresConsumer(PairConsumer):
         scores.cap(acc_S)
         if const_expr(is_masked):
             scores.mask.apply(acc_S, m_block)
-        scores.make_probabilities(acc_S, lse, m_block)
-        self._publish(acc_S, block, kept)
+        self._publish(scores, acc_S, lse, m_block, block, kept)
         self._issue_dv(block)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
@@ -214,14 +220,31 @@ class ScoresConsumer(PairConsumer):
         self.pipes.do.consumer_release(self.state("do", block))
 
     @cute.jit
-    def _publish(self, acc_P: cute.Tensor, block: Int32, kept: tuple[Kept, ...]):
+    def _publish(
+        self,
+        scores: KeyScoreTile,
+        acc_S: cute.Tensor,
+        lse: cute.Tensor,
+        m_block: Int32,
+        block: Int32,
+        kept: tuple[Kept, ...],
+    ):
         """Write P^T to shared memory and say so, once the second warpgroup has done with the one before."""
-        self.pipes.p.producer_acquire(state_of(self.config.stages_of("p"), block, is_producer=True))
-        if const_expr(self.config.dropout):
-            self.store_scores(acc_P, self.sP[None, None, WHOLE_P])
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                zero_dropped(acc_P, r, kept)
-        self.store_scores(acc_P, self.sP[None, None, self.state("p", block).index])
+        stages = self.config.stages_of("p")
+        if const_expr(self.config.publishes_factors):
+            rounded = cute.make_rmem_tensor_like(acc_S, self.sP.element_type)
+            scores.round_probabilities(rounded, acc_S, lse, m_block)
+            self.pipes.p.producer_acquire(state_of(stages, block, is_producer=True))
+            self.store_rounded(rounded, self.sP[None, None, self.state("p", block).index])
+            self.store_scores(acc_S, self.sP[None, None, WHOLE_P])
+        else:
+            scores.make_probabilities(acc_S, lse, m_block)
+            self.pipes.p.producer_acquire(state_of(stages, block, is_producer=True))
+            if const_expr(self.config.dropout):
+                self.store_scores(acc_S, self.sP[None, None, WHOLE_P])
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    zero_dropped(acc_S, r, kept)
+            self.store_scores(acc_S, self.sP[None, None, self.state("p", block).index])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -260,12 +283,15 @@ class GradientConsumer(PairConsumer):
         warpgroup.wait_group(0)
         self._issue_dv(block)
         lse = delta
-        if const_expr(scores.is_capped):
+        if const_expr(scores.is_capped and scores.follows_from_probabilities):
             # The first warpgroup has seen it already, but not on behalf of this one.
             q_state = self.state("q", block)
             self.pipes.q.consumer_wait(q_state)
             lse = read_vector(self.sLSE, q_state.index, self.thread, self.config.tile_m)
-        probabilities = self._read_probabilities(self.state("p", block).index)
+        buffer = self.state("p", block).index
+        if const_expr(self.config.publishes_factors):
+            buffer = Int32(WHOLE_P)
+        probabilities = self._read_probabilities(buffer)
         if const_expr(self.config.dropout):
             drop_gradient_as(acc_dP, probabilities, scores.dropout[0].dropout.factor)
             probabilities = self._read_probabilities(Int32(WHOLE_P))

@@ -45,7 +45,8 @@ class PairMmas(NamedTuple):
 
 
 class PairLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage."""
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. Where the config
+    ``publishes_factors``, ``p`` has one more: what dS is made of."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -316,11 +317,11 @@ class PairedBackwardKernel:
             )
             stores = (atoms[7:], tensors[7:])
             if wg == 0:
-                rules = key_rules(problem.softmax_scale, problem.changes, self.dtype)
+                rules = key_rules(c, problem.softmax_scale, problem.changes)
                 consumer = ScoresConsumer(sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 0)
             else:
-                rules = key_rules(problem.softmax_scale, problem.changes, self.dtype)
+                rules = key_rules(c, problem.softmax_scale, problem.changes)
                 consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared)
                 self._consume(consumer, rules, problem, smem, stores, 1)
         # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
@@ -584,15 +585,11 @@ class GeneralPairedBackwardKernel(PairedBackwardKernel):
         alibi_slopes: cute.Tensor | None,
         philox: cute.Tensor | None,
         kept: Int32 | None,
-        stream,
+        *captured_and_stream,
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
+        *captured, stream = captured_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        given = (
-            (window_left, window_right, attention_chunk),
-            (plan, sequences),
-            softcap,
-            alibi_slopes,
-            (philox, kept),
-        )
+        sides, dropout = (window_left, window_right, attention_chunk), (philox, kept)
+        given = sides, (plan, sequences), softcap, alibi_slopes, dropout, tuple(captured)
         self._launch(tensors, BackwardOptions.of(self.config, *given), softmax_scale, stream)

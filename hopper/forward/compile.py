@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
+    captured_arguments,
     compile_for_torch,
     philox_argument,
     plan_argument,
@@ -15,7 +16,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kernel import Fp8ForwardKernel
+from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel, KernelParts
 
 
@@ -30,11 +31,12 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     positive float; num_ctas the size of the persistent grid, usually the number of SMs.
 
     Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, num_ctas)``, as
-    ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and out
-    are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
+    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, *captured, num_ctas)``,
+    as ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and
+    out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
     ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
-    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``).
+    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``);
+    captured are the tensors that the functions of the config read, and lists of blocks.
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -60,9 +62,16 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
+        *captured_arguments(c.functions),
+        *([_block_lists()] if c.block_lists else []),
         ctas,
         options=options,
     )
+
+
+def _block_lists():
+    """int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may be 0."""
+    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:
@@ -95,28 +104,74 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     The scales and mean_v are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
-    """
-    e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
-    b, sq, sk, sk_padded, h, hk, nq, nk = (cute.sym_int() for _ in range(8))
-    d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
 
-    v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
+    Where the config ``is_plain`` no more, window_left, window_right, attention_chunk, plan and sequences stand before
+    num_ctas, as for ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d),
+    vt (hk, dv, keys) with whole steps of 32 keys for each sequence, or (total_k, hk, dv), and lse (h, total_q or 0);
+    sizes of the batch are those of ``BlockScales``.
+    """
+    c = config
+    is_packed = c.layout == VARLEN
+    plain = (
+        *(_packed_fp8_tensors(c) if is_packed else _dense_fp8_tensors(c)),
+        Int32(0),
+        Int32(0),
+        Float32(0.0),
+    )
+    if c.is_plain:
+        return compile_for_torch(Fp8ForwardKernel(c), *plain, Int32(0), options=options)
     return compile_for_torch(
-        Fp8ForwardKernel(config),
+        GeneralFp8ForwardKernel(c),
+        *plain,
+        *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
+        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        Int32(0),
+        options=options,
+    )
+
+
+def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
+    """From q to mean_v, of sequences of one length."""
+    e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+    b, sq, sk, sk_padded, h, hk = (cute.sym_int() for _ in range(6))
+    d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
+    v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
+    return (
         strided(e4m3, (b, sq, h, d), 16),
         strided(e4m3, (b, sk, hk, d), 16),
         strided(e4m3, v_shape, 16),
         strided(out, (b, sq, h, dv), 8),
         strided(Float32, (b, h, cute.sym_int()), 1),
         words(2),
-        strided(Float32, (b, h, nq), 1),
-        strided(Float32, (b, hk, nk), 1),
-        strided(Float32, (b, hk, cute.sym_int()), 1),
-        strided(Float32, (b, hk, cute.sym_int()), 1),
-        strided(Float32, (b, hk, cute.sym_int()), 4),
-        Int32(0),
-        Int32(0),
-        Float32(0.0),
-        Int32(0),
-        options=options,
+        *_scales(b, h, hk),
+        *_scales_of_outputs(b, hk),
     )
+
+
+def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
+    """The same of packed sequences."""
+    e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+    total_q, total_k, keys, h, hk = (cute.sym_int() for _ in range(5))
+    d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
+    v_shape = (total_k, hk, dv) if config.v_rows else (hk, dv, keys)
+    return (
+        strided(e4m3, (total_q, h, d), 16),
+        strided(e4m3, (total_k, hk, d), 16),
+        strided(e4m3, v_shape, 16),
+        strided(out, (total_q, h, dv), 8),
+        strided(Float32, (h, cute.sym_int()), 1),
+        words(2),
+        *_scales(cute.sym_int(), h, hk),
+        *_scales_of_outputs(cute.sym_int(), hk),
+    )
+
+
+def _scales(batch, heads, kv_heads) -> tuple:
+    """Of q, k and v."""
+    return tuple(strided(Float32, (batch, h, cute.sym_int()), 1) for h in (heads, kv_heads, kv_heads))
+
+
+def _scales_of_outputs(batch, kv_heads) -> tuple:
+    """o_scale and mean_v."""
+    return tuple(strided(Float32, (batch, kv_heads, cute.sym_int()), step) for step in (1, 4))

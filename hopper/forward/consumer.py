@@ -87,9 +87,7 @@ class Consumer(LoopInvariant):
                 kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
         if const_expr(blocks.window.has_left):
-            for _ in cutlass.range(n_block + 1 - blocks.left_masked, unroll=1):
-                kv_state = self._overlapped_block(scores, n_block, kv_state, False)
-                n_block -= 1
+            n_block, kv_state = self._blocks_within(scores, blocks, n_block, kv_state)
             for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
                 kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
@@ -109,6 +107,16 @@ class Consumer(LoopInvariant):
         if blocks.window.has_left:
             unmasked = cutlass.max(unmasked, blocks.begin)
         return cutlass.max(blocks.last - unmasked, 0)
+
+    @cute.jit
+    def _blocks_within(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, kv_state: PipelineState
+    ) -> tuple[Int32, PipelineState]:
+        """Those from ``n_block`` down to the last that the left side of a window masks, which comes back."""
+        for _ in cutlass.range(n_block + 1 - blocks.left_masked, unroll=1):
+            kv_state = self._overlapped_block(scores, n_block, kv_state, False)
+            n_block -= 1
+        return n_block, kv_state
 
     @cute.jit
     def _unmasked_blocks(
@@ -190,8 +198,12 @@ class Consumer(LoopInvariant):
             for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
                 kv_state = self._sequential_block(scores, n_block, kv_state, True, False)
                 n_block -= 1
+        if const_expr(blocks.window.has_left):
+            for _ in cutlass.range(n_block + 1 - blocks.left_masked, unroll=1):
+                kv_state = self._sequential_block(scores, n_block, kv_state, False, False)
+                n_block -= 1
         for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
-            kv_state = self._sequential_block(scores, n_block, kv_state, False, False)
+            kv_state = self._sequential_block(scores, n_block, kv_state, blocks.window.has_left, False)
             n_block -= 1
         self._release_q(q_phase)
         return kv_state

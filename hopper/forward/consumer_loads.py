@@ -7,6 +7,7 @@ from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import ForwardConfig
 from hopper.forward.producer import Producer
 
@@ -44,7 +45,7 @@ class ConsumerLoads(NoConsumerLoads):
         self.k_state[2], self.v_state[2] = blocks.last, blocks.last
         self.begin_block[0] = Int32(blocks.begin)
         if self.is_loader:
-            self.producer.load_queries(m_block, head, batch, q_phase)
+            self.producer.load_queries(m_block, head, SeqlenInfo(0, 0, batch), q_phase)
         for _ in cutlass.range_constexpr(self.config.stages - 1):
             self.load_next()
         self._feed_k()
@@ -59,7 +60,7 @@ class ConsumerLoads(NoConsumerLoads):
         c, n_block = self.config, self.k_state[2]
         if self.is_loader and n_block >= self.begin_block[0]:
             state = PipelineState(c.stages, Int32(0), self.k_state[0], self.k_state[1])
-            self.producer.load_keys(self.head[0], self.head[1], n_block, state)
+            self.producer.load_keys(self.head[0], SeqlenInfo(0, 0, self.head[1]), n_block, state)
         self._advance(self.k_state)
 
     @cute.jit
@@ -67,7 +68,7 @@ class ConsumerLoads(NoConsumerLoads):
         c, n_block = self.config, self.v_state[2]
         if self.is_loader and n_block >= self.begin_block[0]:
             state = PipelineState(c.stages, Int32(0), self.v_state[0], self.v_state[1])
-            self.producer.load_values(self.head[0], self.head[1], n_block, state)
+            self.producer.load_values(self.head[0], SeqlenInfo(0, 0, self.head[1]), n_block, state)
         self._advance(self.v_state)
 
     @cute.jit

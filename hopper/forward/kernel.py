@@ -25,7 +25,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreRules, SoftCap
+from cute_kernels.score_tile import ScoreRules, SoftCap, function_rules, scale_after_functions
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
@@ -76,7 +76,8 @@ class KernelParts:
 class LaunchOptions(LoopInvariant):
     """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
     that ``PackedBatch`` wants, the sides of a ``window`` and its chunk, the cap of ``softcap``, the ``slopes`` of
-    ALiBi, and the words and the number of ``Dropout.of``."""
+    ALiBi, the words and the number of ``Dropout.of``, the tensors ``captured`` by a user's functions, and ``lists`` of
+    blocks."""
 
     extras: tuple = ()
     plan: tuple = ()
@@ -84,6 +85,8 @@ class LaunchOptions(LoopInvariant):
     softcap: tuple = ()
     slopes: tuple = ()
     dropout: tuple = ()
+    captured: tuple = ()
+    lists: tuple = ()
 
 
 class ForwardKernel:
@@ -181,6 +184,8 @@ class ForwardKernel:
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
             options.dropout,
+            options.captured,
+            options.lists,
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -205,6 +210,8 @@ class ForwardKernel:
         caps: tuple,
         slopes: tuple,
         dropout: tuple,
+        captured: tuple,
+        lists: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -220,7 +227,8 @@ class ForwardKernel:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         row_modes = (0, 0, self.parts.kv_source.v_row_mode, 0)
-        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes))
+        steps = (1, 1, self.parts.kv_source.v_row_step, 1)
+        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes, steps))
         lane = cute.arch.lane_idx()
         scheduler = TileScheduler(
             tile_counter,
@@ -241,9 +249,11 @@ class ForwardKernel:
         inverse_scale = 1.0
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
+        functions = function_rules(c.functions, captured, scale_log2)
         softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
-        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout))
-        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules)
+        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions)
+        scale_log2 = scale_after_functions(c.functions, scale_log2)
+        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
             scales = precision.make_scales(scale_log2, extras, storage)
@@ -298,15 +308,15 @@ class ForwardKernel:
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
             seqlens = work.seqlens.of(batch)
             mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
-            scores = work.rules.tile(mask, head, batch)
+            scores = work.score_tile(mask, head, batch, blocks)
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
-            softmax.enter_tile(rows, head, batch)
+            softmax.enter_tile(rows, head, seqlens)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
@@ -419,8 +429,7 @@ class GeneralForwardKernel(ForwardKernel):
         sinks: cute.Tensor | None,
         philox: cute.Tensor | None,
         kept: Int32 | None,
-        num_ctas: Int32,
-        stream,
+        *captured_ctas_and_stream,
     ):
         """Launch. What the config has no use for is None.
 
@@ -428,9 +437,12 @@ class GeneralForwardKernel(ForwardKernel):
         whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
         heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
         the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,);
-        ``philox`` and ``kept`` are those of ``Dropout.of``.
+        ``philox`` and ``kept`` are those of ``Dropout.of``. Then come the tensors that the config's functions read,
+        with ``block_lists`` those (``Work``), num_ctas and the stream.
         """
         c = self.config
+        *captured, num_ctas, stream = captured_ctas_and_stream
+        of_functions = len(c.functions.tensors)
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
@@ -438,6 +450,8 @@ class GeneralForwardKernel(ForwardKernel):
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),
             dropout=(philox, kept) if const_expr(c.dropout) else (),
+            captured=tuple(captured[:of_functions]),
+            lists=tuple(captured[of_functions:]),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

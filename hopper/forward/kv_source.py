@@ -22,13 +22,15 @@ class DenseTma(LoopInvariant):
     """K and V of a problem whose sequences are all of one length: one warp loads every block by TMA.
 
     ``v_major`` is how V lies in shared memory as operand B of P V. ``row_stages`` are blocks of V that wait there to be
-    transposed. ``v_row_mode`` is the mode of V, as ``arrange_v`` gives it, that has its keys.
+    transposed. ``v_row_mode`` is the mode of V, as ``arrange_v`` gives it, that has its keys; each packed sequence has
+    whole steps of ``v_row_step`` of them.
     """
 
     config: ForwardConfig
 
     v_major = OperandMajorMode.MN
     v_row_mode = 1
+    v_row_step = 1
     row_stages = 0
 
     @property
@@ -98,7 +100,7 @@ class DenseTma(LoopInvariant):
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
             q_phase ^= 1
             tile = work.scheduler.claim(mail_state)

@@ -8,9 +8,10 @@ from cutlass import Int32
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange, KeyBlocks
+from cute_kernels.key_blocks import BlockRange, KeyBlocks, ListedBlocks
+from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.score_tile import ScoreRules
+from cute_kernels.score_tile import ScoreRules, ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from hopper.config import ForwardConfig
@@ -47,7 +48,8 @@ class Mmas(NamedTuple):
 @dataclass(frozen=True)
 class Work(LoopInvariant):
     """The tiles of a launch: who hands them out, in which order, and which key blocks each visits, and
-    what is done to scores."""
+    what is done to scores. ``lists`` has none, or the tensor (batch, heads, query tiles, 1 + key tiles) that
+    ``ListedBlocks`` are read from."""
 
     scheduler: TileScheduler
     order: TileOrder | PackedTileOrder
@@ -55,9 +57,19 @@ class Work(LoopInvariant):
     seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
     rules: ScoreRules
+    lists: tuple = ()
 
-    def key_blocks(self, m_block: Int32, batch: Int32) -> KeyBlocks:
-        return self.block_range.of(m_block, self.seqlens.of(batch))
+    def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
+        seqlens = self.seqlens.of(batch)
+        for lists in self.lists:
+            return ListedBlocks.of(self.block_range, m_block, seqlens, lists[batch, head, m_block, None])
+        return self.block_range.of(m_block, seqlens)
+
+    def score_tile(self, mask: TileMask, head: Int32, batch: Int32, blocks: KeyBlocks) -> ScoreTile:
+        """What is done to the scores of a thread's rows of a tile that visits ``blocks``."""
+        if self.lists:
+            return self.rules.listed_tile(mask, head, batch, blocks)
+        return self.rules.tile(mask, head, batch)
 
 
 def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:

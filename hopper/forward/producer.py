@@ -7,6 +7,7 @@ from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import PerOperand, Pipelines, producer_slot, q_state
 from hopper.forward.unscaled import NoScales
@@ -36,48 +37,55 @@ class Producer(LoopInvariant):
     ) -> pipeline.PipelineState:
         """Issue the loads of one output tile; returns the state of K's and V's pipelines after it."""
         c = self.config
-        m_block, head, batch = coordinates
-        rows_q, rows_k = blocks.seqlens.rows_q, blocks.seqlens.rows_k
-        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.head_dim), (None, 0), head, rows_q)
-        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, rows_k)
-        tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, rows_k)
+        m_block, head, _ = coordinates
+        seqlens = blocks.seqlens
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.head_dim), (None, 0), head, seqlens.rows_q)
+        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, seqlens.rows_k)
+        tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        first = blocks.number(blocks.last)
         self.scales.begin()
-        self.scales.publish(head_kv, batch, blocks.last, producer_slot(kv_state))
-        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, blocks.last, kv_state)
+        self.scales.publish(head_kv, seqlens, first, producer_slot(kv_state))
+        self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
-        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, blocks.last, kv_state)
+        self._load(self.pipes.v, self.v.atom, tVsV, tVgV, first, kv_state)
         kv_state.advance()
         for step in cutlass.range(blocks.count - 1, unroll=1):
-            n_block = blocks.end - 2 - step
-            self.scales.publish(head_kv, batch, n_block, producer_slot(kv_state))
+            n_block = blocks.number(blocks.end - 2 - step)
+            self.scales.publish(head_kv, seqlens, n_block, producer_slot(kv_state))
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
         return kv_state
 
     @cute.jit
-    def load_queries(self, m_block: Int32, head: Int32, batch: Int32, q_phase: Int32):
+    def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):
         """Issue the loads of Q for one output tile, before those of K."""
         self.scales.begin()
-        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, batch)
+        rows = seqlens.rows_q
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, rows)
         for wg in cutlass.range_constexpr(self.config.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
 
     @cute.jit
-    def load_keys(self, head_kv: Int32, batch: Int32, n_block: Int32, state: pipeline.PipelineState):
+    def load_keys(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of K."""
-        tKsK, tKgK = self.k.partition((self.config.tile_n, self.config.head_dim), (None, 0), head_kv, batch)
-        self.scales.publish(head_kv, batch, n_block, producer_slot(state))
+        tile, rows = (self.config.tile_n, self.config.head_dim), seqlens.rows_k
+        tKsK, tKgK = self.k.partition(tile, (None, 0), head_kv, rows)
+        self.scales.publish(head_kv, seqlens, n_block, producer_slot(state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, state)
 
     @cute.jit
-    def load_values(self, head_kv: Int32, batch: Int32, n_block: Int32, state: pipeline.PipelineState):
+    def load_values(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of V."""
-        tVsV, tVgV = self.v.partition((self.config.head_dim_v, self.config.tile_n), (0, None), head_kv, batch)
+        tile, rows = (self.config.head_dim_v, self.config.tile_n), self._rows_v(seqlens)
+        tVsV, tVgV = self.v.partition(tile, (0, None), head_kv, rows)
         self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, state)
+
+    def _rows_v(self, seqlens: SeqlenInfo) -> PackedRows | Int32:
+        return seqlens.rows_k if self.v.step == 1 else seqlens.padded_rows_k(self.v.step)
 
     @cute.jit
     def _load_q(

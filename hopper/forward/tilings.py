@@ -96,6 +96,18 @@ PACKED_TILINGS: dict[tuple[int, int, bool], Tiling] = {
 long ones."""
 
 
+FUNCTION_TILINGS: dict[tuple[int, int], Tiling] = {
+    (64, 64): tiling(128, 128, 4),
+    (96, 96): tiling(128, 128, 2),
+    (128, 128): tiling(128, 128, 2),
+    (192, 128): tiling(128, 128, 2),
+    (192, 192): tiling(128, 112, 2, late_rescale=True),
+    (256, 256): tiling(128, 64, 2, ping_pong=False, late_rescale=True),
+}
+"""The same where there are a user's functions, by (head_dim, head_dim_v): they need registers, which two warpgroups and
+narrow tiles leave."""
+
+
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The native (head_dim, head_dim_v) pair of least work that is not smaller in either."""
     return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
@@ -124,6 +136,21 @@ def select_forward_config(
         rows = WINDOW_TILINGS.get(key[:2], rows)
     chosen = next(tiling for tiling in rows if seqlen_k <= tiling.max_seqlen_k)
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
+
+
+def select_with_functions(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    window: bool = False,
+    layout: str = DENSE,
+    **others: Any,
+) -> ForwardConfig:
+    """``select_forward_config`` where there are a user's functions, with further fields, ``functions`` among them."""
+    pair = cover_head_dims(head_dim, head_dim_v)
+    config = _build(FUNCTION_TILINGS[pair], dtype, (*pair, causal))
+    return replace(config, window=window, layout=layout, **others)
 
 
 def with_dropout(config: ForwardConfig) -> ForwardConfig:

@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 
 
 class NoScales(LoopInvariant):
@@ -12,7 +13,7 @@ class NoScales(LoopInvariant):
     def begin(self):
         """Called by the producer warp before the first block of a tile."""
 
-    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
+    def publish(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, slot: Int32):
         """Called by the producer warp before it acquires the stage of K of block ``n_block``."""
 
 

@@ -5,8 +5,9 @@ from cutlass import Float8E4M3FN, Float32, Int32
 
 from cute_kernels.arguments import compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.problem import VARLEN
 from hopper.quantize.config import CHUNK, QuantizeConfig
-from hopper.quantize.kernel import QuantizeKernel
+from hopper.quantize.kernel import PackedQuantizeKernel, QuantizeKernel
 
 
 def compile_quantize(config: QuantizeConfig, options: str = ""):
@@ -26,6 +27,11 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     - Whichever of these four a config does not use is int32 (any,).
     - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
 
+    With the layout "varlen" b is 1, sq and sk are rows of all sequences, and cu_seqlens_q, cu_seqlens_k int32 (batch +
+    1,), seqused_q and seqused_k int32 (batch,) or (0,) stand before num_ctas. Blocks, and steps of 32 keys of vt8, are
+    those that no two sequences share: x // rows + batch + 1 for x rows. Rows behind the last sequence are taken for
+    one more, and what is of none is not written.
+
     What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
     as many of V make no more than 2^30 items.
     """
@@ -33,8 +39,11 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     d, dv = config.head_dim, config.head_dim_v
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
     signs, signs_v, no_mean_k, no_mean_v = (words(cute.sym_int()) for _ in range(4))
+    is_packed = config.layout == VARLEN
+    batch, batch_and_one = cute.sym_int(), cute.sym_int()
+    sizes = batch_and_one, batch_and_one, batch, cute.sym_int()
     return compile_for_torch(
-        QuantizeKernel(config),
+        PackedQuantizeKernel(config) if is_packed else QuantizeKernel(config),
         strided(dtype, (b, sq, h, d), CHUNK),
         strided(dtype, (b, sk, hk, d), CHUNK),
         strided(dtype, (b, sk, hk, dv), CHUNK),
@@ -48,6 +57,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
         signs_v,
         strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
         strided(Float32, (b, hk, dv), 4) if config.smooth_v else no_mean_v,
+        *(words(size) for size in sizes if is_packed),
         Int32(0),
         options=options,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM, SHORT_NAMES
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
 from hopper.config import REGISTERS_PER_SM, SMEM_BYTES
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.fp8.tilings import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
@@ -188,7 +188,8 @@ class QuantizeConfig:
 
     ``dtype`` is that of the inputs. ``block_q`` rows of Q and ``block_k`` rows of K and of V share a scale.
     ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard matrix; ``smooth_k`` and
-    ``smooth_v`` subtract a vector from each row of K, and of V, before.
+    ``smooth_v`` subtract a vector from each row of K, and of V, before. ``layout`` is "dense" or "varlen", as that of
+    ``ForwardConfig``.
     """
 
     dtype: str
@@ -200,6 +201,7 @@ class QuantizeConfig:
     rotate_v: bool = False
     smooth_k: bool = False
     smooth_v: bool = False
+    layout: str = DENSE
 
     @property
     def scales_rows(self) -> bool:
@@ -283,6 +285,7 @@ class QuantizeConfig:
         )
         parts = ["hopper_quantize", SHORT_NAMES[self.dtype], dims, f"q{self.block_q}k{self.block_k}"]
         parts += [flag for flag in ("rotate", "rotate_v", "smooth_k", "smooth_v") if getattr(self, flag)]
+        parts += [] if self.layout == DENSE else [self.layout]
         return "_".join(parts)
 
     @property
@@ -313,6 +316,11 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
         if value not in other and (value % step or not step <= value <= largest):
             allowed = "".join(f"{x} or " for x in other) + f"multiples of {step} from {step} to {largest}"
             raise ValueError(f"{name} is {value}, allowed: {allowed}")
+    if config.layout not in LAYOUTS:
+        raise ValueError(f"layout is {config.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    for flag in ("smooth_k", "smooth_v"):
+        if config.layout != DENSE and getattr(config, flag):
+            raise ValueError(f"{flag} is True, allowed for packed sequences: False")
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
         raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 

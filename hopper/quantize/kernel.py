@@ -7,10 +7,21 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, const_expr
 
-from cute_kernels.integers import ceil_div
+from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.plan.config import plan_entries
+from cute_kernels.plan.kernel import rows_of
+from cute_kernels.problem import VARLEN
 from hopper.quantize.config import CHUNK, E4M3_MAX, QuantizeConfig, validate_quantize_config
-from hopper.quantize.operand import CHUNK_WORDS, Cta, Operand, RowScaledOperand, TransposedOperand
+from hopper.quantize.operand import (
+    CHUNK_WORDS,
+    Cta,
+    DenseItems,
+    Operand,
+    PackedItems,
+    RowScaledOperand,
+    TransposedOperand,
+)
 
 PHASES = 4
 """Groups of CTAs that are at different parts of their work at any time."""
@@ -49,6 +60,60 @@ class Grid(LoopInvariant):
             first = self.first_of_k if item < self.first_of_v else self.first_of_v
             number, head, batch = split(item - first, *self.of_kv)
         return number, head, batch
+
+
+@dataclass(frozen=True)
+class PackedSide(LoopInvariant):
+    """Packed sequences of Q, or of K and V: where their items of ``rows`` rows lie.
+
+    Items go by number as ``SeqlenInfo.first_key_block`` has it, so that some in between have no rows.
+    """
+
+    cu_seqlens: cute.Tensor
+    seqused: cute.Tensor
+    total: Int32
+    rows: int
+
+    @cute.jit
+    def find(self, item: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """(item of the sequence, sequence, its first row, its rows). Rows of no sequence follow the last."""
+        sequence, high = Int32(0), self.cu_seqlens.shape[0] - 1
+        while sequence < high:
+            middle = (sequence + high + 1) // 2
+            is_before = self._first_item(middle) <= item
+            sequence = middle if is_before else sequence
+            high = high if is_before else middle - 1
+        offset, length = rows_of(self.cu_seqlens, self.seqused, self.total, sequence)
+        # Whatever the offsets say, nothing outside of the tensors is touched.
+        number = maximum(item - self._first_item(sequence), 0)
+        return number, sequence, offset, length
+
+    def _first_item(self, sequence: Int32) -> Int32:
+        offset = minimum(maximum(self.cu_seqlens[sequence], 0), self.total)
+        return offset // self.rows + sequence
+
+
+@dataclass(frozen=True)
+class PackedGrid(Grid):
+    """``Grid`` for packed sequences; ``of_q`` and ``of_kv`` divide by the heads alone."""
+
+    q: PackedSide
+    k: PackedSide
+
+    @cute.jit
+    def place(self, item: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """(item of the sequence, head, sequence, its first row, its rows)."""
+        number, head, sequence, offset, length = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if item < self.first_of_k:
+            row, head_q = divmod(item, self.of_q[0])
+            head = Int32(head_q)
+            number, sequence, offset, length = self.q.find(Int32(row))
+        else:
+            first = self.first_of_k if item < self.first_of_v else self.first_of_v
+            row, head_kv = divmod(item - first, self.of_kv[0])
+            head = Int32(head_kv)
+            number, sequence, offset, length = self.k.find(Int32(row))
+        return number, head, sequence, offset, length
 
 
 def split(
@@ -97,16 +162,26 @@ class QuantizeKernel:
         c = self.config
         batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
         of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
-        first_of_k, items_of_k = batch * heads * of_q, batch * kv_heads * of_kv
-        end = first_of_k + 2 * items_of_k
-        self.kernel(
+        tensors = (
             (mQ, mK, mV),
             (mQ8, mK8, mVt8),
             (q_scale, k_scale, v_scale),
             (signs, signs_v),
             (mean_k, mean_v),
-            (first_of_k, first_of_k + items_of_k, end),
-            tuple(cute.FastDivmodDivisorV2(x) for x in (heads, of_q, kv_heads, of_kv)),
+        )
+        items = batch * heads * of_q, batch * kv_heads * of_kv
+        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), num_ctas, stream)
+
+    @cute.jit
+    def _launch(self, tensors: tuple, items: tuple, divisors: tuple, lengths: tuple, num_ctas: Int32, stream):
+        """``items`` are those of Q, and of K; ``divisors`` those of ``Grid``; ``lengths`` of packed sequences."""
+        c, (of_q, of_k) = self.config, items
+        end = of_q + 2 * of_k
+        self.kernel(
+            *tensors,
+            (of_q, of_q + of_k, end),
+            tuple(cute.FastDivmodDivisorV2(x) for x in divisors),
+            lengths,
         ).launch(
             grid=(cutlass.min(num_ctas, end), 1, 1),
             block=(c.threads, 1, 1),
@@ -126,6 +201,7 @@ class QuantizeKernel:
         means: tuple,
         bounds: tuple,
         divisors: tuple,
+        lengths: tuple,
     ):
         c = self.config
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
@@ -144,13 +220,17 @@ class QuantizeKernel:
         operand_q = RowScaledOperand if c.scales_rows else Operand
         of_q, of_k, of_v = zip(sources, data, scales, strict=True)
         largest_q, largest_k = c.largest_codes
+        items = PackedItems() if const_expr(c.layout == VARLEN) else DenseItems()
+        options_v = c.rotate_v, c.smooth_v, E4M3_MAX, items
         q, k, v = (
-            operand_q(c.q, *of_q, signs_qk, mean_k, c.rotate, False, largest_q),
-            Operand(c.k, *of_k, signs_qk, mean_k, c.rotate, c.smooth_k, largest_k),
-            TransposedOperand(c.v, *of_v, signs_v, mean_v, c.rotate_v, c.smooth_v, E4M3_MAX, buffer, c.vt),
+            operand_q(c.q, *of_q, signs_qk, mean_k, c.rotate, False, largest_q, items),
+            Operand(c.k, *of_k, signs_qk, mean_k, c.rotate, c.smooth_k, largest_k, items),
+            TransposedOperand(c.v, *of_v, signs_v, mean_v, *options_v, buffer, c.vt),
         )
         first_of_k, first_of_v, end = bounds
-        grid = Grid(first_of_k, first_of_v, end, divisors[:2], divisors[2:])
+        half = len(divisors) // 2
+        shared_out = first_of_k, first_of_v, end, divisors[:half], divisors[half:]
+        grid = self._grid(shared_out, sources, lengths)
         number, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         left, item = grid.share(number, ctas)
 
@@ -183,6 +263,18 @@ class QuantizeKernel:
                 turn = v.quantize(cta, words, place, turn)
             item, place, left = following, next_place, left - 1
 
+    def _grid(self, shared_out: tuple, sources: tuple, lengths: tuple) -> Grid:
+        """``lengths`` are cu_seqlens and seqused of Q and of K, if sequences are packed."""
+        if not lengths:
+            return Grid(*shared_out)
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lengths
+        (mQ, mK, _), c = sources, self.config
+        sides = (
+            PackedSide(cu_seqlens_q, seqused_q, mQ.shape[1], c.q.rows),
+            PackedSide(cu_seqlens_k, seqused_k, mK.shape[1], c.k.rows),
+        )
+        return PackedGrid(*shared_out, *sides)
+
     @cute.jit
     def _share_signs(self, cta: Cta, signs: tuple, memory: tuple) -> tuple:
         """Copy the signs that are used to shared memory; returns where they are."""
@@ -210,3 +302,47 @@ class QuantizeKernel:
             buffer: cute.struct.Align[cute.struct.MemRange[Int32, c.vt.size // 4], 128]
 
         return SharedStorage
+
+
+class PackedQuantizeKernel(QuantizeKernel):
+    """``QuantizeKernel`` for packed sequences, whose tensors have a batch of 1."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mQ8: cute.Tensor,
+        mK8: cute.Tensor,
+        mVt8: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        signs: cute.Tensor,
+        signs_v: cute.Tensor,
+        mean_k: cute.Tensor,
+        mean_v: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch; ``compile_quantize`` says what the arguments are."""
+        c = self.config
+        heads, kv_heads, batch = mQ.shape[2], mK.shape[2], cu_seqlens_q.shape[0] - 1
+        items = (
+            heads * plan_entries(mQ.shape[1], batch, c.q.rows),
+            kv_heads * plan_entries(mK.shape[1], batch, c.k.rows),
+        )
+        tensors = (
+            (mQ, mK, mV),
+            (mQ8, mK8, mVt8),
+            (q_scale, k_scale, v_scale),
+            (signs, signs_v),
+            (mean_k, mean_v),
+        )
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        self._launch(tensors, items, (heads, kv_heads), lengths, num_ctas, stream)

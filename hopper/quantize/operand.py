@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import join, pack_e4m3
 from cute_kernels.hadamard import hadamard, hadamard_factor, scale_part
-from cute_kernels.integers import ceil_div
+from cute_kernels.integers import ceil_div, maximum
 from cute_kernels.invariant import LoopInvariant
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.quantize.config import (
@@ -68,6 +68,58 @@ class Cta(LoopInvariant):
             amax[b] = cute.arch.warp_redux_sync(of_warp, "max").bitcast(Float32)
 
 
+class DenseItems(LoopInvariant):
+    """Where items lie in sequences of one length: a place is (item of the sequence, head, batch entry)."""
+
+    def length(self, source: cute.Tensor, place: tuple) -> Int32:
+        """Rows of the sequence."""
+        return source.shape[1]
+
+    def entry(self, place: tuple) -> Int32:
+        """The entry of the first dimension of all tensors."""
+        return place[2]
+
+    def first_row(self, place: tuple) -> Int32 | int:
+        """Of the sequence, in its entry."""
+        return 0
+
+    def first_unit(self, place: tuple, rows: int) -> Int32 | int:
+        """The first unit of ``rows`` rows that the sequence has to itself."""
+        return 0
+
+    def within(self, row: Int32, first_row: Int32 | int) -> Int32:
+        """A row that may be read in place of ``row``; both are counted from ``first_row`` of the entry."""
+        return row
+
+    def is_own(self, block: Int32, of_all: Int32, rows: int, place: tuple) -> Boolean:
+        """Whether the sequence has this block of ``rows`` rows; ``of_all`` are those of an entry."""
+        return block < of_all
+
+
+class PackedItems(DenseItems):
+    """In packed sequences, of which all tensors have one entry: a place is (item of the sequence, head, sequence, its
+    first row, its rows)."""
+
+    def length(self, source: cute.Tensor, place: tuple) -> Int32:
+        return place[4]
+
+    def entry(self, place: tuple) -> Int32 | int:
+        return 0
+
+    def first_row(self, place: tuple) -> Int32 | int:
+        return place[3]
+
+    def first_unit(self, place: tuple, rows: int) -> Int32 | int:
+        return place[3] // rows + place[2]
+
+    def within(self, row: Int32, first_row: Int32 | int) -> Int32:
+        return maximum(row, -first_row)
+
+    def is_own(self, block: Int32, of_all: Int32, rows: int, place: tuple) -> Boolean:
+        """One without rows has a block too, whose scale attention looks at."""
+        return block * rows < maximum(place[4], 1)
+
+
 @dataclass(frozen=True)
 class Operand(LoopInvariant):
     """Q or K: where its items come from and go to, and what is done to their rows.
@@ -75,7 +127,8 @@ class Operand(LoopInvariant):
     ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
     e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
     ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. The largest of the values that share a scale
-    becomes ``largest``. A ``place`` is (item of the sequence, head, batch entry).
+    becomes ``largest``. ``items`` says what a ``place`` is. Packed sequences have a batch of 1, and blocks that none of
+    them shares with another.
     """
 
     tiling: BlockTiling
@@ -87,10 +140,12 @@ class Operand(LoopInvariant):
     rotate: bool
     smooth: bool
     largest: float
+    items: DenseItems
 
     def rows_present(self, place: tuple) -> Int32:
-        """Rows of an item that lie in the sequence."""
-        return cutlass.min(self.tiling.rows, self.source.shape[1] - place[0] * self.tiling.rows)
+        """Rows of an item that lie in the sequence; less than 1 where it has none."""
+        rows = self.tiling.rows
+        return cutlass.min(rows, self.items.length(self.source, place) - place[0] * rows)
 
     @property
     def _late_factor(self) -> float:
@@ -104,15 +159,18 @@ class Operand(LoopInvariant):
     def start_loads(self, cta: Cta, place: tuple):
         """Start loading an item into the slots. Rows behind the sequence become zeros."""
         t = self.tiling
-        number, head, batch = place
+        number, head = place[:2]
         present = self.rows_present(place)
-        first = Int64(batch) * self.source.stride[0] + Int64(number * t.rows) * self.source.stride[1]
+        row_of_entry = self.items.first_row(place) + number * t.rows
+        first = Int64(self.items.entry(place)) * self.source.stride[0]
+        first = first + Int64(row_of_entry) * self.source.stride[1]
         first = first + Int64(head) * self.source.stride[2] + t.column(0, cta.lane)
         for p in cutlass.range_constexpr(t.passes):
             if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
                 row = t.row(p, cta.warp, cta.lane)
                 size = Int32(CHUNK_BYTES) if row < present else Int32(0)
-                offset = first + Int64(cutlass.min(row, present - 1)) * self.source.stride[1]
+                readable = self.items.within(cutlass.min(row, present - 1), row_of_entry)
+                offset = first + Int64(readable) * self.source.stride[1]
                 address = self.source.iterator.toint() + 2 * offset
                 for c in cutlass.range_constexpr(t.chunks):
                     slot = cta.slots[None, cta.thread, p * t.chunks + c].iterator
@@ -195,13 +253,16 @@ class Operand(LoopInvariant):
     @cute.jit
     def _store_scales(self, cta: Cta, amax: cute.Tensor, place: tuple) -> cute.Tensor:
         """Store the scales of the blocks; returns what their rows are to be multiplied with."""
-        number, head, batch = place
-        blocks = self.tiling.blocks
+        number, head = place[:2]
+        entry, blocks = self.items.entry(place), self.tiling.blocks
+        rows = self.tiling.rows // blocks
+        first = self.items.first_unit(place, rows)
         inverse = cute.make_rmem_tensor(blocks, Float32)
         for b in cutlass.range_constexpr(blocks):
             scale, inverse[b] = self._scale_of(amax[b])
-            if cta.thread == 0 and number * blocks + b < self.scale.shape[2]:
-                self.scale[batch, head, number * blocks + b] = scale
+            block = number * blocks + b
+            if cta.thread == 0 and self.items.is_own(block, self.scale.shape[2], rows, place):
+                self.scale[entry, head, first + block] = scale
         return inverse
 
     def _scale_of(self, amax: Float32) -> tuple[Float32, Float32]:
@@ -222,11 +283,11 @@ class Operand(LoopInvariant):
     def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
         """Round the row of pass ``p`` and store it."""
         t = self.tiling
-        number, head, batch = place
+        number, head = place[:2]
         row_of_item = t.row(p, cta.warp, cta.lane)
-        offset = (
-            Int64(batch) * self.data.stride[0] + Int64(number * t.rows + row_of_item) * self.data.stride[1]
-        )
+        row_of_entry = self.items.first_row(place) + number * t.rows + row_of_item
+        offset = Int64(self.items.entry(place)) * self.data.stride[0]
+        offset = offset + Int64(row_of_entry) * self.data.stride[1]
         offset = offset + Int64(head) * self.data.stride[2] + t.column(0, cta.lane)
         address = self.data.iterator.toint() + offset
         for c in cutlass.range_constexpr(t.chunks):
@@ -270,11 +331,12 @@ class RowScaledOperand(Operand):
     def _store_scale(self, cta: Cta, amax: Float32, p: cutlass.Constexpr[int], place: tuple) -> Float32:
         """Store the scale of the row of pass ``p``; returns what the row is to be multiplied with."""
         t = self.tiling
-        number, head, batch = place
+        number, head = place[:2]
         row_of_item = t.row(p, cta.warp, cta.lane)
         scale, inverse = self._scale_of(amax)
         if cta.lane % t.lanes == 0 and row_of_item < self.rows_present(place):
-            self.scale[batch, head, number * t.rows + row_of_item] = scale
+            row = self.items.first_unit(place, 1) + number * t.rows + row_of_item
+            self.scale[self.items.entry(place), head, row] = scale
         return inverse
 
 
@@ -319,9 +381,11 @@ class TransposedOperand(Operand):
     @cute.jit
     def _finish(self, cta: Cta, place: tuple):
         """Store the buffer by columns, 16 keys at a time."""
-        number, head, batch = place
+        number, head = place[:2]
         v, threads = self.transposed, cta.warps * WARP_THREADS
-        base = Int64(batch) * self.data.stride[0] + Int64(head) * self.data.stride[1] + number * v.rows
+        first_key = self.items.first_unit(place, BLOCK_STEP) * BLOCK_STEP
+        base = Int64(self.items.entry(place)) * self.data.stride[0] + Int64(head) * self.data.stride[1]
+        base = base + (first_key + number * v.rows)
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(ceil_div(v.stores, threads)):
             index = cta.thread + i * threads

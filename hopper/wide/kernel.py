@@ -278,7 +278,7 @@ class WideForwardKernel:
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             row = epilogue.place.own(m_block) * WARPGROUP_ROWS + row_in_tile
             seqlens = work.seqlens.of(batch)
             col_in_block = first_column_of_thread(lane)
@@ -309,7 +309,7 @@ class WideForwardKernel:
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             kv_state = consumer.attend(blocks, kv_state)
             inverse_sum = consumer.receive_inverse_sum()
             seqlens = work.seqlens.of(batch)

@@ -75,7 +75,7 @@ class WideProducer(LoopInvariant):
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             self._load_queries(self.place.own(m_block), head, blocks, q_phase)
             kv_state = self.loads.load(head // work.heads_per_kv_head, blocks, kv_state)
             q_phase ^= 1

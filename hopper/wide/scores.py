@@ -99,6 +99,8 @@ class ScoresConsumer(LoopInvariant):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
         self._start_scores(acc_S, state)
+        if const_expr(self.config.qv):
+            self._continue_scores(acc_S, state)
         warpgroup.wait_group(0)
         self._release_scores(state)
         self._make_p(scores, acc_S, n_block, True, True)
@@ -114,13 +116,12 @@ class ScoresConsumer(LoopInvariant):
         self._start_product(state)
         self._hand_over()
         self._start_scores(acc_S, next_state)
+        # Before the rest of S is issued, which takes until most of it is done.
+        warpgroup.wait_group(1)
+        self.pipes.v[FIRST_HALF].consumer_release(state)
         if const_expr(self.config.qv):
-            warpgroup.wait_group(2)
-            self.pipes.v[FIRST_HALF].consumer_release(state)
+            self._continue_scores(acc_S, next_state)
             warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(1)
-            self.pipes.v[FIRST_HALF].consumer_release(state)
         arrive(WideBarrier.SCORED)
         warpgroup.wait_group(0)
         self._release_scores(next_state)
@@ -136,23 +137,25 @@ class ScoresConsumer(LoopInvariant):
 
     @cute.jit
     def _start_scores(self, acc_S: cute.Tensor, state: PipelineState):
-        """Start S of the block at ``state``. The last 64 columns are a group of WGMMAs by themselves: when only these
-        are left, it is time to tell the other warpgroup, which takes as long to hear of it."""
-        qk, has_qv = self.mmas.qk, self.config.qv
+        """Start Q K^T of the block at ``state``, as a group of WGMMAs."""
         self.pipes.k.consumer_wait(state)
         tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
-        issue_gemm(qk, acc_S, tSrQ, tSrK, False, closes=not has_qv)
-        if const_expr(has_qv):
-            for half in cutlass.range_constexpr(2):
-                self.pipes.v[half].consumer_wait(state)
-                tSrQV = self.tSrQV[0][None, None, None, half]
-                tSrV = self.tSrV[None, None, None, half * self.config.stages + state.index]
-                if const_expr(half == FIRST_HALF):
-                    issue_gemm(qk, acc_S, tSrQV, tSrV, True, closes=False)
-                else:
-                    end = cute.size(tSrQV.shape[2])
-                    add_steps(qk, acc_S, tSrQV, tSrV, 0, end - LAST_STEPS)
-                    add_steps(qk, acc_S, tSrQV, tSrV, end - LAST_STEPS, end)
+        issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False)
+
+    @cute.jit
+    def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):
+        """Add QV V^T, as two groups of WGMMAs. The last is of 64 columns: when only these are left, it is time to tell
+        the other warpgroup, which takes as long to hear of it."""
+        qk, stages = self.mmas.qk, self.config.stages
+        self.pipes.v[FIRST_HALF].consumer_wait(state)
+        tSrV = self.tSrV[None, None, None, state.index]
+        issue_gemm(qk, acc_S, self.tSrQV[0][None, None, None, FIRST_HALF], tSrV, True, closes=False)
+        self.pipes.v[SECOND_HALF].consumer_wait(state)
+        tSrQV = self.tSrQV[0][None, None, None, SECOND_HALF]
+        tSrV = self.tSrV[None, None, None, SECOND_HALF * stages + state.index]
+        end = cute.size(tSrQV.shape[2])
+        add_steps(qk, acc_S, tSrQV, tSrV, 0, end - LAST_STEPS)
+        add_steps(qk, acc_S, tSrQV, tSrV, end - LAST_STEPS, end)
 
     @cute.jit
     def _release_scores(self, state: PipelineState):

@@ -9,6 +9,7 @@ from hopper_attention.rooms import check_rooms
 check_rooms()
 
 # E402, here and below: a foreign `hopper` must be found out before ours is imported.
+from hopper_attention import mods  # noqa: E402
 from hopper_attention.api import flash_attn_func  # noqa: E402
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
@@ -36,5 +37,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "mods",
     "quantize_qkv",
 ]

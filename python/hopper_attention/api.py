@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from hopper_attention import autograd, checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.function_autograd import DenseCall, attend_with_functions
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.qv import QvInputs, run_qv
 from hopper_attention.masks import FULL_SIDES, MaskSpec
@@ -42,6 +44,9 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
@@ -70,6 +75,9 @@ def flash_attn_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
@@ -98,6 +106,9 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
+    block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
     backend: str | None = ...,
@@ -125,6 +136,9 @@ def flash_attn_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
@@ -159,11 +173,11 @@ def flash_attn_func(
             dequantizes the tensors to bfloat16 first, which gives no speed-up.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
-            side is 0 whatever it says. Of float8_e4m3fn tensors no window may hide anything yet.
+            side is 0 whatever it says.
         attention_chunk: c above 0 cuts the keys into chunks of c. Query i sees none outside of the chunk of key
             p = i + seqlen_k - seqlen_q, which begins at p // c * c, rounded down (Llama 4's chunked attention), and of
             that chunk what ``causal`` and ``window_size`` leave it. Where seqlen_q is larger, queries come before all
-            keys and see none. Of float8_e4m3fn tensors no chunk may hide anything yet.
+            keys and see none.
         num_splits, pack_gqa: hints of FlashAttention-3 for its schedule, without an effect here.
         deterministic: gradients of the same bits in every run. The backward kernel then sums dQ in a fixed
             order, for which key tiles wait for each other; else in the order in which they finish. The output has
@@ -180,6 +194,16 @@ def flash_attn_func(
             -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
         sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
             that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
+        score_mod: FlexAttention's: (score, b, h, q_idx, kv_idx) -> score, of a scaled score, natural log, after softcap
+            and alibi_slopes and before masks. The indices count from 0 in each sequence; b is its number. It is traced
+            at every call into the kernel, which is compiled once for functions that do the same: it may use
+            operators, ``hopper_attention.mods`` or torch's functions of the same names, and elements of tensors on the
+            device of q, whose values are no part of the kernel. Numbers that it captures are. Integers have 32 bits;
+            an index outside of a tensor is taken for the nearest inside. Gradients flow through it to q and k, not to
+            the tensors that it reads. Not for float8_e4m3fn.
+        mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, likewise, beside the other masks.
+        block_mask: FlexAttention's BlockMask in place of a mask_mod, beside the other masks. Where there are none, and
+            its blocks are multiples of 128, the Hopper kernel of the forward pass visits no block that it hides.
         qv: (batch, seqlen_q, heads, head_dim_v), of q's dtype and device: a second query, which multiplies V: scores
             are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default (attention
             over a latent, MLA). 16 bits, forward only: a backward pass through the result raises. On the Hopper kernel
@@ -220,6 +244,13 @@ def flash_attn_func(
         )
         causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod, block_mask)
+        for _, table in scores.captured.listed:
+            checks.check_are_tensors(q=q, k=k)
+            checks.check_dimensions("q", q.shape)
+            checks.check_dimensions("k", k.shape)
+            table.check(q, k)
     if dropout_p != 0.0:
         scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
@@ -306,10 +337,12 @@ def _call_operator(
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if q.dtype == FP8_DTYPE:
-        features.check_fp8_window(q.dtype, mask)
         features.check_fp8_scores(q.dtype, scores)
-        return autograd.forward_fp8(q, k, v, *descales, scale, mask.causal, backend, two_level, sm_margin)
+        options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
+        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8)
     if scores is not NO_SCORES:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     flags = backend, sm_margin, deterministic
+    if scores.captured:
+        return attend_with_functions(DenseCall(scale, mask, scores, *flags), q, k, v)
     return autograd.forward(q, k, v, scale, mask.causal, *flags, *mask.sides, *scores.values)

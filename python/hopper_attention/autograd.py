@@ -113,3 +113,4 @@ forward_varlen = differentiable(
 forward_qv = differentiable(qv_ops.forward_qv, _refuse_qv_gradient, mixes_samples=_have_tensors_without_batch)
 forward_qv_varlen = differentiable(qv_ops.forward_qv_varlen, _refuse_qv_gradient, has_batch=False)
 forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)
+forward_varlen_fp8 = differentiable(varlen_ops.forward_varlen_fp8, _refuse_fp8_gradient, has_batch=False)

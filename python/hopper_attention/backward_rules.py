@@ -147,7 +147,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     options = DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, p.causal
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     # A sink is in the LSE, which is all that a backward kernel sees of it.
-    changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout
+    changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper":
         return replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
     if backend != "ampere":
@@ -158,5 +158,5 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         raise ValueError(f"compute capability is {given}, allowed for the kernel without WGMMA: {known}")
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
-    has_softcap, has_alibi, has_dropout = changes
-    return replace(config, softcap=has_softcap, alibi=has_alibi, dropout=has_dropout, chunk=p.has_chunk)
+    fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
+    return replace(config, **fields, chunk=p.has_chunk)

@@ -222,7 +222,17 @@ def check_descales(
     q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> None:
     """FP8 tensors take a float32 (batch, kv_heads) factor each; 16-bit tensors take none."""
-    shape = (k.shape[0], k.shape[2])
+    check_descales_of((k.shape[0], k.shape[2]), q, q_descale, k_descale, v_descale)
+
+
+def check_descales_of(
+    shape: tuple[int, int],
+    q: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None:
+    """``check_descales`` where (batch, kv_heads) is ``shape``."""
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is None:
             continue

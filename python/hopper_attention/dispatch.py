@@ -30,7 +30,7 @@ from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
-from hopper_attention.qv import check_qv
+from hopper_attention.qv import check_qv, fold, folds_heads
 from hopper_attention.scores import ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -48,6 +48,7 @@ __all__ = [
 
 
 NOTE_ON_QV = "qv: a second query multiplies v, and its products join those of q and k"
+NOTE_ON_HEADS = "the query heads of a key/value head become queries of one, as there is a single query"
 NO_GRADIENT_WITH_QV = "a backward pass through the result raises NotImplementedError: qv has no gradient"
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
@@ -197,7 +198,6 @@ def explain(
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
-    features.check_fp8_window(q.dtype, mask)
     features.check_fp8_scores(q.dtype, scores)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
     causal = mask.causal
@@ -205,8 +205,11 @@ def explain(
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
     specs, notes = of_one_launch(whole, problem, target, backend)
+    if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
+        specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
+        notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8:
-        choice, config = _plan_fp8(specs, causal, two_level_accumulation, target, backend)
+        choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
     else:
         choice = choose_backend(target, specs["q"].dtype, backend)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
@@ -348,13 +351,19 @@ def describe_copies(
 
 
 def _plan_fp8(
-    specs: dict[str, TensorSpec], causal: bool, two_level: bool, target: Target, backend: str | None
+    specs: dict[str, TensorSpec], mask: MaskSpec, two_level: bool, target: Target, backend: str | None
 ) -> tuple[Choice, Config]:
     """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
     problem = fp8_rules.Fp8Problem(
-        *shapes, *blocks, checks.FP8_OUT_DTYPE, causal, v_rows=True, two_level=two_level
+        *shapes,
+        *blocks,
+        checks.FP8_OUT_DTYPE,
+        mask.causal,
+        v_rows=True,
+        two_level=two_level,
+        window=mask.sides,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":
@@ -362,7 +371,7 @@ def _plan_fp8(
     if choice.backend == "ampere":
         dequantized = {name: spec._replace(dtype=problem.out_dtype) for name, spec in specs.items()}
         q, k, v = (dequantized[name] for name in "qkv")
-        return choice, select_config(choice.backend, target.capability, q, k, v, causal)
+        return choice, select_config(choice.backend, target.capability, q, k, v, mask.causal, mask.sides)
     return choice, ReferenceConfig(fp8=True)
 
 

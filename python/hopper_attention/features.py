@@ -19,14 +19,18 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
+from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
-from hopper_attention.scores import NO_SCORES, Scores, check_slopes_are_constant
+from hopper_attention.plain_calls import is_transformed
+from hopper_attention.scores import NO_SCORES, FunctionScores, Scores, check_slopes_are_constant
 
 SCORE_FEATURES = {
     "softcap": "tanh soft-capping of the scores",
     "alibi_slopes": "a bias of the scores (ALiBi)",
     "sinks": "attention sinks",
     "dropout_p": "dropout of P",
+    "score_mod": "a function of the scores",
+    "mask_mod": "a function as a mask",
 }
 """What the arguments for scores ask for."""
 
@@ -100,24 +104,6 @@ def resolve_packed_mask(
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
-def check_fp8_window(dtype: torch.dtype, mask: MaskSpec) -> None:
-    """Raise NotImplementedError for e4m3 tensors under a window or a chunk that hides something."""
-    if mask.attention_chunk and dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or attention_chunk=0"
-        feature = f"chunked attention of {FP8_DTYPE} tensors"
-        raise missing("attention_chunk", mask.attention_chunk, feature, instead)
-    if mask.has_window and dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or window_size=(-1, -1)"
-        raise missing("window_size", mask.window, f"sliding-window attention of {FP8_DTYPE} tensors", instead)
-
-
-def check_packed_dtype(dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for e4m3 sequences of different lengths."""
-    if dtype == FP8_DTYPE:
-        instead = "16-bit tensors, or flash_attn_func once a sequence"
-        raise missing("the dtype of q", dtype, "variable-length attention in FP8", instead)
-
-
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     """What is done to scores with these arguments; ``check_scores`` says whether it fits a q.
 
@@ -129,6 +115,30 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     checks.check_are_tensors(**{name: x for name, x in given.items() if x is not None})
     check_slopes_are_constant(alibi_slopes)
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
+
+
+def with_functions(
+    scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: Any = None
+) -> Scores:
+    """The same with a user's functions, traced.
+
+    Raises:
+        NotImplementedError: torch.func transforms the call, or a function reads a tensor that requires a gradient.
+        TypeError: a function cannot be traced, or block_mask is none.
+        ValueError: there are a mask_mod and a block_mask.
+    """
+    if is_transformed():
+        raise NotImplementedError(
+            "score_mod and mask_mod under torch.func (vmap, grad, jvp) are not implemented; use Tensor.backward, or "
+            "hopper_attention.reference.attention_naive, which torch differentiates in every mode"
+        )
+    if block_mask is None:
+        return FunctionScores(*scores.values, trace_functions(score_mod, mask_mod))
+    if mask_mod is not None:
+        raise ValueError(
+            "mask_mod is given beside block_mask, allowed: one of them; block_mask has a mask_mod"
+        )
+    return FunctionScores(*scores.values, trace_block_mask(score_mod, block_mask))
 
 
 def with_dropout(
@@ -143,6 +153,8 @@ def with_dropout(
     p = checks.check_dropout_p(dropout_p)
     if not p:
         return scores
+    if scores.captured:
+        raise missing("dropout_p", p, "dropout with score_mod, mask_mod or block_mask", "dropout_p=0.0")
     checks.check_are_tensors(q=q)
     check_fp8_scores(q.dtype, replace(scores, dropout_p=p))
     return replace(scores, dropout_p=p, philox=draw(q.device))

@@ -11,9 +11,9 @@ from cute_kernels.ampere.config import (
     AmpereForwardConfig,
     select_ampere_forward_config,
 )
-from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config, with_dropout
+from hopper.forward.tilings import select_forward_config, select_with_functions, with_dropout
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
@@ -35,6 +35,9 @@ class ReferenceConfig:
     def name(self) -> str:
         return f"reference_{'fp8' if self.fp8 else 'tiled'}_m{self.tile_m}n{self.tile_n}"
 
+
+SMALL_TILE = 64
+"""Keys of a tile that divides more blocks than those of the tables do."""
 
 Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
@@ -124,8 +127,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return ReferenceConfig()
     p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
-    fields: dict[str, Any] = dict(zip(SCORE_FEATURES, p.scores, strict=True))
-    fields["chunk"] = p.has_chunk
+    fields = p.scores.fields | {"chunk": p.has_chunk}
     if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
         return _select_wide(p, backend, dtype, layout, fields)
     if backend == "ampere":
@@ -133,9 +135,25 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
         return replace(plain, **fields)
+    if p.scores.functions:
+        return _with_functions(p, dtype, layout, fields)
     options = p.causal, p.longest_k, p.has_window, layout
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
     return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+
+
+def _with_functions(
+    problem: AttentionProblem, dtype: str, layout: str, fields: dict[str, Any]
+) -> ForwardConfig:
+    """With lists of blocks where the kernel can go by them: they know of no other mask."""
+    p = problem
+    options = dtype, p.head_dim, p.head_dim_v, p.causal, p.has_window, layout
+    config = select_with_functions(*options, **fields)
+    for functions, (rows, keys) in p.scores.listed:
+        tile_n = next((n for n in (config.tile_n, SMALL_TILE) if keys % n == 0), 0)
+        if rows % config.tile_m == 0 and tile_n and not (p.causal or p.has_window or p.is_packed):
+            return replace(config, functions=functions, block_lists=True, tile_n=tile_n)
+    return config
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:
@@ -146,7 +164,7 @@ def takes_wide_values(problem: AttentionProblem, target: Target, requested: str 
     """
     if problem.dtype not in DTYPE_NAMES or why_not_wide(problem.head_dim, problem.head_dim_v):
         return False
-    if problem.scores.has_dropout:
+    if problem.scores.has_dropout or problem.scores.functions:
         return False
     return choose_backend(target, problem.dtype, requested).backend == "hopper"
 
@@ -158,6 +176,8 @@ def _select_wide(
     reason = why_not_wide(p.head_dim, p.head_dim_v)
     if fields.pop("dropout"):
         reason = "no kernel has a second query and dropout"
+    if fields.pop("functions"):
+        reason = "no kernel has a second query and score_mod, mask_mod or block_mask"
     if backend != "hopper":
         reason = "the kernels without WGMMA have no second query"
     if reason:

@@ -13,10 +13,23 @@ from typing import Literal, overload
 from torch import Tensor
 
 from hopper_attention import checks
+from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import Result
+from hopper_attention.checks import FULL_WINDOW, Result
+from hopper_attention.features import resolve_packed_mask
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
+from hopper_attention.launch.packed_fp8 import attend_packed
+from hopper_attention.lengths import Lengths
+from hopper_attention.masks import MaskSpec
+from hopper_attention.packed_fp8_training import differentiable_packed_fp8
+from hopper_attention.packed_quantization import (
+    check_packed_sources,
+    resolve_lengths,
+    with_packed_blocks,
+)
+from hopper_attention.packed_quantized import PACKED_IN_TWO_STEPS, PackedQuantizedQKV
+from hopper_attention.packed_quantizers import quantize_packed_here
 from hopper_attention.plain_calls import is_plain_call, needs_gradient
 from hopper_attention.quantization_rules import check_sources
 from hopper_attention.quantized import (
@@ -39,6 +52,14 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -54,6 +75,14 @@ def flash_attn_fp8_func(
     return_attn_probs: Literal[True],
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -69,6 +98,14 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -84,6 +121,14 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -98,6 +143,14 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """Quantize 16-bit q, k and v to e4m3 and attend (FlashAttention-3, section 3.3).
@@ -116,6 +169,13 @@ def flash_attn_fp8_func(
             bits, which ``smooth_v`` of the quantization keeps from mattering where V has an offset. The gradient stays
             that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on the same blocks they give
             the same with it as without. Without ``block_k`` it decides on the blocks too.
+        window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
+        attention_chunk: as for :func:`hopper_attention.flash_attn_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: for packed sequences, as for
+            :func:`hopper_attention.flash_attn_varlen_func`. q is (total_q, heads, head_dim) then, k and v (total_k,
+            kv_heads, ...), out (total_q, heads, head_dim_v) and lse (heads, total_q). No block has rows of two
+            sequences, and no length is read on the host but by the reference.
         backend: "hopper", "ampere" (runs on Hopper GPUs too; attends in 16 bits), "reference" (quantizes in PyTorch),
             or None to have one chosen.
 
@@ -124,6 +184,7 @@ def flash_attn_fp8_func(
 
     Raises:
         ValueError, TypeError: an argument is not allowed.
+        NotImplementedError: packed sequences are to lose a mean of K or V.
 
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
@@ -134,74 +195,119 @@ def flash_attn_fp8_func(
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     q, k, v = cast_inputs(q, k, v)
+    two_level = two_level_accumulation
+    lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    if lengths is not None:
+        check_packed_sources(q, k, v, lengths, quantization)
+        mask = resolve_packed_mask(
+            causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+        )
+        packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
+        of_call = packed_scale, backend, two_level, return_attn_probs
+        return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    two_level = two_level_accumulation
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
     if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
         head_dims = shape.head_dim, shape.head_dim_v
-        c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, causal)
+        c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
-        out, lse = attend_and_undo(parts, scale, causal, backend, two_level, wants_lse=return_attn_probs)
+        call = scale, mask.causal, backend, two_level, return_attn_probs, mask.sides
+        out, lse = attend_and_undo(parts, *call)
     else:
-        out, lse = differentiable_fp8(q, k, v, scale, causal, quantization, backend, two_level)
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        out, lse = differentiable_fp8(q, k, v, *call_16)
     return (out, lse) if return_attn_probs else out
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    quantization: Fp8Quantization,
+    mask: MaskSpec,
+    of_call: tuple[float | None, str | None, bool, bool],
+) -> Result:
+    """``flash_attn_fp8_func`` of packed sequences; ``of_call`` are scale, backend, two_level and return_attn_probs."""
+    softmax_scale, backend, two_level, wants_lse = of_call
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+        c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
+        parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
+        call = scale, mask.causal, backend, two_level, wants_lse
+        out, lse = attend_packed(parts, *call, window=mask.sides)
+    else:
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        out, lse = differentiable_packed_fp8(q, k, v, lengths, *call_16)
+    return (out, lse) if wants_lse else out
 
 
 @overload
 def flash_attn_quantized_func(
-    parts: QuantizedQKV,
+    parts: QuantizedQKV | PackedQuantizedQKV,
     softmax_scale: float | None = ...,
     causal: bool | int = ...,
     return_attn_probs: Literal[False] = ...,
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def flash_attn_quantized_func(
-    parts: QuantizedQKV,
+    parts: QuantizedQKV | PackedQuantizedQKV,
     softmax_scale: float | None = ...,
     causal: bool | int = ...,
     *,
     return_attn_probs: Literal[True],
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_quantized_func(
-    parts: QuantizedQKV,
+    parts: QuantizedQKV | PackedQuantizedQKV,
     softmax_scale: float | None,
     causal: bool | int,
     return_attn_probs: Literal[True],
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_quantized_func(
-    parts: QuantizedQKV,
+    parts: QuantizedQKV | PackedQuantizedQKV,
     softmax_scale: float | None = ...,
     causal: bool | int = ...,
     return_attn_probs: bool = ...,
     *,
     two_level_accumulation: bool = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
 
 def flash_attn_quantized_func(
-    parts: QuantizedQKV,
+    parts: QuantizedQKV | PackedQuantizedQKV,
     softmax_scale: float | None = None,
     causal: bool | int = False,
     return_attn_probs: bool = False,
     *,
     two_level_accumulation: bool = False,
+    window_size: Window = FULL_WINDOW,
+    attention_chunk: int = 0,
     backend: str | None = None,
 ) -> Result:
     """Attention on what ``quantize_qkv`` made; arguments and results as for :func:`flash_attn_fp8_func`.
@@ -211,18 +317,27 @@ def flash_attn_quantized_func(
     LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 64
     on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
     """
-    if not isinstance(parts, QuantizedQKV):
+    if not isinstance(parts, (QuantizedQKV, PackedQuantizedQKV)):
         raise TypeError(
             f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
         )
     causal = checks.check_flag("causal", causal)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
-    scale = parts.q.data.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    scale = parts.q.data.shape[-1] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    options = (scale, causal, backend, two_level_accumulation)
+    if isinstance(parts, PackedQuantizedQKV):
+        if not is_plain_call(parts.q.data, parts.k.data, parts.v.data):
+            raise NotImplementedError(PACKED_IN_TWO_STEPS)
+        bounds = parts.lengths.max_seqlen_q, parts.lengths.max_seqlen_k
+        mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
+        of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
+        out, lse = attend_packed(parts, *of_call, window=mask.sides)
+        return (out, lse) if return_attn_probs else out
+    mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
+    options = (scale, mask.causal, backend, two_level_accumulation)
     if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
-        out, lse = attend_and_undo(parts, *options, wants_lse=return_attn_probs)
+        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
     else:
-        out, lse = attend_traced(parts, *options)
+        out, lse = attend_traced(parts, *options, mask.sides)
     return (out, lse) if return_attn_probs else out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hopper.quantize.config import largest_codes
 from hopper_attention.launch.fp8 import attend
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.quantized import (
     E4M3,
@@ -203,9 +204,10 @@ def attend_and_undo(
     backend: str | None,
     two_level: bool,
     wants_lse: bool,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors, with the mean of K back in the LSE."""
-    out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse)
+    out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse, window=window)
     # The LSE of a row without keys stays at -inf.
     if wants_lse and parts.shift.numel():
         lse = lse + softmax_scale * parts.shift
@@ -216,13 +218,17 @@ def attend_and_undo(
     "hopper_attention::forward_quantized",
     mutates_args=(),
     schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, {LAYOUT}, {OPTIONS}, float softmax_scale, "
-    "bool causal, str? backend, bool two_level) -> (Tensor, Tensor)",
+    "bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
+    "SymInt attention_chunk=0) -> (Tensor, Tensor)",
 )
 def _forward_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
     parts, layout, options = Parts(*arguments[:8]), Layout(*arguments[8:16]), Options(*arguments[16:24])
     quantized = put_together(parts, layout, options.quantization())
-    softmax_scale, causal, backend, two_level = arguments[24:]
-    return attend_and_undo(quantized, softmax_scale, causal, backend, two_level, wants_lse=True)
+    softmax_scale, causal, backend, two_level, *sides = arguments[24:]
+    window = MaskSpec(causal, *sides).sides
+    return attend_and_undo(
+        quantized, softmax_scale, causal, backend, two_level, wants_lse=True, window=window
+    )
 
 
 @_forward_quantized.register_fake
@@ -240,8 +246,14 @@ _call_forward_quantized = differentiable(_forward_quantized, _refuse_gradient)
 
 
 def attend_traced(
-    quantized: QuantizedQKV, softmax_scale: float, causal: bool, backend: str | None, two_level: bool
+    quantized: QuantizedQKV,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """``attend_and_undo`` by way of torch's dispatcher, with the LSE."""
     parts, layout, options = take_apart(quantized)
-    return _call_forward_quantized(*parts, *layout, *options, softmax_scale, causal, backend, two_level)
+    call = softmax_scale, causal, backend, two_level, *window
+    return _call_forward_quantized(*parts, *layout, *options, *call)

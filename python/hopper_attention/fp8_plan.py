@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +11,16 @@ from torch import Tensor
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
-from hopper_attention.checks import TensorSpec
-from hopper_attention.dispatch import Plan, cast_by_autocast, imagined_target
+from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.dispatch import Plan, cast_by_autocast, describe_window, imagined_target
+from hopper_attention.features import resolve_packed_mask
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config, why_not_fused
+from hopper_attention.packed_fp8_plan import PackedCall, PackedPlan, plan_packed
+from hopper_attention.packed_quantization import resolve_lengths
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
 from hopper_attention.quantized import DEFAULT_QUANTIZATION, check_quantization
 from hopper_attention.shapes import attention_shape
@@ -74,6 +78,14 @@ def explain_fp8(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    window_size: Any = FULL_WINDOW,
+    attention_chunk: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Fp8Plan:
@@ -99,17 +111,26 @@ def explain_fp8(
     device = q.device
     tensors, casts = cast_by_autocast({"q": q, "k": k, "v": v})
     q, k, v = tensors.values()
-    attention_shape(q, k, v)
+    two_level, masked = two_level_accumulation, (causal, window_size, attention_chunk)
     target = target_of(device) if device_capability is None else imagined_target(device_capability)
+    lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    if lengths is not None:
+        packed_mask = resolve_packed_mask(*masked, lengths.max_seqlen_q, lengths.max_seqlen_k)
+        call = PackedCall(two_level, packed_mask, backend)
+        return _of_packed(plan_packed((q, k, v), lengths, quantization, call, target), target, casts)
+    shape = attention_shape(q, k, v)
+    mask = resolve_packed_mask(*masked, shape.seqlen_q, shape.seqlen_k)
     head_dims = q.shape[3], v.shape[3]
-    chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level_accumulation, causal)
+    chosen = with_blocks_of_the_tile(quantization, head_dims, k.shape[1], two_level, mask)
     parts = quantize_nothing(q, k, v, chosen)
     chosen = replace(chosen, block_k=parts.quantization.block_k)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     is_torch_asked = quantizer_of(backend) == "torch"
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
-    attention = plan_attention(problem_of(parts, causal, two_level_accumulation), target, backend)
+    problem = problem_of(parts, mask.causal, two_level, mask.sides)
+    attention = plan_attention(problem, target, backend)
+    attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:
         config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen)
     return Fp8Plan(
@@ -118,6 +139,25 @@ def explain_fp8(
         quantizer_config=config,
         quantization=chosen,
         scales=describe_scales(parts),
+        attention=replace(attention, copies=casts + attention.copies),
+    )
+
+
+def _of_packed(found: PackedPlan, target: Target, casts: tuple[str, ...]) -> Fp8Plan:
+    """The plan of packed sequences, in the same words."""
+    c, reason, attention = found.quantization, found.why_no_kernel, found.attention
+    scales = "q: a scale for each sequence and head", "k and v: a scale for each sequence and head"
+    if c.granularity == "tensor":
+        scales = "q: one scale", "k and v: one scale each"
+    elif c.granularity == "block":
+        of_q = "a scale for each row" if c.block_q == 1 else f"a scale for each {c.block_q} rows of a head"
+        scales = f"q: {of_q}", f"k and v: a scale for each {c.block_k} keys of a head, none for two sequences"
+    return Fp8Plan(
+        quantizer="torch" if reason else "fused",
+        quantizer_reason=reason or f"{target.name} has compute capability 9.0",
+        quantizer_config=found.quantizer,
+        quantization=c,
+        scales=scales,
         attention=replace(attention, copies=casts + attention.copies),
     )
 
@@ -165,4 +205,4 @@ def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:
     q, k, v = (
         TensorSpec(s, (), p.out_dtype, torch.device("meta")) for s in (p.q_shape, p.k_shape, p.v_shape)
     )
-    return select_config(choice.backend, target.capability, q, k, v, p.causal)
+    return select_config(choice.backend, target.capability, q, k, v, p.causal, p.window)

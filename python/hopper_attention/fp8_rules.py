@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.problem import MAX_HEAD_DIM
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
 
 HEAD_DIM_STEP = 16
@@ -28,6 +29,7 @@ class Fp8Problem(NamedTuple):
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
     for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
     P V; everything else adds in float32 as it is. ``half_scores`` says that scores fit float16, before they are scaled.
+    ``causal`` and ``window`` are those of a ``MaskSpec``.
     """
 
     q_shape: tuple[int, ...]
@@ -41,6 +43,7 @@ class Fp8Problem(NamedTuple):
     v_rows: bool = False
     two_level: bool = False
     half_scores: bool = False
+    window: Sides = FULL_SIDES
 
     @property
     def kind(self) -> Fp8AttentionProblem:
@@ -55,7 +58,9 @@ class Fp8Problem(NamedTuple):
             head_dim,
             head_dim_v,
             self.causal,
-            longest_alike(seqlen_k),
+            longest_alike(MaskSpec(self.causal, *self.window).most_keys(seqlen_k)),
+            has_window=self.window != FULL_SIDES,
+            has_chunk=self.window[2] > 0,
             is_empty=0 in self.q_shape or 0 in self.k_shape,
             block_k=self.block_k,
             block_v=self.block_v,
@@ -171,7 +176,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, PyTorch does so first.
     """
     p = problem
-    options = p.block_k, p.transposes, p.two_level, p.half_scores
+    layout = VARLEN if p.is_packed else DENSE
+    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window, layout, p.has_chunk
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
 

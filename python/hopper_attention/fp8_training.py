@@ -32,6 +32,7 @@ from hopper_attention.fp8_ops import (
     mixes_samples,
     put_together,
 )
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides
 from hopper_attention.quantization_rules import add_mean
 from hopper_attention.quantized import (
     TILE,
@@ -43,7 +44,28 @@ from hopper_attention.quantizers import quantize_here
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 from hopper_attention.transforms import differentiable
 
-CALL = "float softmax_scale, bool causal, str? backend, bool two_level"
+CALL = (
+    "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
+    "SymInt attention_chunk=0"
+)
+"""How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``."""
+
+
+class Call(NamedTuple):
+    """``CALL`` as operators take it."""
+
+    softmax_scale: float
+    causal: bool
+    backend: str | None
+    two_level: bool
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    attention_chunk: int = 0
+
+    @property
+    def mask(self) -> MaskSpec:
+        return MaskSpec(self.causal, self.window_left, self.window_right, self.attention_chunk)
+
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk, dv."""
@@ -86,33 +108,34 @@ SAVED = ", ".join(f"Tensor {name}" for name in Saved._fields)
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """out (b, sq, h, dv), lse float32 (b, h, sq), and what is ``Saved``."""
-    options, (softmax_scale, causal, backend, two_level) = Options(*arguments[:8]), arguments[8:]
+    options, call = Options(*arguments[:8]), Call(*arguments[8:])
     head_dims = k.shape[3], v.shape[3]
-    c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], two_level, causal)
-    quantized = quantize_here(q, k, v, c, quantizer_of(backend))
-    out, lse = attend_and_undo(quantized, softmax_scale, causal, backend, two_level, wants_lse=True)
-    narrowest = _narrowest_blocks(options, head_dims, two_level, causal)
+    c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], call.two_level, call.mask)
+    quantized = quantize_here(q, k, v, c, quantizer_of(call.backend))
+    out, lse = attend_and_undo(quantized, *call[:4], wants_lse=True, window=call.mask.sides)
+    narrowest = _narrowest_blocks(options, head_dims, call)
     blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
     return out, lse, *Saved.of(Parts.of(quantized), blocks)
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    options, (_, causal, _, two_level) = Options(*arguments[:8]), arguments[8:]
+    options, call = Options(*arguments[:8]), Call(*arguments[8:])
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    p = empty_parts(q, k, v, _narrowest_blocks(options, (k.shape[3], v.shape[3]), two_level, causal))
+    p = empty_parts(q, k, v, _narrowest_blocks(options, (k.shape[3], v.shape[3]), call))
     batch, kv_heads, blocks = p.k_scale.shape
     kv_scale = p.k_scale.new_empty((batch, kv_heads, 2 * blocks))
     return out, lse, *Saved(p.q, p.q_scale, p.k, p.v, kv_scale, p.shift, p.mean_v)
 
 
-def _narrowest_blocks(options: Options, head_dims: tuple[int, int], two_level: bool, causal: bool) -> Options:
+def _narrowest_blocks(options: Options, head_dims: tuple[int, int], call: Call) -> Options:
     """``options`` with the fewest rows that a block of K and V may have at any length."""
     if options.block_k != OF_THE_TILE:
         return options
-    return options._replace(block_k=default_block_widths(*head_dims, two_level, causal).narrowest())
+    kind = call.two_level, call.causal
+    return options._replace(block_k=default_block_widths(*head_dims, *kind).narrowest())
 
 
 def with_blocks_of_the_tile(
@@ -120,7 +143,7 @@ def with_blocks_of_the_tile(
     head_dims: tuple[int, int],
     seqlen_k: int,
     two_level: bool,
-    causal: bool,
+    mask: MaskSpec,
 ) -> Fp8Quantization:
     """Blocks of K and V as wide as the tile of the kernel that will attend, where nothing else was asked for.
 
@@ -129,7 +152,8 @@ def with_blocks_of_the_tile(
     """
     if quantization.block_k != TILE:
         return quantization
-    return replace(quantization, block_k=default_block_k(*head_dims, seqlen_k, two_level, causal))
+    seen = mask.most_keys(seqlen_k)
+    return replace(quantization, block_k=default_block_k(*head_dims, seen, two_level, mask.causal))
 
 
 def quantizer_of(backend: str | None) -> str | None:
@@ -146,15 +170,16 @@ def quantizer_of(backend: str | None) -> str | None:
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
     """dq, dk, dv of ``forward_fp8_of_16_bits``, whose results are given."""
     saved, options = Saved(*arguments[:7]), Options(*arguments[7:15])
-    softmax_scale, causal, backend, two_level = arguments[15:]
+    call = Call(*arguments[15:])
     head_dims, seqlen_k = (saved.k.shape[3], out.shape[3]), saved.k.shape[1]
-    c = with_blocks_of_the_tile(options.quantization(), head_dims, seqlen_k, two_level, causal)
+    c = with_blocks_of_the_tile(options.quantization(), head_dims, seqlen_k, call.two_level, call.mask)
     q, k, v = _dequantize(saved, c, out.dtype)
     if saved.shift.numel():
-        lse = lse - softmax_scale * saved.shift
+        lse = lse - call.softmax_scale * saved.shift
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
-    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, backend)
+    options_16 = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
+    dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, *options_16)
     if c.rotate:
         dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
     if c.rotate_v:
@@ -218,8 +243,10 @@ def differentiable_fp8(
     quantization: Fp8Quantization,
     backend: str | None,
     two_level: bool,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
     options = Options.of(quantization)
-    out, lse, *_ = _call_forward(q, k, v, *options, softmax_scale, causal, backend, two_level)
+    call = softmax_scale, causal, backend, two_level, *window
+    out, lse, *_ = _call_forward(q, k, v, *options, *call)
     return out, lse

@@ -8,18 +8,14 @@ tensors and change none. Their gradients are registered in ``hopper_attention.au
 import torch
 from torch import Tensor
 
-from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FP8_OUT_DTYPE
-from hopper_attention.launch.backward import find_choice, run_backward
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
+from hopper_attention.launch.gradients import differentiate
 from hopper_attention.masks import MaskSpec
-from hopper_attention.notices import warn_once
-from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.quantizers import from_descales
-from hopper_attention.reference.tiled_backward import tiled_backward
-from hopper_attention.scores import NO_SCORES, Scores, check_scores
-from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
+from hopper_attention.scores import Scores
+from hopper_attention.value_parts import attend_in_parts, needs_parts
 
 
 @torch.library.custom_op("hopper_attention::forward", mutates_args=())
@@ -87,15 +83,20 @@ def forward_fp8(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
-    ``two_level`` asks the FP8 kernel for two-level accumulation.
+    ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
+    those of a ``MaskSpec``.
     """
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
-        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin)
+        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin, window=window)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
 
@@ -113,6 +114,9 @@ def _(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 
@@ -146,51 +150,8 @@ def backward(
     """
     mask = MaskSpec(causal, window_left, window_right, attention_chunk)
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
-    if scores is not NO_SCORES:
-        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
-    if 0 in (*out.shape, k.shape[1]):
-        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-    if k.shape[1] == 1 and sinks is None and not dropout_p:
-        return differentiate_one_key(dout, dlse, q, k, v, lse, softmax_scale, softcap)
-    if needs_parts(v.shape[3]):
-
-        def differentiate(dout: Tensor, dlse: Tensor | None, v: Tensor, out: Tensor) -> Gradients:
-            options = softmax_scale, causal, backend, deterministic, *mask.sides, *scores.values
-            return backward(dout, dlse, q, k, v, out, lse, *options)
-
-        return differentiate_in_parts(dout, dlse, v, out, differentiate)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, causal, deterministic, mask.has_window)
-    if attention_chunk:
-        problem = problem._replace(has_chunk=True)
-    if scores is not NO_SCORES:
-        problem = problem._replace(scores=scores.kind)
-    choice = find_choice(problem, q.device, backend)
-    if choice.backend != "reference":
-        options = softmax_scale, causal, dlse, deterministic, choice.backend, mask.sides
-        return run_backward(dout, q, k, v, out, lse, *options, scores)
-    if choice.advice:
-        warn_once(
-            f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
-        )
-    return tiled_backward(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window_left=window_left,
-        window_right=window_right,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        philox=philox,
-    )
+    options = softmax_scale, mask, scores, backend, deterministic
+    return differentiate(dout, dlse, q, k, v, out, lse, *options)
 
 
 @backward.register_fake

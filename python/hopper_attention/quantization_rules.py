@@ -32,6 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
 from hopper_attention.quantized import (
     E4M3,
     Fp8Quantization,
@@ -146,16 +147,27 @@ def add_mean(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def restore_values(out: torch.Tensor, parts: QuantizedQKV, causal: bool) -> torch.Tensor:
+def restore_values(
+    out: torch.Tensor, parts: QuantizedQKV, causal: bool, window: Sides = FULL_SIDES
+) -> torch.Tensor:
     """The output (b, sq, h, dv) of attention on ``parts``, with what was done to V undone. ``out`` may be written to.
 
-    Float32 if there was a rotation, else ``out``. A row without keys stays 0: it has no part in the mean.
+    Float32 if there was a rotation, else ``out``. A row without keys stays 0: it has no part in the mean. ``causal``
+    and ``window`` are those of a ``MaskSpec``.
     """
     values = rotate_back(out, parts.quantization.seed) if parts.quantization.rotate_v else out
     if parts.mean_v.numel():
-        without_keys = max(out.shape[1] - parts.v.shape[1], 0) if causal else 0
+        without_keys = rows_before_keys(out.shape[1], parts.v.shape[1], causal, window)
         add_mean(values[:, without_keys:], parts.mean_v)
     return values
+
+
+def rows_before_keys(seqlen_q: int, seqlen_k: int, causal: bool, window: Sides) -> int:
+    """Queries so far before the first key that they see none; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    _, right, chunk = window
+    if causal or chunk:
+        right = 0
+    return 0 if right == UNLIMITED else max(seqlen_q - seqlen_k - right, 0)
 
 
 def lost_scores(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

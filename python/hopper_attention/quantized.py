@@ -55,7 +55,8 @@ def default_block_k(
     head_dim: int, head_dim_v: int, seqlen_k: int, two_level: bool = False, causal: bool = False
 ) -> int:
     """Rows of K and V in a block unless told otherwise: the keys of a tile of the attention kernel with one level of
-    accumulation or, with ``two_level``, of that with two if its tiles would divide those."""
+    accumulation or, with ``two_level``, of that with two if its tiles would divide those. ``seqlen_k`` are the keys
+    that a query sees at most."""
     return default_block_widths(head_dim, head_dim_v, two_level, causal).of(seqlen_k)
 
 

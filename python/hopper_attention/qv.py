@@ -9,6 +9,8 @@ from typing import Any
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.scores import ScoreKind
 
 NO_QV_GRADIENT = (
     "a backward pass reached attention with qv, whose gradient no backend has; use "
@@ -36,6 +38,26 @@ def check_qv(q: TensorSpec, v: TensorSpec, qv: TensorSpec) -> None:
     if qv.dtype != q.dtype:
         raise TypeError(f"qv has dtype {qv.dtype}, allowed: the dtype of q, {q.dtype}")
     checks.check_device("qv", qv.device, q.device)
+
+
+def folds_heads(q_shape: tuple[int, ...], kv_heads: int, mask: MaskSpec, scores: ScoreKind) -> bool:
+    """Whether the query heads of a key/value head become queries of one: of a single query, which no mask and nothing
+    else tells apart by head.
+
+    A tile then has as many rows as there are such heads, and the keys are read once for all of them.
+    """
+    _, seqlen_q, heads, _ = q_shape
+    tells_apart = scores.has_alibi or scores.has_sinks
+    sees_all = mask.window_left == UNLIMITED and not mask.attention_chunk
+    return seqlen_q == 1 and heads > kv_heads and sees_all and not tells_apart
+
+
+def fold(spec: TensorSpec, kv_heads: int) -> TensorSpec:
+    """A q or qv of ``folds_heads`` with heads as queries: (batch, heads // kv_heads, kv_heads, columns)."""
+    (batch, _, heads, columns), (batch_stride, _, head_stride, last) = spec.shape, spec.strides
+    group = heads // kv_heads
+    strides = batch_stride, head_stride, group * head_stride, last
+    return spec._replace(shape=(batch, group, kv_heads, columns), strides=strides)
 
 
 def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:

@@ -1,4 +1,4 @@
-"""What is done to scores between Q K^T and P V beside scale and mask: softcap, ALiBi, sinks, and dropout of P."""
+"""What is done to scores between Q K^T and P V beside scale and mask: softcap, ALiBi, functions, sinks, dropout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.problem import SCORE_FEATURES
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.dropout import WORDS, kept_steps
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, ListedKind, check_functions
 
 
 class ScoreKind(NamedTuple):
@@ -18,18 +21,29 @@ class ScoreKind(NamedTuple):
 
     Attributes:
         has_softcap, has_alibi, has_sinks, has_dropout: whether ``Scores`` has each.
+        functions: the user's, without the tensors that they read.
+        listed: of lists of blocks, which only some kernels can go by; ``functions`` do without.
     """
 
     has_softcap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
     has_dropout: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
+    listed: ListedKind = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for what there is."""
-        named = zip(("softcap", "alibi_slopes", "sinks", "dropout_p"), self, strict=True)
+        there = *self[:4], self.functions.has_score, self.functions.has_mask
+        arguments = "softcap", "alibi_slopes", "sinks", "dropout_p", "score_mod", "mask_mod"
+        named = zip(arguments, there, strict=True)
         return tuple(name for name, is_there in named if is_there)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the config of a forward kernel."""
+        return dict(zip((*SCORE_FEATURES, "functions"), self[:5], strict=True))
 
 
 PLAIN = ScoreKind()
@@ -95,22 +109,27 @@ class Scores:
         return cls(softcap, alibi_slopes, sinks, dropout_p, philox)
 
     @property
+    def captured(self) -> CapturedFunctions:
+        """A user's functions."""
+        return NO_CAPTURED
+
+    @property
     def spec(self) -> ScoreSpec:
         return ScoreSpec(self.softcap, self.alibi_slopes is not None, self.sinks is not None, self.dropout_p)
 
     @property
     def kind(self) -> ScoreKind:
-        return self.spec.kind
+        return self.spec.kind._replace(functions=self.captured.functions, listed=self.captured.listed_kind)
 
     @property
     def options(self) -> dict[str, Any]:
         """By the names that the functions of ``reference`` take them."""
         of_scores = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
-        return of_scores | {"dropout_p": self.dropout_p, "philox": self.philox}
+        return of_scores | {"dropout_p": self.dropout_p, "philox": self.philox, "functions": self.captured}
 
     @property
     def values(self) -> tuple[float, Tensor | None, Tensor | None, float, Tensor | None]:
-        """In the order in which operators take them."""
+        """In the order in which operators take them, which take no functions."""
         return self.softcap, self.alibi_slopes, self.sinks, self.dropout_p, self.philox
 
     @property
@@ -121,14 +140,15 @@ class Scores:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given."""
-        return tuple(x for x in (self.alibi_slopes, self.sinks, self.philox) if x is not None)
+        own = (x for x in (self.alibi_slopes, self.sinks, self.philox) if x is not None)
+        return *own, *self.captured.tensors
 
     def for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a kernel takes: ``changes_for_kernel``, and of dropout ``philox``, contiguous, and ``kept_steps``. None
-        for what there is not."""
+        for what there is not of these. Then the tensors that functions read."""
         philox = self.philox
         dropout = (None, None) if philox is None else (philox.contiguous(), kept_steps(self.dropout_p))
-        return *self.changes_for_kernel(batch, heads), *dropout
+        return *self.changes_for_kernel(batch, heads), *dropout, *self.captured.for_kernel
 
     def changes_for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
         """Softcap; the slopes, float32 (batch, heads), the last stride 1; and the sinks, float32 (heads,), contiguous.
@@ -140,10 +160,33 @@ class Scores:
             sinks = sinks.detach().float().contiguous()
         return cap, slopes, sinks
 
+    def for_listed_kernel(self, tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
+        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read of functions is that of
+        listed blocks. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
+        ((captured, table),) = self.captured.listed
+        others = self.for_kernel(*sizes[:2])
+        return (
+            *others[: len(others) - len(self.captured.tensors)],
+            *captured.for_kernel,
+            table.lists(tile, sizes),
+        )
+
     def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
-        cap, slopes, _, *dropout = self.for_kernel(batch, heads)
-        return cap, slopes, *dropout
+        cap, slopes, _, *others = self.for_kernel(batch, heads)
+        return cap, slopes, *others
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionScores(Scores):
+    """The same with a user's functions, which get the score with its bias. (A class of its own, as torch.compile
+    traces the other.)"""
+
+    functions: CapturedFunctions = NO_CAPTURED
+
+    @property
+    def captured(self) -> CapturedFunctions:
+        return self.functions
 
 
 NO_SLOPES_GRADIENT = (
@@ -158,6 +201,7 @@ NO_SCORES = Scores()
 def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError or TypeError unless the values fit a q of these sizes, dtype and device."""
     checks.check_softcap(scores.softcap)
+    check_functions(scores.captured, device)
     if scores.alibi_slopes is not None:
         slopes = TensorSpec.of(scores.alibi_slopes)
         if slopes.dtype != torch.float32:

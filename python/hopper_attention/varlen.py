@@ -12,7 +12,9 @@ from torch import Tensor
 from hopper_attention import autograd, checks, features
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FULL_WINDOW, Result, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
+from hopper_attention.function_autograd import VarlenCall, attend_with_functions
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
@@ -50,6 +52,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -83,6 +87,8 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -116,6 +122,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
     backend: str | None = ...,
 ) -> Result: ...
@@ -148,6 +156,8 @@ def flash_attn_varlen_func(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Result:
@@ -163,7 +173,8 @@ def flash_attn_varlen_func(
     hold when it is replayed. The reference reads them on the host, for which it waits for the GPU.
 
     Args:
-        q: (total_q, heads, head_dim), float16 or bfloat16; head_dim is a multiple of 8, at most 256. Strides are free.
+        q: (total_q, heads, head_dim), float16, bfloat16 or float8_e4m3fn; head_dim is a multiple of 8, at most 256.
+            Strides are free.
         k: (total_k, kv_heads, head_dim), of q's dtype and device; heads is a multiple of kv_heads.
         v: (total_k, kv_heads, head_dim_v), likewise; head_dim_v is at most 512.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device of q, contiguous: sums of lengths, from 0 to at
@@ -173,12 +184,14 @@ def flash_attn_varlen_func(
             first; all by default.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default.
         causal: query i of a sequence sees the keys j <= i + seqlen_k - seqlen_q, of the used lengths.
-        q_descale, k_descale, v_descale: None only; float8_e4m3fn tensors raise NotImplementedError.
+        q_descale, k_descale, v_descale: for float8_e4m3fn only, as for ``flash_attn_func``: float32 (batch, kv_heads)
+            factors, whose batch are the sequences.
         window_size: (left, right), as for ``flash_attn_func``, with the used lengths of each sequence.
         attention_chunk: as there, with the used lengths of each sequence.
         num_splits, pack_gqa, sm_margin, deterministic, softcap, sinks: as for ``flash_attn_func``.
         qv: (total_q, heads, head_dim_v), as there.
         alibi_slopes: as there, with the used lengths of each sequence; the batch of (batch, heads) are the sequences.
+        score_mod, mask_mod: as there; indices count from 0 in each sequence, and b is its number.
         dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
         backend: "hopper", "ampere", "reference", or None to have one chosen.
@@ -197,6 +210,8 @@ def flash_attn_varlen_func(
     scores = NO_SCORES
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod)
     if dropout_p != 0.0:
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
@@ -271,13 +286,20 @@ def _call_operator(
 
     ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
-    mask, scores, *flags = options
+    mask, scores, backend, sm_margin, deterministic = options
+    flags = backend, sm_margin, deterministic
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
-    features.check_packed_dtype(q.dtype)
-    checks.check_descales(q, k, *descales)
+    checks.check_descales_of((lengths.cu_seqlens_q.shape[0] - 1, k.shape[1]), q, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    if q.dtype == FP8_DTYPE:
+        features.check_fp8_scores(q.dtype, scores)
+        options_8 = mask.causal, *flags[:2], *mask.sides
+        return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
+    if scores.captured:
+        call = VarlenCall(scale, mask, scores, *flags, lengths)
+        return attend_with_functions(call, q, k, v)
     return autograd.forward_varlen(q, k, v, *lengths, scale, mask.causal, *flags, *mask.sides, *scores.values)

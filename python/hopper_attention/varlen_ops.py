@@ -7,11 +7,14 @@ As those of :mod:`hopper_attention.ops`: functional, with shapes on fake tensors
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import MaskSpec
+from hopper_attention.packed_quantization import from_packed_descales
 from hopper_attention.scores import Scores
-from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
+from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
 
 
 @torch.library.custom_op("hopper_attention::forward_varlen", mutates_args=())
@@ -78,6 +81,67 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]))
+    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+
+
+@torch.library.custom_op("hopper_attention::forward_varlen_fp8", mutates_args=())
+def forward_varlen_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32."""
+    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    descales = q_descale, k_descale, v_descale
+
+    def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
+        parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
+        return attend_packed(parts, softmax_scale, causal, backend, False, sm_margin=sm_margin, window=window)
+
+    return attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)
+
+
+@forward_varlen_fp8.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    total_q, heads, _ = q.shape
+    out = q.new_empty((total_q, heads, v.shape[2]), dtype=FP8_OUT_DTYPE)
     return out, q.new_empty((heads, total_q), dtype=torch.float32)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size
-from hopper_attention import backward_rules, checks, features, forward_rules
+from hopper_attention import backward_rules, checks, features, forward_rules, fp8_rules
 from hopper_attention.api import Window
-from hopper_attention.backends import Target, choose_backend, target_of
+from hopper_attention.backends import Choice, Target, choose_backend, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     NO_GRADIENT_WITH_QV,
@@ -30,7 +30,7 @@ from hopper_attention.dispatch import (
 from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
-from hopper_attention.problem import AttentionProblem, GradientProblem
+from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
 from hopper_attention.scores import check_scores
 
 
@@ -93,9 +93,8 @@ def explain_varlen(
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
     check_inputs(whole, partial(check_packed, lengths=lengths.specs))
-    features.check_packed_dtype(q.dtype)
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
-    checks.check_descales(q, k, q_descale, k_descale, v_descale)
+    checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
@@ -104,8 +103,13 @@ def explain_varlen(
     specs, notes = of_one_launch(whole, problem, target, backend)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
-    choice = choose_backend(target, problem.dtype, backend)
-    config = forward_rules.select_for(problem, choice.backend, target.capability)
+    is_fp8 = problem.dtype == checks.FP8_DTYPE
+    if is_fp8:
+        features.check_fp8_scores(problem.dtype, scores)
+        choice, config = _plan_fp8(problem, target, backend)
+    else:
+        choice = choose_backend(target, problem.dtype, backend)
+        config = forward_rules.select_for(problem, choice.backend, target.capability)
     if not isinstance(config, ReferenceConfig):
         totals = specs["q"].shape[0], specs["k"].shape[0]
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
@@ -120,13 +124,39 @@ def explain_varlen(
         notes += (NO_GRADIENT_WITH_QV,)
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
-        if learned and not problem.has_qv:
+        if learned and not (problem.has_qv or is_fp8):
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
             width = first_part(whole)[0]["v"].shape[2]
             gradient = replace(problem, head_dim_v=width)
             notes += (_note_on_gradients(gradient, in_order, target, backend),)
     copies = casts + describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, copies, notes)
+
+
+def _plan_fp8(
+    problem: AttentionProblem, target: Target, backend: str | None
+) -> tuple[Choice, forward_rules.Config]:
+    """Backend and config of e4m3 tensors with descales, whose V has rows."""
+    p = problem
+    kind = Fp8AttentionProblem(
+        p.dtype,
+        checks.FP8_OUT_DTYPE,
+        p.head_dim,
+        p.head_dim_v,
+        p.causal,
+        has_window=p.has_window,
+        has_chunk=p.has_chunk,
+        is_packed=True,
+        v_rows=True,
+        transposes=True,
+    )
+    choice = fp8_rules.choose_for(kind, target, backend)
+    if choice.backend == "hopper":
+        return choice, fp8_rules.select_for(kind)
+    if choice.backend == "reference":
+        return choice, ReferenceConfig(fp8=True)
+    dequantized = replace(p, dtype=checks.FP8_OUT_DTYPE, out_dtype=checks.FP8_OUT_DTYPE)
+    return choice, forward_rules.select_for(dequantized, choice.backend, target.capability)
 
 
 def _note_on_gradients(

@@ -24,7 +24,7 @@ from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import compile_cache, flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
-from hopper_attention.launch import backward, packed_forward
+from hopper_attention.launch import backward, packed_forward, packed_fp8
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
 
@@ -74,18 +74,20 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     empty_out, empty_lse = ResultSpec.empty_out, ResultSpec.empty_lse
     monkeypatch.setattr(ResultSpec, "empty_out", lambda spec, q: empty_out(spec, q).fill_(math.nan))
     monkeypatch.setattr(ResultSpec, "empty_lse", lambda spec, q: empty_lse(spec, q).fill_(math.nan))
-    empty_results = packed_forward.empty_results
-
-    def poisoned_results(*options: Any) -> tuple[Tensor, ...]:
-        return tuple(x.fill_(math.nan) for x in empty_results(*options))
-
-    monkeypatch.setattr(packed_forward, "empty_results", poisoned_results)
+    for module in (packed_forward, packed_fp8):
+        monkeypatch.setattr(module, "empty_results", partial(poisoned_results, module.empty_results))
     empty_gradients = backward.empty_gradients
 
     def poisoned(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.fill_(math.nan) for x in empty_gradients(*inputs))
 
     monkeypatch.setattr(backward, "empty_gradients", poisoned)
+
+
+def poisoned_results(
+    empty_results: Callable[..., tuple[Tensor, Tensor]], *options: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.fill_(math.nan) for x in empty_results(*options))
 
 
 @dataclass(frozen=True)

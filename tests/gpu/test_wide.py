@@ -43,7 +43,18 @@ def draw(
     return Inputs(*(torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for shape in shapes))
 
 
-SEQLENS = [(1, 1), (1, 700), (63, 64), (64, 65), (65, 63), (200, 130), (130, 200), (257, 1023), (1000, 1000)]
+SEQLENS = [
+    (1, 1),
+    (1, 700),
+    (1, 65),
+    (63, 64),
+    (64, 65),
+    (65, 63),
+    (200, 130),
+    (130, 200),
+    (257, 1023),
+    (1000, 1000),
+]
 
 
 @pytest.mark.parametrize("dims", [(64, 512), (64, 256), (40, 264), (8, 8)], ids=str)
@@ -170,6 +181,13 @@ def test_many_tiles_of_every_size() -> None:
         x = draw(torch.float16, (333, 444), heads, batch=batch)
         out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, qv=x.qv, return_attn_probs=True)
         assert errors_of(x, out, lse, causal=causal, qv=x.qv) == []
+
+
+def test_a_single_query_of_many_heads() -> None:
+    for heads, batch, seqlen_k in (((128, 1), 3, 2000), ((16, 2), 5, 77), ((130, 1), 2, 640)):
+        x = draw(torch.bfloat16, (1, seqlen_k), heads, batch=batch)
+        out, lse = flash_attn_func(x.q, x.k, x.v, causal=True, qv=x.qv, return_attn_probs=True)
+        assert errors_of(x, out, lse, causal=True, qv=x.qv) == []
 
 
 def test_a_backward_pass_is_refused() -> None:

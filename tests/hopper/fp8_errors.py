@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig, Softmax
 from hopper_attention.launch.fp8 import EmulationLaunch
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization import QuantizedQKV
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 
@@ -29,7 +30,9 @@ def score_rounding(config: Fp8ForwardConfig, head_dim: int) -> float:
     return (math.ceil(head_dim / FP8_KEYS_PER_STEP) + 1) * 2.0**-12
 
 
-def emulate(parts: QuantizedQKV, causal: bool, lagging: bool) -> list[tuple[Tensor, Tensor]]:
+def emulate(
+    parts: QuantizedQKV, causal: bool, lagging: bool, window: Sides = FULL_SIDES
+) -> list[tuple[Tensor, Tensor]]:
     """out and lse of the emulation, what was done to V undone.
 
     For a kernel that lags they come a second time with largest P that are rounded. Of the kernel's some are, so that
@@ -37,7 +40,7 @@ def emulate(parts: QuantizedQKV, causal: bool, lagging: bool) -> list[tuple[Tens
     """
     exponents = (P_EXPONENT, ROUNDED_P_EXPONENT) if lagging else (P_EXPONENT,)
     return [
-        EmulationLaunch(causal, exponent)(parts, parts.q.shape[3] ** -0.5, wants_lse=True)
+        EmulationLaunch(causal, exponent)(parts, parts.q.shape[3] ** -0.5, True, window)
         for exponent in exponents
     ]
 

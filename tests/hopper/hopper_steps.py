@@ -474,7 +474,7 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
-    "tanh": _plain(np.tanh),
+    "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt),
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
     "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
     "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": wgmma, **WARP_STEPS,

@@ -21,6 +21,7 @@ from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardC
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
@@ -80,14 +81,17 @@ def vector_map(tensor: Tensor, rows: int) -> TensorMap:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), sinks (heads,); and to P: the seed and offset of
-    a mask of dropout, int64 (2,), and how many of 256 elements it keeps."""
+    """What is done to scores: a cap, slopes of ALiBi (batch, heads), a user's functions, sinks (heads,); to P: the seed
+    and offset of a mask of dropout, int64 (2,), and how many of 256 elements it keeps; and lists of the blocks that
+    are visited (``BlockTable.lists``)."""
 
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     philox: Tensor | None = None
     kept: int = 256
+    captured: CapturedFunctions = NO_CAPTURED
+    lists: Tensor | None = None
 
 
 NO_RULES = Rules()
@@ -121,13 +125,17 @@ class Arguments:
             self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
         if rules.sinks is not None:
             self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
-        self.dropout(rules)
+        self.dropout_and_functions(rules)
 
-    def dropout(self, rules: Rules) -> None:
+    def dropout_and_functions(self, rules: Rules) -> None:
         """What every kernel takes of it, behind the rest."""
         if rules.philox is not None:
             self.tensor(rules.philox, (), ())
             self.add(rules.kept)
+        for tensor in rules.captured.for_kernel:
+            self.tensor(tensor, tuple(tensor.shape), tensor.stride())
+        if rules.lists is not None:
+            self.tensor(rules.lists, tuple(rules.lists.shape), rules.lists.stride()[:3])
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
@@ -168,7 +176,7 @@ def forward_on_numpy(
         arguments.add(softmax_scale / rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
-    arguments.dropout(rules)
+    arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -202,7 +210,7 @@ def packed_forward_on_numpy(
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
-    arguments.dropout(rules)
+    arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -263,8 +271,10 @@ def fp8_forward_on_numpy(
     parts: QuantizedQKV,
     softmax_scale: float,
     timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one."""
+    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one; ``sides``
+    are those of its window."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -285,6 +295,7 @@ def fp8_forward_on_numpy(
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(arguments, q.data, k.data, softmax_scale)
+    arguments.add(*sides)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
 
@@ -446,7 +457,7 @@ def _add_rules(arguments: Arguments, rules: Rules) -> None:
         arguments.add(rules.softcap)
     if rules.slopes is not None:
         arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
-    arguments.dropout(rules)
+    arguments.dropout_and_functions(rules)
 
 
 def _backward_maps(

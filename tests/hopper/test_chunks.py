@@ -25,24 +25,21 @@ EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 LATE = Timing(is_late=True, seed=1)
 
 FORWARD = [
-    ("bfloat16", 64, True, (200, 300), (NO_LIMIT, NO_LIMIT, 100)),
-    ("bfloat16", 64, True, (200, 300), (NO_LIMIT, NO_LIMIT, 7)),
-    ("bfloat16", 64, True, (300, 200), (NO_LIMIT, NO_LIMIT, 128)),
-    ("bfloat16", 64, True, (200, 200), (40, NO_LIMIT, 64)),
+    ("bfloat16", 64, True, (140, 300), (NO_LIMIT, NO_LIMIT, 100)),
+    ("bfloat16", 64, True, (140, 200), (NO_LIMIT, NO_LIMIT, 7)),
+    ("bfloat16", 64, True, (200, 140), (40, NO_LIMIT, 64)),
     ("bfloat16", 64, True, (5, 300), (NO_LIMIT, NO_LIMIT, 1)),
-    ("float16", 128, False, (150, 400), (NO_LIMIT, NO_LIMIT, 100)),
-    ("float16", 128, False, (400, 150), (NO_LIMIT, NO_LIMIT, 1000)),
-    ("float16", 128, False, (200, 260), (30, 50, 128)),
+    ("float16", 128, False, (70, 400), (NO_LIMIT, NO_LIMIT, 100)),
+    ("float16", 128, False, (200, 90), (NO_LIMIT, NO_LIMIT, 1000)),
+    ("float16", 128, False, (130, 200), (30, 50, 128)),
 ]
 BACKWARD = [
-    ("bfloat16", 64, True, (200, 300), (NO_LIMIT, NO_LIMIT, 100), True),
-    ("bfloat16", 64, True, (200, 300), (NO_LIMIT, NO_LIMIT, 7), True),
-    ("bfloat16", 64, True, (300, 200), (20, NO_LIMIT, 64), True),
-    ("float16", 128, False, (150, 400), (NO_LIMIT, NO_LIMIT, 100), False),
-    ("float16", 128, False, (400, 150), (NO_LIMIT, NO_LIMIT, 1000), False),
-    ("float16", 128, False, (200, 260), (30, 50, 128), False),
-    ("bfloat16", 256, True, (150, 260), (NO_LIMIT, NO_LIMIT, 100), True),
-    ("bfloat16", 256, True, (260, 100), (30, NO_LIMIT, 64), True),
+    ("bfloat16", 64, True, (140, 300), (NO_LIMIT, NO_LIMIT, 100), True),
+    ("bfloat16", 64, True, (300, 140), (20, NO_LIMIT, 64), True),
+    ("float16", 128, False, (70, 300), (NO_LIMIT, NO_LIMIT, 100), False),
+    ("float16", 128, False, (150, 70), (NO_LIMIT, NO_LIMIT, 1000), False),
+    ("float16", 128, False, (130, 140), (30, 50, 32), False),
+    ("bfloat16", 256, True, (70, 200), (NO_LIMIT, NO_LIMIT, 60), True),
 ]
 
 
@@ -74,21 +71,20 @@ def test_keys_of_other_chunks_are_not_read() -> None:
     q, k, v = draw(0, "bfloat16", (1, 128, 1, 64), (1, 640, 1, 64), (1, 640, 1, 64))
     # The queries are level with the keys from 512 on, whose chunk begins at 450.
     first = 450 // config.tile_n * config.tile_n
-    assert config.tile_m == 128 and first > 0
+    assert first > 0
     exact = attend(q[0], k[0], v[0], window_of(True, (NO_LIMIT, 0, 225)), 0.125)
     k[:, :first], v[:, :first] = math.nan, math.nan
     out, lse = forward_on_numpy(config, q, k, v, 0.125, 1, LATE, (NO_LIMIT, 0, 225))
     check_rows(out[0], lse[0], *exact)
 
 
-Q = Packed.of((70, 0, 200, 5), behind=9)
-K = Packed.of((90, 33, 30, 300), behind=3)
+Q = Packed.of((70, 0, 140, 5), behind=9)
+K = Packed.of((90, 33, 30, 200), behind=3)
 
 
-@pytest.mark.parametrize("chunk", [64, 100])
-def test_packed_sequences(chunk: int) -> None:
+def test_packed_sequences() -> None:
     config = select_forward("bfloat16", 64, True, 300, window=True, layout="varlen")
-    config, sides = replace(config, chunk=True), (NO_LIMIT, 0, chunk)
+    config, sides = replace(config, chunk=True), (NO_LIMIT, 0, 64)
     q, k, v = draw(2, "bfloat16", (Q.total, 2, 64), (K.total, 1, 64), (K.total, 1, 64))
     plan = plan_of(Q, K, config.tile_m)
     out, lse = packed_forward_on_numpy(config, (q, k, v), plan, Q.batch + 1, 0.125, 2, LATE, sides)
@@ -120,7 +116,7 @@ def span_of(packed: Packed, sequence: int) -> tuple[int, int]:
 def test_backward(dtype, head_dim, causal, seqlens, sides, ordered) -> None:
     config = replace(select_backward(dtype, head_dim, causal, ordered, window=True), chunk=True)
     (sq, sk), scale = seqlens, head_dim**-0.5
-    q, dout, k, v = draw(sq, dtype, *[(sq, 2, head_dim)] * 2, *[(sk, 1, head_dim)] * 2)
+    q, dout, k, v = draw(sq, dtype, *[(sq, 1, head_dim)] * 2, *[(sk, 1, head_dim)] * 2)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attend(*leaves, window_of(causal, sides), scale)
     exact = torch.autograd.grad(out, leaves, dout.double())

@@ -11,7 +11,16 @@ import torch
 
 from hopper_attention import device_memory
 from hopper_attention.backends import Target
-from hopper_attention.launch import backward, forward, fp8, quantize, qv, varlen
+from hopper_attention.launch import (
+    backward,
+    forward,
+    fp8,
+    packed_fp8,
+    packed_quantize,
+    quantize,
+    qv,
+    varlen,
+)
 
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
@@ -45,7 +54,7 @@ def pretend(
 
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
     for module in kinds:
-        monkeypatch.setattr(module, "target_of", lambda device: target())
+        monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
@@ -56,7 +65,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, forward, fp8, quantize, qv, varlen):
+    for module in (backward, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

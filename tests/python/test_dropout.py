@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,16 @@ import torch
 from torch import Tensor
 
 import hopper_attention as h
-from hopper_attention import explain
+from hopper.backward.config import select_backward_config, validate_backward_config
+from hopper.config import validate_forward_config
+from hopper.forward.tilings import select_forward_config, with_dropout
+from hopper_attention import compile_cache, explain
 from hopper_attention.dropout import draw_philox, kept_steps
+from hopper_attention.launch import backward, forward
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled, dropout_mask
 from hopper_attention.reference import dropout as mask_of
+from hopper_attention.scores import Scores
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.score_formula import seen_pairs
 from tests.python.varlen_cases import CASES
 
@@ -296,3 +303,45 @@ def test_under_torch_compile_and_vmap() -> None:
     assert mapped.shape == (3, *first.shape) and not torch.equal(mapped[0], mapped[1])
     same = torch.vmap(lambda *x: h.flash_attn_func(*x, dropout_p=P), randomness="same")(*samples)
     assert torch.equal(same[0], same[1])
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("backend", ["hopper", "ampere"])
+def test_words_and_steps_reach_a_kernel(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, forward, backward)
+    calls: list[tuple[Any, ...]] = []
+    configs: list[Any] = []
+    for name in ("get_forward", "get_backward"):
+        monkeypatch.setattr(compile_cache, name, lambda c: configs.append(c) or (lambda *a: calls.append(a)))
+    last = (SMS,) if backend == "hopper" else ()
+    q, k, v = (x[..., :8] for x in qkv((20, 30), torch.bfloat16))
+    scores = Scores(dropout_p=0.1, philox=PHILOX)
+    out, lse = forward.run_forward(q, k, v, 0.5, False, backend, 0, scores=scores)
+    backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend=backend, scores=scores)
+    of_forward, of_backward = calls[0], next(call for call in calls[1:] if len(call) > 6)
+    for call, cap_and_slopes in ((of_forward, 3), (of_backward, 2)):
+        *_, philox, kept = call[: len(call) - len(last)]
+        assert philox is PHILOX and kept == 230 and call[len(call) - len(last) :] == last
+        assert call[len(call) - len(last) - 2 - cap_and_slopes :][:cap_and_slopes] == (None,) * cap_and_slopes
+    assert all(c.dropout for c in configs if hasattr(c, "dropout")) and configs[0].name.endswith("_dropout")
+    forget_launchers()
+
+
+def test_configs_with_dropout() -> None:
+    for head_dim in (64, 96, 128, 192, 256):
+        for causal in (False, True):
+            plain = select_forward_config("bfloat16", head_dim, head_dim, causal, 16384)
+            config = with_dropout(plain)
+            validate_forward_config(config)
+            assert config.tile_n % 32 == 0 and plain.tile_n - 32 < config.tile_n <= plain.tile_n
+            assert not config.is_plain and config.name != plain.name
+            backward_config = select_backward_config("bfloat16", head_dim, head_dim, causal, dropout=True)
+            assert backward_config.tile_m == 64 and backward_config.name.count("dropout") == 1
+    with pytest.raises(ValueError, match="tile_n is 112, allowed with dropout: multiples of 32"):
+        validate_forward_config(
+            replace(select_forward_config("bfloat16", 192, 192, False, 512), dropout=True)
+        )
+    with pytest.raises(ValueError, match="tile_m is 128, allowed with dropout: 64"):
+        validate_backward_config(replace(select_backward_config("bfloat16", 64, 64, False), dropout=True))

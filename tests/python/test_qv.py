@@ -68,6 +68,9 @@ CASES = [
     ((130, 150), (4, 1), (64, 40), True, (-1, -1), None),
     ((33, 20), (2, 2), (16, 512), True, (-1, -1), 0.05),
     ((70, 201), (2, 1), (32, 264), False, (30, 9), None),
+    # A single query, whose heads become queries unless the window hides something.
+    ((1, 50), (6, 2), (16, 24), True, (-1, -1), None),
+    ((1, 50), (6, 2), (16, 24), False, (20, 0), None),
 ]
 
 
@@ -322,6 +325,25 @@ def test_launch(calls: list[Call]) -> None:
     # An expanded tensor, which TMA cannot address, is copied.
     flash_attn_func(Q, K, V, qv=QV[:1].expand(2, -1, -1, -1))
     assert calls[-1].arguments[3].stride(0) > 0
+
+
+def test_heads_of_a_single_query_are_queries_of_a_launch(calls: list[Call]) -> None:
+    q, k, v, qv = draw((1, 30), (6, 2), (16, 32))
+    wide = torch.zeros(2, 1, 6, 64, dtype=torch.bfloat16)
+    wide[..., 8:24] = q
+    out, lse = flash_attn_func(wide[..., 8:24], k, v, causal=True, qv=qv, return_attn_probs=True)
+    assert out.shape == (2, 1, 6, 32) and lse.shape == (2, 6, 1) and out.is_contiguous()
+    name, arguments = calls[-1]
+    assert name == "hopper_wide_bf16_d64v256_qv_full_m128n64s4_r232_40_c2"
+    for folded, x in ((arguments[0], q), (arguments[3], qv)):
+        assert torch.equal(folded, x.unflatten(2, (2, 3))[:, 0].transpose(1, 2))
+    assert arguments[0].data_ptr() == wide[..., 8:24].data_ptr()
+    plan = explain(q, k, v, causal=True, qv=qv, device_capability=(9, 0))
+    assert plan.config.name == name
+    assert plan.notes[-1].startswith("the query heads of a key/value head become queries of one")
+    # Slopes tell heads apart.
+    flash_attn_func(q, k, v, causal=True, qv=qv, alibi_slopes=torch.ones(6))
+    assert calls[-1].arguments[0].shape == q.shape and "causal_" in calls[-1].config
 
 
 def test_packed_launch(calls: list[Call]) -> None:

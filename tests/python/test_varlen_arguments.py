@@ -198,10 +198,9 @@ FP8 = {name: x.to(torch.float8_e4m3fn) for name, x in (("q", Q), ("k", KV), ("v"
 LONG = MAX_WINDOW_LENGTH + 1
 
 MISSING = [
-    (FP8, "the dtype of q is torch.float8_e4m3fn: variable-length attention in FP8 is not implemented yet"),
     (
-        FP8 | {"q_descale": torch.ones(2, 2)},
-        "the dtype of q is torch.float8_e4m3fn: variable-length attention",
+        FP8 | {"softcap": 2.0},
+        "softcap is 2.0: tanh soft-capping of the scores of torch.float8_e4m3fn tensors",
     ),
     (
         {"attention_chunk": 5, "max_seqlen_q": LONG},

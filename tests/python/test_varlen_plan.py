@@ -80,11 +80,6 @@ def test_it_raises_what_the_call_would(changed: dict[str, Any], error: type[Exce
         explain_varlen(**given | changed)
 
 
-def test_fp8_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="variable-length attention in FP8 is not implemented yet"):
-        explain_varlen(*(x.to(torch.float8_e4m3fn) for x in USED.tensors(torch.half)), *USED.lengths)
-
-
 @pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)
 def test_the_config_is_that_of_the_problem(window: tuple[int, int]) -> None:
     for options, capability, backend in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -142,18 +142,6 @@ def test_torch_func() -> None:
 
 
 # What is refused
-
-
-@pytest.mark.parametrize("function", [flash_attn_func, explain])
-def test_fp8_tensors_have_no_window_yet(function: Callable[..., Any]) -> None:
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
-    message = (
-        r"window_size is \(5, 2\): sliding-window attention of torch.float8_e4m3fn tensors is not implemented"
-    )
-    with pytest.raises(NotImplementedError, match=message):
-        function(q, k, v, window_size=(5, 2))
-    function(q, k, v, window_size=(100, 100))
-    function(q, k, v, window_size=(100, 0))
 
 
 @pytest.mark.parametrize("lengths", [(MAX_WINDOW_LENGTH + 1, 9), (9, MAX_WINDOW_LENGTH + 1)])

@@ -28,6 +28,7 @@ from cute_kernels.problem import (
     SHORT_NAMES,
     check_chunk,
 )
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 FLOAT_BYTES = 4
 MAX_CTAS = 2**31 - 1
@@ -47,8 +48,8 @@ class AmpereBackwardConfig:
     along their columns; ``dq_warps`` along the queries of dQ, the others along its columns, of which it makes a part in
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of
-    a chunk. ``layout`` says how sequences lie in the tensors. ``softcap`` and ``alibi`` are of scores that the forward
-    kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE.
+    a chunk. ``layout`` says how sequences lie in the tensors. ``softcap``, ``alibi`` and a user's ``functions`` are of
+    scores that the forward kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE.
     """
 
     dtype: str
@@ -72,10 +73,11 @@ class AmpereBackwardConfig:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def changes_scores(self) -> bool:
-        return self.softcap or self.alibi or self.dropout
+        return self.softcap or self.alibi or self.dropout or bool(self.functions)
 
     @property
     def has_mask(self) -> bool:
@@ -227,6 +229,7 @@ class AmpereBackwardConfig:
         parts += ["chunk"] if self.chunk else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
+        parts += [self.functions.name] if self.functions else []
         return "_".join(parts)
 
 

@@ -113,7 +113,7 @@ class AmpereBackwardKernel:
         gradients = KeyGradients.of(c, tensors, window)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
-        rules = options.key_rules(scale_log2, mQ.element_type)
+        rules = options.key_rules(scale_log2, mQ.element_type, c.functions)
         gradients.compute(batch, gradients.claim(), heads_per_kv_head, softmax_scale, rules)
 
 
@@ -205,7 +205,7 @@ class PackedAmpereBackwardKernel:
                 of_keys=True,
             )
             batch = PackedBatch(c, plan, order, takes_last_first(c, window))
-            rules = options.key_rules(scale_log2, mQ.element_type)
+            rules = options.key_rules(scale_log2, mQ.element_type, c.functions)
             gradients.compute(batch, tile, mQ.shape[1] // kv_heads, softmax_scale, rules)
 
 

@@ -118,7 +118,7 @@ class Mainloop(LoopInvariant):
     def _score_tiles(self, place: tuple) -> list[KeyScoreTile]:
         """Of each band, of the block at ``place``."""
         head, mask = place[0], self.mask
-        if self.config.alibi:
+        if self.config.alibi or self.config.functions:
             # As in ``_mask``; and the slope is read anew for each block.
             mask, head = replace(mask, key=pin(mask.key, Int32), col=pin(mask.col, Int32)), pin(head, Int32)
         tile = self.rules.for_head(mask, head, mask.seqlens.batch)
@@ -137,10 +137,10 @@ class Mainloop(LoopInvariant):
         m_block: Int32,
         kept: list[tuple[Kept, ...]],
     ) -> tuple[list[cute.Tensor], list[cute.Tensor]]:
-        """P^T in 16 bits, without what is not ``kept``, and what dS^T is made of: the same, but for a softcap and
-        dropout."""
+        """P^T in 16 bits, without what is not ``kept``, and what dS^T is made of: the same, but for factors, as
+        those of a softcap, and for dropout."""
         clamps = not self.config.has_mask
-        if not (self.config.softcap or self.config.dropout):
+        if not (tiles[0].has_factors or self.config.dropout):
             for tile, acc in zip(tiles, acc_S, strict=True):
                 tile.make_probabilities(acc, lse, m_block, clamps)
             p = self._round(acc_S)

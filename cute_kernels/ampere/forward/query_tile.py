@@ -25,7 +25,13 @@ from cute_kernels.key_blocks import BlockRange, KeyBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import LOG2_E, ScoreRules, ScoreTile
+from cute_kernels.score_tile import (
+    LOG2_E,
+    ScoreRules,
+    ScoreTile,
+    function_rules,
+    scale_after_functions,
+)
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.sequence_rows import numbers_of, rows_of
 from cute_kernels.tile_scheduler import TileOrder
@@ -83,7 +89,7 @@ class QueryTile(LoopInvariant):
             place, warp, lane = self._anew()
             first_row = self._first_row(place, warp)
         for of_band in softmax:
-            of_band.enter_tile((), place.head, place.seqlens.batch)
+            of_band.enter_tile((), place.head, place.seqlens)
         mO, mLSE = outputs
         Epilogue(c, sQ, warp, lane).store(
             mainloop,
@@ -129,11 +135,13 @@ class QueryTile(LoopInvariant):
     def _rules(self, scale_log2: Float32) -> ScoreRules:
         c, options = self.config, self.options
         inverse_scale = Float32(LOG2_E) / scale_log2 if c.alibi else 1.0
-        softcaps = options.softcaps(DSL_DTYPES[c.dtype])
-        return ScoreRules(softcaps, options.slopes, inverse_scale, Dropout.all_of(options.dropout))
+        softcaps, dropout = options.softcaps(DSL_DTYPES[c.dtype]), Dropout.all_of(options.dropout)
+        functions = function_rules(c.functions, options.captured, scale_log2)
+        return ScoreRules(softcaps, options.slopes, inverse_scale, dropout, functions)
 
     def _softmax(self, scale_log2: Float32) -> ShiftSoftmax:
         """Of a band."""
+        scale_log2 = scale_after_functions(self.config.functions, scale_log2)
         if self.config.sinks:
             return ShiftSinkSoftmax(self.options.sinks[0], scale_log2)
         return ShiftSoftmax(scale_log2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from cute_kernels.problem import SCORE_FEATURES
 from hopper.config import ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
@@ -97,6 +98,9 @@ class Fp8ForwardConfig(ForwardConfig):
         return super().smem_bytes + rows
 
     def validate_precision(self) -> None:
+        for name in SCORE_FEATURES:
+            if getattr(self, name):
+                raise ValueError(f"{name} is True, allowed for {FP8_DTYPE}: False")
         if self.tile_n % FP8_KEYS_PER_STEP:
             raise ValueError(
                 f"tile_n is {self.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"

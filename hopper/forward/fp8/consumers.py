@@ -26,17 +26,32 @@ class LaggingConsumer(Consumer):
     def _unmasked_blocks(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
-        """The state of the next block is made while a block is computed, not between two of them."""
+        return self._blocks_down_to(scores, blocks.begin, n_block, v_state)[1]
+
+    @cute.jit
+    def _blocks_within(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
+    ) -> tuple[Int32, PipelineState]:
+        return self._blocks_down_to(scores, blocks.left_masked, n_block, v_state)
+
+    @cute.jit
+    def _blocks_down_to(
+        self, scores: ScoreTile, first: Int32, n_block: Int32, v_state: PipelineState
+    ) -> tuple[Int32, PipelineState]:
+        """The number of the block behind ``first``, and the state of the V before it.
+
+        The state of the next block is made while a block is computed, not between two of them.
+        """
         k_state = v_state.clone()
         k_state.advance()
-        while n_block >= blocks.begin:
+        while n_block >= first:
             after = k_state.clone()
             after.advance()
             after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
             self._lagging_block(scores, n_block, (v_state, k_state), False)
             v_state, k_state = k_state, after
             n_block = n_block - 1
-        return v_state
+        return n_block, v_state
 
     @cute.jit
     def _lagging_block(

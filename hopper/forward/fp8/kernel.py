@@ -1,11 +1,18 @@
 """The Hopper forward kernel for e4m3 inputs with block scales."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
-from hopper.forward.batch import DenseBatch
+from cute_kernels.problem import VARLEN
+from cute_kernels.window import sides_of
+from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kv_source import TransposedTma, TransposingRows
+from hopper.forward.fp8.kv_source import (
+    PackedTransposedTma,
+    PackedTransposingRows,
+    TransposedTma,
+    TransposingRows,
+)
 from hopper.forward.fp8.precision import BlockScaled
 from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
 from hopper.forward.operands import PerOperand
@@ -21,8 +28,11 @@ class Fp8ForwardKernel(ForwardKernel):
     """
 
     def __init__(self, config: Fp8ForwardConfig):
-        kv_source = TransposingRows(config) if config.v_rows else TransposedTma(config)
-        super().__init__(config, KernelParts(BlockScaled(config), kv_source, DenseBatch(config)))
+        if config.layout == VARLEN:
+            source, batch = PackedTransposingRows if config.v_rows else PackedTransposedTma, PackedBatch
+        else:
+            source, batch = TransposingRows if config.v_rows else TransposedTma, DenseBatch
+        super().__init__(config, KernelParts(BlockScaled(config), source(config), batch(config)))
 
     @cute.jit
     def __call__(
@@ -48,4 +58,46 @@ class Fp8ForwardKernel(ForwardKernel):
         ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
+class GeneralFp8ForwardKernel(Fp8ForwardKernel):
+    """``Fp8ForwardKernel`` with whatever its config asks for beside a causal mask."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. What the config has no use for is None; what is not here is as for ``GeneralForwardKernel``.
+
+        With the layout "varlen" mQ, mK, mO are (total, heads, head_dim), mV (kv_heads, head_dim_v, keys) or with
+        ``v_rows`` (total_k, kv_heads, head_dim_v).
+        """
+        options = LaunchOptions(
+            extras=(q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k),
+            plan=(plan, sequences) if const_expr(self.config.layout == VARLEN) else (),
+            window=sides_of(self.config, window_left, window_right, attention_chunk),
+        )
+        tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

@@ -13,12 +13,12 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import WARPGROUP_THREADS
-from hopper.forward.fp8.config import V_ROW_STAGES
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, V_ROW_STAGES
 from hopper.forward.fp8.transpose import PRODUCER_WARPS, VTransposer
 from hopper.forward.kv_source import DenseTma
 from hopper.forward.operands import Work
 from hopper.forward.producer import Producer
-from hopper.tiles import TmaOperand, swizzled_layout
+from hopper.tiles import TmaOperand, ragged_view, swizzled_layout
 
 
 class TransposedTma(DenseTma):
@@ -102,21 +102,15 @@ class TransposingRows(TransposedTma):
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = head // work.heads_per_kv_head
-            blocks = work.key_blocks(m_block, batch)
+            blocks = work.key_blocks(m_block, head, batch)
             if warp == 0:
-                producer.load_queries(m_block, head, batch, q_phase)
-            load_ahead(producer, transposer, (head_kv, batch), blocks, blocks.last, (k_state, load_state))
+                producer.load_queries(m_block, head, blocks.seqlens, q_phase)
+            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state))
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
-                load_ahead(
-                    producer,
-                    transposer,
-                    (head_kv, batch),
-                    blocks,
-                    blocks.end - 2 - step,
-                    (k_state, load_state),
-                )
+                n_block = blocks.end - 2 - step
+                load_ahead(producer, transposer, head_kv, blocks, n_block, (k_state, load_state))
                 transposer.transpose(rows_state, v_state)
                 rows_state.advance()
                 v_state.advance()
@@ -135,14 +129,32 @@ class TransposingRows(TransposedTma):
 def load_ahead(
     producer: Producer,
     transposer: VTransposer,
-    place: tuple,
+    head_kv: Int32,
     blocks: KeyBlocks,
     n_block: Int32,
     states: tuple,
 ):
     """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp."""
-    head_kv, batch = place
     k_state, rows_state = states
     if transposer.warp == 0 and n_block >= blocks.begin:
-        producer.load_keys(head_kv, batch, n_block, k_state)
-        transposer.load(head_kv, batch, n_block, rows_state)
+        producer.load_keys(head_kv, blocks.seqlens, n_block, k_state)
+        transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
+
+
+class PackedTransposedTma(TransposedTma):
+    """``TransposedTma`` for packed sequences: V is (kv_heads, head_dim_v, keys), and each sequence has whole steps of
+    32 keys to itself (``SeqlenInfo.padded_rows_k``)."""
+
+    v_row_step = FP8_KEYS_PER_STEP
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        transposed = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 2, 0]))
+        return ragged_view(transposed, self.v_row_mode, self.v_row_step)
+
+
+class PackedTransposingRows(TransposingRows):
+    """``TransposingRows`` for packed sequences: V is (total_k, kv_heads, head_dim_v)."""
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        rows = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[0, 2, 1]))
+        return ragged_view(rows, self.v_row_mode)

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import maximum_or_nan
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.unscaled import NoScales
 
 SLOT_FLOATS = 2
@@ -20,12 +21,21 @@ UNIT_RANGE = 2.0**-64
 adds is too large then, but below 2^-50 of the largest V that the tile has seen."""
 
 
+def blocks_of_sequence(seqlens: SeqlenInfo, offset: Int32, block: Int32) -> tuple:
+    """Where the scales of a sequence are whose blocks of ``block`` rows begin at row ``offset``: (entry of the first
+    dimension, its first block). Packed sequences have whole blocks to themselves in one row of blocks."""
+    return (0, offset // block + seqlens.batch) if seqlens.is_packed else (seqlens.batch, 0)
+
+
 class BlockScales(NamedTuple):
     """Scales in global memory, float32, and how many rows share one.
 
     ``q`` (batch, heads, blocks of Q) and ``k`` (batch, kv_heads, blocks of K) multiply S, ``v`` (batch, kv_heads,
     blocks of K) multiplies V and is positive; ``o`` (batch, kv_heads, 1) multiplies the output, to whose rows with keys
     ``mean_v`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
+
+    Of packed sequences batch is 1 in the first three (``blocks_of_sequence``), and one more than the caller's in the
+    others, since rows of no sequence stand behind the last.
     """
 
     q: cute.Tensor
@@ -57,13 +67,14 @@ class ScalePublisher(NoScales):
         self.largest_unit[0] = Float32(0.0)
 
     @cute.jit
-    def publish(self, head_kv: Int32, batch: Int32, n_block: Int32, slot: Int32):
+    def publish(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, slot: Int32):
         s = self.scales
-        block = n_block * self.tile_n // s.block_k
+        entry, first = blocks_of_sequence(seqlens, seqlens.offset_k, s.block_k)
+        block = first + n_block * self.tile_n // s.block_k
         if cute.arch.lane_idx() == 0:
-            self.slots[slot, 0] = _valid(s.k[batch, head_kv, block]) * self.scale_log2
+            self.slots[slot, 0] = _valid(s.k[entry, head_kv, block]) * self.scale_log2
             least = self.largest_unit[0] * Float32(UNIT_RANGE)
-            unit = maximum_or_nan(_valid(s.v[batch, head_kv, block]), least)
+            unit = maximum_or_nan(_valid(s.v[entry, head_kv, block]), least)
             self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
             self.slots[slot, 1] = unit
         cute.arch.sync_warp()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cute_kernels.problem import DTYPES, MAX_HEAD_DIM
+from cute_kernels.problem import DENSE, DTYPES, MAX_HEAD_DIM, VARLEN
 from hopper.config import (
     THREE_CONSUMERS_TRANSPOSING,
     TWO_CONSUMERS_TRANSPOSING,
     WARPGROUP_ROWS,
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
-from hopper.forward.tilings import Tiling, tiling
+from hopper.forward.tilings import PACKED_SEQLEN, Tiling, tiling
 
 exact = partial(tiling, late_rescale=True)
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
@@ -161,12 +162,15 @@ def select_fp8_forward_config(
     v_rows: bool = False,
     two_level: bool = False,
     half_scores: bool = False,
+    window: bool = False,
+    layout: str = DENSE,
+    chunk: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
-    (``scores_fit_half``).
+    (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
 
     Raises:
         ValueError: a head dimension is too large, or no tiling divides ``block_k``.
@@ -177,13 +181,15 @@ def select_fp8_forward_config(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
     tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores)
+    if layout == VARLEN:
+        seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
-    return _build(chosen, min(fits), causal, output)
+    return replace(_build(chosen, min(fits), causal, output), window=window, layout=layout, chunk=chunk)
 
 
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:

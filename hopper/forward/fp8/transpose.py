@@ -7,6 +7,7 @@ from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import permute_bytes
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
 from hopper.tiles import TmaOperand
@@ -55,10 +56,10 @@ class VTransposer(LoopInvariant):
         self.target = SwizzledBytes(sVt, config.head_dim_v, config.tile_n)
 
     @cute.jit
-    def load(self, head_kv: Int32, batch: Int32, n_block: Int32, state: PipelineState):
+    def load(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: PipelineState):
         """Issue the load of one block; by one warp."""
         tile = (self.config.tile_n, self.config.head_dim_v)
-        smem, gmem = self.v.partition(tile, (None, 0), head_kv, batch)
+        smem, gmem = self.v.partition(tile, (None, 0), head_kv, seqlens.rows_k)
         self.pipe_rows.producer_acquire(state)
         barrier = self.pipe_rows.producer_get_barrier(state)
         cute.copy(self.v.atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=barrier)

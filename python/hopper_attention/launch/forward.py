@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper.config import ForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
@@ -123,7 +124,8 @@ class ForwardLauncher(Launcher):
     persistent grid, whose CTAs share out the tiles; 0 for a kernel that has a CTA for each tile. A kernel with a window
     takes its sides after the scale, and then its chunk, if it has one, and then one of a kind of scores that is not
     plain takes ``Scores.for_kernel``; that of Hopper takes all of these where it takes one
-    (``hopper.forward.kernel.GeneralForwardKernel``).
+    (``hopper.forward.kernel.GeneralForwardKernel``). ``listed`` is empty, or the tile of a kernel that goes by lists of
+    blocks.
     """
 
     kernel: Kernel
@@ -131,6 +133,7 @@ class ForwardLauncher(Launcher):
     repairs: tuple[Repair, ...]
     default_scale: float
     num_ctas: int
+    listed: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -155,7 +158,7 @@ class ForwardLauncher(Launcher):
         scale = self.default_scale if softmax_scale is None else softmax_scale
         options: tuple[Any, ...] = ()
         if window or scores is not NO_SCORES:
-            options = self._options(batch, heads, window, scores)
+            options = self._options((batch, heads, q.shape[1], k.shape[1]), window, scores)
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             self.kernel(q, k, v, out, lse, counter, scale, *options, self.num_ctas)
@@ -164,10 +167,13 @@ class ForwardLauncher(Launcher):
         return out, lse
 
     def _options(
-        self, batch: int, heads: int, window: tuple[int, ...], scores: Scores
+        self, sizes: tuple[int, int, int, int], window: tuple[int, ...], scores: Scores
     ) -> tuple[int | float | Tensor | None, ...]:
-        """What a kernel takes behind the scale if it is not plain."""
-        sides = kernel_sides(*window)
+        """What a kernel takes behind the scale if it is not plain; ``sizes`` are batch, heads, seqlen_q, seqlen_k."""
+        (batch, heads, *_), sides = sizes, kernel_sides(*window)
+        if self.listed:
+            tile_m, tile_n = self.listed
+            return *NO_SIDES, *NO_PLAN, *scores.for_listed_kernel((tile_m, tile_n), sizes)
         if self.num_ctas:
             return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
         return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
@@ -220,7 +226,10 @@ def find(
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):
         num_ctas = 0
-    return ForwardLauncher(index, kernel, result, repairs, scale, num_ctas)
+    listed = (
+        (config.tile_m, config.tile_n) if isinstance(config, ForwardConfig) and config.block_lists else ()
+    )
+    return ForwardLauncher(index, kernel, result, repairs, scale, num_ctas, listed)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

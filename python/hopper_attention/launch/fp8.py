@@ -26,8 +26,9 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
-from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.forward import NO_PLAN, run_forward
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantization_rules import restore_values
@@ -46,7 +47,13 @@ class EmulationLaunch:
     causal: bool
     p_exponent: float = P_EXPONENT
 
-    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        parts: QuantizedQKV,
+        softmax_scale: float,
+        wants_lse: bool,
+        window: Sides = FULL_SIDES,
+    ) -> tuple[Tensor, Tensor]:
         # As the kernel: a mean is added before the output is rounded, a rotation undone after.
         dtype = torch.float32 if adds_mean(parts) else parts.dtype
         out, lse = attention_tiled_fp8(
@@ -55,8 +62,9 @@ class EmulationLaunch:
             softmax_scale=softmax_scale,
             out_dtype=dtype,
             p_exponent=self.p_exponent,
+            window=window,
         )
-        return restore_values(out, parts, self.causal).to(parts.dtype), lse
+        return restore_values(out, parts, self.causal, window).to(parts.dtype), lse
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,17 @@ class DequantizedLaunch:
     sm_margin: int = 0
 
     @torch.no_grad()
-    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        parts: QuantizedQKV,
+        softmax_scale: float,
+        wants_lse: bool,
+        window: Sides = FULL_SIDES,
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
-        out, lse = run_forward(q, k, v, softmax_scale, self.causal, self.backend, self.sm_margin, wants_lse)
-        return restore_values(out, parts, self.causal).to(parts.dtype), lse
+        options = self.causal, self.backend, self.sm_margin, wants_lse, window
+        out, lse = run_forward(q, k, v, softmax_scale, *options)
+        return restore_values(out, parts, self.causal, window).to(parts.dtype), lse
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,8 @@ class Fp8HopperLauncher(Launcher):
     """An FP8 kernel on a persistent grid of ``num_ctas``.
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
-    share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows.
+    share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
+    sides of a window.
     """
 
     kernel: Kernel
@@ -93,10 +109,17 @@ class Fp8HopperLauncher(Launcher):
     causal: bool
     block_k: int
     transposes: bool
+    has_window: bool = False
 
-    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        parts: QuantizedQKV,
+        softmax_scale: float,
+        wants_lse: bool,
+        window: Sides = FULL_SIDES,
+    ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(parts, softmax_scale, wants_lse)
+            return self.call_there(parts, softmax_scale, wants_lse, window)
         q, k = parts.q.data, parts.k.data
         batch, seqlen_q, heads, _ = q.shape
         if self.repairs:
@@ -126,11 +149,12 @@ class Fp8HopperLauncher(Launcher):
             parts.q.block if parts.q.block < seqlen_q else ALL_ROWS,
             self.block_k,
             softmax_scale,
+            *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
             self.num_ctas,
         )
         if adds or not changes_values(parts):
             return out, lse
-        return restore_values(out, parts, self.causal).to(out.dtype), lse
+        return restore_values(out, parts, self.causal, window).to(out.dtype), lse
 
     def _values(self, v: QuantizedTensor | TransposedV) -> Tensor:
         """V as the kernel takes it."""
@@ -176,11 +200,12 @@ def attend(
     two_level: bool,
     wants_lse: bool = True,
     sm_margin: int = 0,
+    window: Sides = FULL_SIDES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
-    Without ``wants_lse`` the lse may lack its rows. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
-    multiprocessors are left to others by the FP8 kernel.
+    Without ``wants_lse`` the lse may lack its rows. ``causal`` and ``window`` are those of a ``MaskSpec``.
+    ``two_level`` is that of ``Fp8Problem``. ``sm_margin`` multiprocessors are left to others by the FP8 kernel.
 
     Raises:
         ValueError: the tensors do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
@@ -188,13 +213,15 @@ def attend(
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
     q, k = parts.q.data, parts.k.data
-    problem = problem_of(parts, causal, two_level)
+    problem = problem_of(parts, causal, two_level, window)
     launch = find_fp8_launch(problem, q.stride(), k.stride(), q.device, backend, sm_margin)
-    return launch(parts, softmax_scale, wants_lse)
+    return launch(parts, softmax_scale, wants_lse, window)
 
 
-def problem_of(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> Fp8Problem:
-    """What the rules need to know of quantized tensors."""
+def problem_of(
+    parts: QuantizedQKV, causal: bool, two_level: bool = False, window: Sides = FULL_SIDES
+) -> Fp8Problem:
+    """What the rules need to know of quantized tensors; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
     q_shape, k_shape, v_shape = q.data.shape, k.data.shape, v.shape
     return Fp8Problem(
@@ -209,6 +236,7 @@ def problem_of(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> Fp
         v_rows=isinstance(v, QuantizedTensor),
         two_level=two_level,
         half_scores=scores_fit_half(q.largest, k.largest, q_shape[3]),
+        window=window,
     )
 
 
@@ -277,4 +305,5 @@ def find(
         causal=problem.causal,
         block_k=problem.block_k or ALL_ROWS,
         transposes=config.v_rows,
+        has_window=config.window,
     )

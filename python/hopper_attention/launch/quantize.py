@@ -44,14 +44,14 @@ def why_not_fused(
 ) -> str:
     """What keeps the fused quantizer from doing a problem on ``target``; empty if nothing does."""
     options = q.dtype, k.shape[3], v.shape[3], longest_alike(k.shape[1]), quantization
-    reason = _why_not_of_this_kind(*options, target)
+    reason = why_not_of_this_kind(*options, target)
     if not reason and 0 in (*q.shape, *k.shape):
         return "the problem is empty"
     return reason or _why_too_large(q.shape, k.shape, _rows(*options))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _why_not_of_this_kind(
+def why_not_of_this_kind(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int,
@@ -109,11 +109,12 @@ def _why_not_of_these(
     quantization: Fp8Quantization,
 ) -> str:
     q, k, v = (TensorSpec(shape, (), dtype, device) for shape in (q_shape, k_shape, v_shape))
-    return why_not_fused(q, k, v, quantization, _target(device))
+    return why_not_fused(q, k, v, quantization, known_target(device))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _target(device: torch.device) -> Target:
+def known_target(device: torch.device) -> Target:
+    """``target_of``, remembered."""
     return target_of(device)
 
 

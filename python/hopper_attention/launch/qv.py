@@ -22,9 +22,9 @@ from hopper_attention.launch.packed_wide import make_packed_wide_launcher
 from hopper_attention.launch.varlen import EMPTY, check_packed_scores, is_empty
 from hopper_attention.launch.wide import make_wide_launcher
 from hopper_attention.lengths import Lengths, check_packed, read_sequences
-from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem
-from hopper_attention.qv import check_qv, scale_with_qv
+from hopper_attention.qv import check_qv, fold, folds_heads, scale_with_qv
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.varlen import varlen_forward
 from hopper_attention.scores import ScoreKind, Scores, check_scores
@@ -137,15 +137,13 @@ def find_qv_launch(
     sides: Sides,
     scores: ScoreKind,
 ) -> QvLaunch | None:
-    """What serves a call with these tensors, checked; None if there is no score, and nothing to launch.
+    """What serves a call with these tensors, which were checked; None if there is no score, and nothing to launch.
 
     Raises:
-        ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
+        ValueError: ``backend`` cannot run it.
         NotImplementedError: no kernel of the backend takes it.
     """
-    q, k, v, qv = specs
-    checks.check_qkv(q, k, v)
-    check_qv(q, v, qv)
+    q, k, v, _ = specs
     checks.check_backend(backend)
     checks.check_sm_margin(sm_margin)
     problem = replace(problem_of(q, k, v, causal, sides, scores), has_qv=True)
@@ -154,6 +152,20 @@ def find_qv_launch(
         return None
     check_size(config, q.shape, k.shape)
     return find_qv(problem, q.device, backend, sm_margin)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def check_inputs(specs: tuple[TensorSpec, ...]) -> None:
+    """Raise unless q, k, v and qv make a dense problem."""
+    q, k, v, qv = specs
+    checks.check_qkv(q, k, v)
+    check_qv(q, v, qv)
+
+
+def fold_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """``fold`` of a tensor."""
+    folded = fold(TensorSpec.of(x), kv_heads)
+    return x.as_strided(folded.shape, folded.strides)
 
 
 def run_qv(
@@ -166,7 +178,14 @@ def run_qv(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Attention with ``qv`` without autograd: out and lse, in new contiguous tensors."""
-    q, _, v, _ = inputs
+    q, k, v, qv = inputs
+    check_inputs(inputs.specs)
+    if folds_heads(q.shape, k.shape[2], MaskSpec(causal, *sides), scores.kind):
+        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
+        scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
+        folded = QvInputs(fold_heads(q, k.shape[2]), k, v, fold_heads(qv, k.shape[2]))
+        out, lse = run_qv(folded, scale, False, backend, sm_margin, FULL_SIDES, scores)
+        return out.transpose(1, 2).reshape(qv.shape), lse.reshape(*lse.shape[:1], -1, 1)
     launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, sides, scores.kind)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)

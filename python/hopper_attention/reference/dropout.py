@@ -51,6 +51,7 @@ class DropoutMask:
         factor: what of P is kept is multiplied by this.
         batch, heads: of Q.
         first_batch: the number of the first one of the batch.
+        first_head: the number of the first one of the heads.
     """
 
     key: tuple[Tensor, Tensor]
@@ -59,6 +60,7 @@ class DropoutMask:
     batch: int
     heads: int
     first_batch: int = 0
+    first_head: int = 0
 
     @classmethod
     def of(
@@ -108,7 +110,7 @@ class DropoutMask:
         counter = (
             numbers(PAIRS * first_j, PAIRS * blocks_j, blocks_j, PAIRS),
             numbers(PAIRS * first_i, PAIRS * blocks_i, blocks_i, PAIRS, 1, 1),
-            numbers(0, self.heads, self.heads, 1, 1, 1, 1),
+            numbers(self.first_head, self.heads, self.heads, 1, 1, 1, 1),
             numbers(self.first_batch, self.batch, self.batch, 1, 1, 1, 1, 1),
         )
         words = torch.stack(torch.broadcast_tensors(*philox(counter, self.key)))

@@ -9,6 +9,7 @@ import torch
 
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention.autocast import without_autocast
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization_rules import (
     check_sources,
     quantize_by_torch,
@@ -68,7 +69,12 @@ def _split_scales(v: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
 
 @torch.no_grad()
 def _forward(
-    parts: QuantizedQKV, causal: bool, softmax_scale: float | None, out_dtype: torch.dtype, p_exponent: float
+    parts: QuantizedQKV,
+    causal: bool,
+    softmax_scale: float | None,
+    out_dtype: torch.dtype,
+    p_exponent: float,
+    window: Sides,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tile loop; P is multiplied by 2^p_exponent before it is rounded to e4m3."""
     q, k, (v, factor) = parts.q, parts.k, _split_scales(parts.v.row_major())
@@ -80,7 +86,7 @@ def _forward(
     scale_log2 = default_scale(softmax_scale, shape.head_dim) * LOG2_E
     of_rows = row_scale(q.scale, q.block, shape.seqlen_q) * scale_log2
     q_scale = fold_heads(of_rows, shape.kv_heads, torch.float32)
-    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal)
+    mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, *window)
     out = torch.zeros(*q_rows.shape[:-1], shape.head_dim_v, device=q_rows.device)
     lse = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
     if shape.seqlen_k == 0:
@@ -111,6 +117,7 @@ def attention_tiled_fp8(
     softmax_scale: float | None = None,
     out_dtype: torch.dtype | None = None,
     p_exponent: float = P_EXPONENT,
+    window: Sides = FULL_SIDES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
@@ -135,6 +142,8 @@ def attention_tiled_fp8(
         softmax_scale: factor of the scores; 1/sqrt(head_dim) by default.
         out_dtype: dtype of out; ``parts.dtype`` by default.
         p_exponent: P of the largest score is 2^p_exponent, at most 448, the largest of e4m3.
+        window: (left, right, chunk), query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k -
+            seqlen_q + right; -1 is no limit. With ``causal`` the right side is 0. Of a chunk above 0 it sees its own.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float32 (batch, heads,
@@ -146,7 +155,7 @@ def attention_tiled_fp8(
     if not 2.0**p_exponent <= E4M3_MAX:
         raise ValueError(f"p_exponent is {p_exponent}, allowed: at most log2({E4M3_MAX:.0f})")
     with without_autocast(parts.q.data.device):
-        return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, p_exponent)
+        return _forward(parts, causal, softmax_scale, out_dtype or parts.dtype, p_exponent, window)
 
 
 def attention_fp8_per_tensor(

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.function_terms import Places, PlainFunctions
 from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
@@ -59,6 +61,9 @@ ScoreOptions = tuple[
 ]
 """softmax_scale, softcap, alibi_slopes, sinks, dropout_p and philox."""
 
+Mods = tuple["ScoreMod | None", "MaskMod | None"]
+"""score_mod and mask_mod."""
+
 
 @ignores_autocast
 def _by_query_chunks(
@@ -67,6 +72,7 @@ def _by_query_chunks(
     v: torch.Tensor,
     sides: Sides,
     options: ScoreOptions,
+    mods: Mods,
     dtype: torch.dtype,
     attend: Attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +80,8 @@ def _by_query_chunks(
     shape = attention_shape(q, k, v)
     softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox = options
     scale = default_scale(softmax_scale, shape.head_dim)
-    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks)
+    user = PlainFunctions(*mods, Places(shape, q.device))
+    terms = ScoreTerms.of(shape, dtype, scale, softcap, alibi_slopes, sinks, user)
     drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads)
     row_scores = shape.batch * shape.heads * shape.seqlen_k
     if row_scores == 0 or shape.seqlen_q == 0:
@@ -88,7 +95,7 @@ def _by_query_chunks(
         kept, factor = None, 1.0
         if drops is not None:
             kept, factor = drops.of_group(rows, cols, shape.kv_heads), drops.factor
-        visible = mask.visible(rows, cols, shape.group, q.device)
+        visible = terms.visible(mask.visible(rows, cols, shape.group, q.device), rows, cols)
         chunk = Chunk(rows, cols, visible, terms, kept, factor)
         out, lse = attend(query_tile(q_rows, rows), keys, values, chunk)
         outs.append(out.unflatten(2, (shape.group, -1)))
@@ -121,6 +128,8 @@ def attention_naive(
     qv: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in float64: the oracle that every other path is measured against.
 
@@ -141,11 +150,13 @@ def attention_naive(
             Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
         dropout_p: how much of P is dropped (:func:`hopper_attention.reference.dropout_mask`). The LSE is that without.
         philox: int64 (2,), what the mask is made of; needed where dropout_p is not 0.
+        score_mod, mask_mod: as of :func:`hopper_attention.flash_attn_func`, called on tensors that broadcast to
+            (batch, kv_heads, rows, seqlen_k). They may do what torch can; indices have to lie in a tensor.
 
     Returns:
         out float64 (batch, seqlen_q, heads, head_dim_v) and the log-sum-exp, natural log, float64
         (batch, heads, seqlen_q), which includes the sink. A query that sees no key gives 0 and its sink, or -inf.
-        Differentiable by torch, with respect to slopes and sinks too.
+        Differentiable by torch, with respect to slopes, sinks and what the functions read too.
 
     Raises:
         ValueError: shapes or devices of q, k and v do not fit together.
@@ -171,7 +182,7 @@ def attention_naive(
     sides = causal, window_left, window_right, attention_chunk
     options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox
     q, k = join_qv(q, k, v, qv)
-    return _by_query_chunks(q, k, v, sides, options, torch.float64, attend)
+    return _by_query_chunks(q, k, v, sides, options, (score_mod, mask_mod), torch.float64, attend)
 
 
 def attention_standard(
@@ -190,6 +201,8 @@ def attention_standard(
     qv: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> torch.Tensor:
     """Standard attention at the input dtype: the "Baseline FP16" of the paper's section 4.3.
 
@@ -212,6 +225,7 @@ def attention_standard(
         if terms.changes_scores:
             scores = round_to(terms.capped(scores), dtype)
             scores = round_to(terms.biased(scores, chunk.rows, chunk.cols), dtype)
+            scores = round_to(terms.functions.changed(scores, chunk.rows, chunk.cols), dtype)
         scores, seqlen_k = masked(scores, chunk.visible), keys.shape[2]
         if sinks is not None:
             scores = torch.cat([scores, round_to(terms.sink_column(q_rows), dtype)], -1)
@@ -223,4 +237,4 @@ def attention_standard(
     sides = causal, window_left, window_right, attention_chunk
     options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, philox
     q, k = join_qv(q, k, v, qv)
-    return _by_query_chunks(q, k, v, sides, options, accum, attend)[0].to(dtype)
+    return _by_query_chunks(q, k, v, sides, options, (score_mod, mask_mod), accum, attend)[0].to(dtype)

@@ -1,4 +1,4 @@
-"""Softcap, ALiBi and sinks on tiles of folded heads, as every computation of the reference uses them."""
+"""Softcap, ALiBi, a user's functions and sinks on tiles of folded heads, for every computation of the reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hopper_attention.reference.function_terms import NO_FUNCTION_TERMS, NoFunctions
 from hopper_attention.reference.tiles import LOG2_E, Span
 from hopper_attention.shapes import AttentionShape
 
@@ -21,6 +22,7 @@ class ScoreTerms:
         slopes: (batch or 1, kv_heads, group, 1, 1), or None.
         sinks: (1, kv_heads, group, 1, 1), or None.
         shift: seqlen_k - seqlen_q: query i stands at key i + shift.
+        functions: the user's, for the scores that the others leave.
     """
 
     scale: float
@@ -28,6 +30,7 @@ class ScoreTerms:
     slopes: Tensor | None
     sinks: Tensor | None
     shift: int
+    functions: NoFunctions = NO_FUNCTION_TERMS
 
     @classmethod
     def of(
@@ -38,6 +41,7 @@ class ScoreTerms:
         softcap: float,
         alibi_slopes: Tensor | None,
         sinks: Tensor | None = None,
+        functions: NoFunctions = NO_FUNCTION_TERMS,
     ) -> ScoreTerms:
         """With (heads,) or (batch, heads) slopes and (heads,) sinks, computed with in ``dtype``."""
 
@@ -45,12 +49,13 @@ class ScoreTerms:
             """(heads,) or (batch, heads) -> (batch or 1, kv_heads, group, 1, 1)."""
             return None if x is None else x.to(dtype).reshape(-1, shape.kv_heads, shape.group, 1, 1)
 
-        return cls(scale, softcap, fold(alibi_slopes), fold(sinks), shape.seqlen_k - shape.seqlen_q)
+        shift = shape.seqlen_k - shape.seqlen_q
+        return cls(scale, softcap, fold(alibi_slopes), fold(sinks), shift, functions)
 
     @property
     def changes_scores(self) -> bool:
         """Whether a score is more than its scaled product."""
-        return self.softcap != 0.0 or self.slopes is not None
+        return self.softcap != 0.0 or self.slopes is not None or self.functions.changes_scores
 
     def capped(self, scaled: Tensor) -> Tensor:
         """Scaled scores under the softcap, if there is one."""
@@ -66,6 +71,9 @@ class ScoreTerms:
 
     def scores(self, products: Tensor, rows: Span, cols: Span) -> Tensor:
         """From the products Q K^T of these queries and keys to what the softmax takes, natural log."""
+        return self.functions.changed(self._before_functions(products, rows, cols), rows, cols)
+
+    def _before_functions(self, products: Tensor, rows: Span, cols: Span) -> Tensor:
         return self.biased(self.capped(products * self.scale), rows, cols)
 
     def scores_log2(self, products: Tensor, rows: Span, cols: Span) -> Tensor:
@@ -74,8 +82,15 @@ class ScoreTerms:
             return products * (self.scale * LOG2_E)
         return self.scores(products, rows, cols) * LOG2_E
 
-    def through_cap(self, ds: Tensor, products: Tensor) -> Tensor:
-        """The gradient of scaled scores from that of capped ones: times 1 - tanh(score / c)^2."""
+    def visible(self, visible: Tensor | None, rows: Span, cols: Span) -> Tensor | None:
+        """Of what a mask lets these queries see of these keys, None being all, what the user's function does too."""
+        return self.functions.visible(visible, rows, cols)
+
+    def through_changes(self, ds: Tensor, products: Tensor, rows: Span, cols: Span) -> Tensor:
+        """The gradient of scaled scores from that of what the softmax takes: times the slope of a score function, and
+        under a softcap times 1 - tanh(score / c)^2. ``products`` are Q K^T."""
+        if self.functions.changes_scores:
+            ds = ds * self.functions.slope(self._before_functions(products, rows, cols), rows, cols)
         if not self.softcap:
             return ds
         return ds * (1.0 - torch.tanh(products * self.scale / self.softcap).square())

@@ -12,8 +12,10 @@ from typing import Any, cast
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions, MaskMod, ScoreMod, trace_functions
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.function_terms import terms_of
 from hopper_attention.reference.joined import join_qv
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiled_backward import tiled_backward
@@ -57,10 +59,12 @@ def tiled_forward(
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
     first_batch: int = 0,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention_tiled` without autograd; the results are new contiguous tensors.
 
-    ``first_batch`` is the number of the first entry of the batch to dropout, which has a mask for each.
+    ``first_batch`` is the number of the first entry of the batch to dropout, which has a mask for each, and to the
+    user's ``functions``.
     """
     q, k = join_qv(q, k, v, qv)
     shape = attention_shape(q, k, v)
@@ -69,7 +73,8 @@ def tiled_forward(
     q_rows = fold_heads(q, shape.kv_heads, accum)
     keys, values = (fold_heads(x, shape.kv_heads, accum).squeeze(2) for x in (k, v))
     scale = default_scale(softmax_scale, shape.head_dim)
-    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks)
+    user = terms_of(functions, shape, q.device, first_batch)
+    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, sinks, user)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
     drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads, first_batch)
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
@@ -81,7 +86,7 @@ def tiled_forward(
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
         for cols in mask.key_tiles(rows, tile_n):
             k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
-            visible = mask.visible(rows, cols, shape.group, q.device)
+            visible = terms.visible(mask.visible(rows, cols, shape.group, q.device), rows, cols)
             x = terms.scores_log2(q_i @ k_j.mT, rows, cols)
             p, rescale = softmax.step(masked(x, visible))
             softmax.add(p.sum(-1, keepdim=True), rescale)
@@ -137,12 +142,13 @@ class TiledAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         dropout_p: float,
         philox: torch.Tensor | None,
+        functions: CapturedFunctions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "tile_m": tile_m, "tile_n": tile_n}
         ctx.options |= {"window_left": window_left, "window_right": window_right}
         ctx.options |= {"attention_chunk": attention_chunk}
         ctx.options |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
-        ctx.options |= {"dropout_p": dropout_p, "philox": philox}
+        ctx.options |= {"dropout_p": dropout_p, "philox": philox, "functions": functions}
         ctx.set_materialize_grads(False)
         out, lse = tiled_forward(q, k, v, **ctx.options, sinks=sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -155,7 +161,7 @@ class TiledAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dqkv = TiledAttentionGradient.apply(ctx.options, dout, dlse, q, k, v, out, lse)
         dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-        return *dqkv, *[None] * 9, dsinks, None, None
+        return *dqkv, *[None] * 9, dsinks, None, None, None
 
 
 def attention_tiled(
@@ -176,6 +182,8 @@ def attention_tiled(
     qv: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by tiles, rounded where the 16-bit Hopper kernel rounds (Algorithm 1 of the paper).
 
@@ -202,6 +210,7 @@ def attention_tiled(
             Q K^T + QV V^T, and softmax_scale is 1/sqrt(head_dim + head_dim_v) by default.
         dropout_p: how much of P is dropped (:func:`hopper_attention.reference.dropout_mask`). The LSE is that without.
         philox: int64 (2,), what the mask is made of; needed where dropout_p is not 0.
+        score_mod, mask_mod: as of :func:`hopper_attention.flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, and the log-sum-exp, natural log, float32
@@ -216,5 +225,10 @@ def attention_tiled(
     check_slopes_are_constant(alibi_slopes)
     q, k = join_qv(q, k, v, qv)
     options = causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk
-    result = TiledAttention.apply(q, k, v, *options, softcap, alibi_slopes, sinks, dropout_p, philox)
+    functions = NO_CAPTURED
+    if score_mod is not None or mask_mod is not None:
+        functions = trace_functions(score_mod, mask_mod)
+    result = TiledAttention.apply(
+        q, k, v, *options, softcap, alibi_slopes, sinks, dropout_p, philox, functions
+    )
     return cast("tuple[torch.Tensor, torch.Tensor]", result)

@@ -7,8 +7,10 @@ import math
 import torch
 
 from hopper_attention.autocast import ignores_autocast
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.function_terms import terms_of
 from hopper_attention.reference.score_terms import ScoreTerms
 from hopper_attention.reference.tiles import (
     LOG2_E,
@@ -50,10 +52,12 @@ def tiled_backward(
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
     first_batch: int = 0,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`attention_tiled`, tile by tile (the paper's appendix B.1, Algorithm 3).
 
-    With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D), times 1 - tanh^2 under a softcap; then
+    With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D), times 1 - tanh^2 under a softcap and
+    the slope of a score function; then
     dV = P^T dO, dQ = scale * dS K and dK = scale * dS^T Q. P and dS are rounded to the input dtype before these
     products, which accumulate in float32 (float64 for float64 inputs), over the query heads of a group too. Memory is
     linear in the sequence lengths.
@@ -65,7 +69,7 @@ def tiled_backward(
         out, lse: its results.
         causal, softmax_scale, tile_m, tile_n, window_left, window_right, attention_chunk: as in the forward pass; the
             tiles may differ.
-        softcap, alibi_slopes: as in the forward pass. Sinks are in its LSE, and need not be known.
+        softcap, alibi_slopes, functions: as in the forward pass. Sinks are in its LSE, and need not be known.
         dropout_p, philox, first_batch: as in the forward pass. P of dV, and dO V^T, are dropped as P was there.
 
     Returns:
@@ -79,7 +83,8 @@ def tiled_backward(
     check_tiles(tile_m=tile_m, tile_n=tile_n)
     accum = accumulator_dtype(q.dtype)
     scale = default_scale(softmax_scale, shape.head_dim)
-    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes)
+    user = terms_of(functions, shape, q.device, first_batch)
+    terms = ScoreTerms.of(shape, accum, scale, softcap, alibi_slopes, functions=user)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, window_left, window_right, attention_chunk)
     drops = DropoutMask.of(dropout_p, philox, shape.batch, shape.heads, first_batch)
     factor = 1.0 if drops is None else drops.factor
@@ -96,14 +101,15 @@ def tiled_backward(
         k_j, v_j = keys[:, :, cols.slice], values[:, :, cols.slice]
         for rows in mask.query_tiles(cols, tile_m):
             q_i, do_i = query_tile(q_rows, rows), query_tile(do_rows, rows)
-            visible = mask.visible(rows, cols, shape.group, q.device)
+            visible = terms.visible(mask.visible(rows, cols, shape.group, q.device), rows, cols)
             seen_by = None if visible is None else visible.mT
             products = q_i @ k_j.mT
             x = masked(terms.scores_log2(products, rows, cols), visible)
             p = torch.exp2(x - query_tile(lse_log2, rows))
             kept = None if drops is None else drops.of_group(rows, cols, shape.kv_heads)
             dp = dropped(do_i @ v_j.mT, kept, factor)
-            ds = terms.through_cap(p * (dp - query_tile(delta, rows)), products)
+            ds = p * (dp - query_tile(delta, rows))
+            ds = terms.through_changes(ds, products, rows, cols)
             ds = masked(ds, visible, fill=0.0)
             p, ds = dropped(round_to(p, q.dtype), kept), round_to(ds, q.dtype)
             dv[:, :, cols.slice] += masked_matmul(p.mT, do_i, seen_by)

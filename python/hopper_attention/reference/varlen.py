@@ -7,6 +7,7 @@ from collections.abc import Sequence as Sequences
 
 import torch
 
+from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.reference.joined import join_qv
@@ -36,6 +37,7 @@ def varlen_forward(
     qv: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` of each sequence.
 
@@ -44,7 +46,7 @@ def varlen_forward(
         k, v: (total_k, kv_heads, head_dim) and (..., head_dim_v).
         sequences: the rows of each sequence, which do not overlap. All other rows are never read.
         causal, softmax_scale, window_left, window_right, attention_chunk, softcap, sinks, dropout_p,
-            philox: as there.
+            philox, functions: as there.
         alibi_slopes: as there; the batch of (batch, heads) are the sequences.
         qv: (total_q, heads, head_dim_v), or None: a second query, which multiplies V.
 
@@ -72,6 +74,7 @@ def varlen_forward(
             dropout_p=dropout_p,
             philox=philox,
             first_batch=b,
+            functions=functions,
         )
         out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
     return out, lse
@@ -98,6 +101,7 @@ def varlen_backward(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     philox: torch.Tensor | None = None,
+    functions: CapturedFunctions = NO_CAPTURED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of :func:`varlen_forward`, sequence by sequence as for a batch of one.
 
@@ -107,7 +111,7 @@ def varlen_backward(
         q, k, v, sequences: the inputs of the forward pass.
         out, lse: its results.
         causal, softmax_scale, window_left, window_right, attention_chunk, softcap, alibi_slopes, sinks, dropout_p,
-            philox: as there.
+            philox, functions: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous; 0 for rows of no sequence.
@@ -120,7 +124,8 @@ def varlen_backward(
         k_s, v_s = (x[None, keys.slice] for x in (k, v))
         lse_s = lse[None, :, rows.slice]
         dlse_s = None if dlse is None else dlse[None, :, rows.slice]
-        if keys.stop - keys.start == 1 and sinks is None and not dropout_p:
+        is_plain_sum = sinks is None and not dropout_p and not functions
+        if keys.stop - keys.start == 1 and is_plain_sum:
             gradients = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, softcap)
         else:
             gradients = tiled_backward(
@@ -141,6 +146,7 @@ def varlen_backward(
                 dropout_p=dropout_p,
                 philox=philox,
                 first_batch=b,
+                functions=functions,
             )
         for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
             whole[span.slice] = part[0]

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import pin
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.fp8.row_maximum import maximum_over_lanes, thread_maximum, thread_maximum_of_any
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
 
@@ -26,8 +27,8 @@ class EagerSoftmax(ExactSoftmax):
         self.has_negative = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
-    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
-        super().enter_tile(rows, head, batch)
+    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
+        super().enter_tile(rows, head, seqlens)
         self.shift.fill(
             0.0
         )  # ``enter_block`` reads it, though the first block of a tile does not use what comes of it

@@ -6,10 +6,12 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pin
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.softmax import LEAST, LN_2, OnlineSoftmax
 from hopper.forward.fp8.exp2 import exp2_of_pair, is_polynomial, sum_of_words
 from hopper.forward.fp8.operand_a import store_row_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import row_maximum, thread_maximum
+from hopper.forward.fp8.scales import blocks_of_sequence
 
 SMALLEST_SCALE = 2.0**-126
 """Of a score: that of a block of zeros times another would be 0."""
@@ -41,9 +43,10 @@ class ExactSoftmax(OnlineSoftmax):
         self.second_maximum = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
-    def enter_tile(self, rows: tuple, head: Int32, batch: Int32):
+    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
+        entry, first = blocks_of_sequence(seqlens, seqlens.offset_q, self.block_q)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.tile_scale[r] = self.q_scale[batch, head, rows[r] // self.block_q]
+            self.tile_scale[r] = self.q_scale[entry, head, first + rows[r] // self.block_q]
         self.unit[0] = Float32(0.0)
 
     @cute.jit

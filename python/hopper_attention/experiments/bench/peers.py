@@ -220,8 +220,8 @@ def call_of_fa3(inputs: Inputs, causal: bool, **more: Any) -> Launch:
     operator = torch.ops.sgl_kernel.fwd.default
     names = {argument.name for argument in operator._schema.arguments}
     given = {name: value for name, value in FA3_NEUTRAL.items() if name in names}
-    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": causal, **more}
-    given["softmax_scale"] = 1 / math.sqrt(inputs.q.shape[-1])
+    given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "is_causal": causal}
+    given |= {"softmax_scale": 1 / math.sqrt(inputs.q.shape[-1]), **more}
     arguments = positional_arguments(operator._schema, given)
     return lambda: operator(*arguments)[0]
 

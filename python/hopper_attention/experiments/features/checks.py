@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
 from hopper_attention.experiments.bench.checks import CHECKED_SCORES
+from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
-from hopper_attention.experiments.features.spec import Workload
+from hopper_attention.experiments.features.functions import bias_of
+from hopper_attention.experiments.features.spec import BIAS, Workload
+from hopper_attention.reference.dropout import DropoutMask, dropped
+from hopper_attention.reference.tiles import Span
 
 LEAST_CHECKED = 64
 """A sequence shorter than this is not checked if there are others: its gradients nearly vanish, and rounding is most of
@@ -35,12 +40,14 @@ class Piece:
 def draw_output_gradient(workload: Workload, device: str) -> Tensor:
     """dout (tokens, heads, head_dim), N(0, 1): the same numbers at every call."""
     generator = torch.Generator(device).manual_seed(DOUT_SEED)
-    shape = workload.tokens, workload.heads, workload.head_dim
+    shape = workload.tokens, workload.heads, workload.value_dim
     return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, workload.dtype))
 
 
 def limits_of(workload: Workload) -> Limits:
     """Allowed errors, as in the benchmarks of dense attention."""
+    if workload.is_fp8:
+        return END_TO_END_LIMITS
     return (GRADIENT_LIMITS if workload.is_backward else ERROR_LIMITS)[workload.dtype]
 
 
@@ -66,7 +73,7 @@ def compute_pieces(
         of_q, of_k = slice(head_kv * group, (head_kv + 1) * group), slice(head_kv, head_kv + 1)
         k, v = inputs.k[rows, head_kv].double(), inputs.v[rows, head_kv].double()
         q = inputs.q[rows, of_q].double()
-        terms = terms_of_heads(workload, of_q, str(device))
+        terms = terms_of_heads(workload, sequence, of_q, str(device))
         if workload.is_backward:
             found = attend_backward(workload, (q, k, v, dout[rows, of_q].double()), terms, chunk_scores)
             places = zip(NAMES, (of_q, of_k, of_k), found, strict=True)
@@ -78,22 +85,35 @@ def compute_pieces(
 
 @dataclass(frozen=True)
 class Terms:
-    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, and sink, -inf for none."""
+    """What is done to the scores of one head, float64: slope of ALiBi, 0 for none, sink, -inf for none, our mask of
+    dropout, and ``bias``, what a function adds to them, of the distance of keys."""
 
     softcap: float
     slope: Tensor
     sink: Tensor
+    dropout: DropoutMask | None
+    bias: Callable[[Tensor], Tensor | float]
+
+    def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        """P, or its gradient, without what dropout drops."""
+        if self.dropout is None:
+            return x
+        kept = self.dropout.tile(Span(rows.start, rows.stop), Span(keys.start, keys.stop))[0, 0]
+        return dropped(x, kept, self.dropout.factor)
 
 
-def terms_of_heads(workload: Workload, heads: slice, device: str) -> list[Terms | None]:
-    """Of query heads; None for each where scores stay as they are."""
-    if not workload.changes_scores:
+def terms_of_heads(workload: Workload, sequence: int, heads: slice, device: str) -> list[Terms | None]:
+    """Of query heads of a sequence; None for each where scores stay as they are."""
+    if not (workload.changes_scores or workload.functions == BIAS):
         return [None] * (heads.stop - heads.start)
     slopes = score_terms.slopes_of(workload, device).double() * workload.alibi
     sinks = score_terms.sinks_of(workload, device).double()
     sinks = sinks if workload.sinks else torch.full_like(sinks, -math.inf)
-    pairs = zip(slopes[heads], sinks[heads], strict=True)
-    return [Terms(workload.softcap, slope, sink) for slope, sink in pairs]
+    mask = DropoutMask.of(workload.dropout, score_terms.philox_of(device), 1, 1, sequence)
+    masks = [mask and replace(mask, first_head=head) for head in range(heads.start, heads.stop)]
+    biases = (partial(bias_of, workload, head) for head in range(heads.start, heads.stop))
+    parts = zip(slopes[heads], sinks[heads], masks, biases, strict=True)
+    return [Terms(workload.softcap, *of_head) for of_head in parts]
 
 
 def chunks(workload: Workload, like: Tensor, scores: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
@@ -127,9 +147,15 @@ def weigh(
     if terms.softcap:
         capped = torch.tanh(scores / terms.softcap)
         scores, slope = terms.softcap * capped, 1 - capped.square()
-    scores = (scores - terms.slope * distance.abs()).masked_fill_(hidden, -math.inf)
+    biased = scores - terms.slope * distance.abs() + terms.bias(distance)
+    scores = biased.masked_fill_(hidden, -math.inf)
     sink = terms.sink.expand(scores.shape[0], 1)
     return torch.softmax(torch.cat((scores, sink), -1), -1)[:, :-1], slope
+
+
+def drop(terms: Terms | None, x: Tensor, rows: slice, keys: slice) -> Tensor:
+    """``Terms.dropped``, where there are some."""
+    return x if terms is None else terms.dropped(x, rows, keys)
 
 
 def attend(
@@ -137,11 +163,11 @@ def attend(
 ) -> Tensor:
     """Output (rows, group, head_dim) of one key/value head; ``terms`` are of its query heads."""
     q, k, v = tensors
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[1])
     for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
             weights, _ = weigh(q[rows, i], k[keys], hidden, distance, terms[i])
-            out[rows, i] = weights @ v[keys]
+            out[rows, i] = drop(terms[i], weights, rows, keys) @ v[keys]
     return out
 
 
@@ -151,18 +177,18 @@ def attend_backward(
     terms: Sequence[Terms | None],
     scores: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head."""
+    """dq (rows, group, head_dim), dk and dv (rows, 1, head_dim) of one key/value head, from query head ``head`` on."""
     q, k, v, dout = tensors
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys, hidden, distance in chunks(workload, q, scores):
         for i in range(q.shape[1]):
             (weights, slope), do = weigh(q[rows, i], k[keys], hidden, distance, terms[i]), dout[rows, i]
-            ds = do @ v[keys].mT
+            ds = drop(terms[i], do @ v[keys].mT, rows, keys)
             ds -= (weights * ds).sum(-1, keepdim=True)
             ds.mul_(weights).mul_(slope).div_(math.sqrt(q.shape[-1]))
             dq[rows, i] = ds @ k[keys]
             dk[keys] += ds.mT @ q[rows, i]
-            dv[keys] += weights.mT @ do
+            dv[keys] += drop(terms[i], weights, rows, keys).mT @ do
     return dq, dk[:, None], dv[:, None]
 
 
@@ -183,8 +209,8 @@ def check_result(
     heads = (w.heads, w.heads_kv, w.heads_kv) if w.is_backward else (w.heads,)
     names = NAMES if w.is_backward else ("out",)
     for name, tensor, of in zip(names, result, heads, strict=True):
-        if tuple(tensor.shape) != (w.tokens, of, w.head_dim):
-            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.head_dim)}"
+        if tuple(tensor.shape) != (w.tokens, of, w.value_dim):
+            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.value_dim)}"
         wrong = int((~tensor.isfinite()).sum())
         if wrong:
             return math.inf, f"{wrong} of {tensor.numel()} of {name} are not finite"

@@ -63,7 +63,7 @@ def plot_features(report: FeatureReport, path: Path) -> Path:
 def label_of(workload: Workload) -> str:
     """A workload in three or four short lines."""
     w = workload
-    lines = [w.batch_name, f"{w.heads_name} heads of {w.head_dim}", w.mask_name]
+    lines = [w.batch_name, f"{w.heads_name} heads of {w.columns_name.removeprefix('d')}", w.mask_name]
     return "\n".join([*lines, *([w.scores_name] if w.changes_scores else [])])
 
 

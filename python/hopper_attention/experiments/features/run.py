@@ -38,16 +38,20 @@ class WorkloadLostError(RuntimeError):
 
 
 def draw_tokens(workload: Workload, family: Family, seed: int, device: str) -> Inputs:
-    """One set of inputs, each (tokens, heads, head_dim), made on the device."""
+    """One set of inputs, each (tokens, heads, head_dim), made on the device.
+
+    With a latent q and k have its columns behind their own, and v are those of k.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, workload.dtype)
 
     def draw(heads: int) -> Tensor:
-        shape = workload.tokens, heads, workload.head_dim
+        shape = workload.tokens, heads, workload.score_dim
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     q = draw(workload.heads).mul_(family.query_factor)
-    return Inputs(q, draw(workload.heads_kv), draw(workload.heads_kv))
+    k = draw(workload.heads_kv)
+    return Inputs(q, k, k[..., workload.head_dim :] if workload.latent else draw(workload.heads_kv))
 
 
 def admit_all(
@@ -62,10 +66,11 @@ def admit_all(
     def prepare(peer: FeaturePeer) -> list[Prepared]:
         return [peer.prepare(workload, inputs, bench.setting) for inputs in sets]
 
-    def judge(prepared: Prepared, result: Any) -> tuple[float, str]:
-        return check_result(workload, prepared.read(result), pieces(), limits_of(workload))
+    def judge(peer: FeaturePeer, prepared: Prepared, result: Any) -> tuple[float, str]:
+        known = () if workload.dropout and peer.draws_mask else pieces()
+        return check_result(workload, prepared.read(result), known, limits_of(workload))
 
-    return {peer.name: bench.try_out(peer, partial(prepare, peer), judge) for peer in peers}
+    return {peer.name: bench.try_out(peer, partial(prepare, peer), partial(judge, peer)) for peer in peers}
 
 
 def run_cell(
@@ -147,9 +152,12 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
     return {
         "inputs": family.words,
         "flops": "4*h*d for each query and key that it sees, 10*h*d backward",
-        "limit": f"the larger of FLOP over {PEAK_FLOPS * 1e-12:.0f} TFLOP/s and bytes over {COPY_BYTES * 1e-12:.2f} "
+        "fp8": "e4m3 is made of q, k and v outside of the timing, but for ours_e2e, whose calls take 16 bits",
+        "limit": f"the larger of FLOP over {PEAK_FLOPS * 1e-12:.0f} TFLOP/s, in FP8 twice that, and bytes over "
+        f"{COPY_BYTES * 1e-12:.2f} "
         "TB/s; bytes are those of q, k, v and out, backward also of the gradients of all four",
-        "checked": "whole heads of a short, a middle and the longest sequence against float64, before the timing",
+        "checked": "whole heads of a short, a middle and the longest sequence against float64, before the timing; with "
+        "dropout ours alone, whose mask is known",
         "backward": "the forward runs before the timing; a launch is torch.autograd.grad of its output",
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",

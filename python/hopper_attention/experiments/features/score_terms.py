@@ -1,4 +1,4 @@
-"""Slopes and sinks of the features' benchmark: their values, and what each peer gets for them."""
+"""Slopes, sinks and masks of dropout of the features' benchmark: their values, and what each peer gets for them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ def sinks_of(workload: Workload, device: str) -> Tensor:
     return torch.linspace(-2, 4, workload.heads, device=device).to(getattr(torch, workload.dtype))
 
 
+def philox_of(device: str) -> Tensor:
+    """int64 (2,): what our mask of dropout is made of, so that it can be checked."""
+    return torch.tensor([0x2545F4914F6CDD1D, 0x5851F42D4C957F2D], device=device)
+
+
 def our_terms(workload: Workload, device: str) -> dict[str, Any]:
     """Arguments of our functions, those alone that the workload has."""
     terms: dict[str, Any] = {"softcap": workload.softcap} if workload.softcap else {}
     terms |= {"alibi_slopes": slopes_of(workload, device)} if workload.alibi else {}
+    terms |= {"dropout_p": workload.dropout} if workload.dropout else {}
     return terms | ({"sinks": sinks_of(workload, device)} if workload.sinks else {})
 
 
@@ -35,16 +41,24 @@ def fa3_terms(workload: Workload, device: str) -> dict[str, Any]:
     """Arguments of FlashAttention-3's operator.
 
     Raises:
-        NotImplementedError: it has no ALiBi.
+        NotImplementedError: it has no ALiBi, and no dropout.
     """
     if workload.alibi:
         raise NotImplementedError("FlashAttention-3 has no ALiBi")
+    if workload.dropout:
+        raise NotImplementedError("FlashAttention-3 has no dropout")
     terms: dict[str, Any] = {"softcap": workload.softcap} if workload.softcap else {}
     return terms | ({"sinks": sinks_of(workload, device)} if workload.sinks else {})
 
 
 def fa4_terms(workload: Workload, device: str) -> dict[str, Any]:
-    """Arguments of FlashAttention-4's function, which has ALiBi as a function of the user's."""
+    """Arguments of FlashAttention-4's function, which has ALiBi as a function of the user's.
+
+    Raises:
+        NotImplementedError: it has no dropout.
+    """
+    if workload.dropout:
+        raise NotImplementedError("FlashAttention-4 has no dropout")
     terms: dict[str, Any] = {"softcap": workload.softcap} if workload.softcap else {}
     terms |= {"score_mod": fa4_alibi(workload.heads)} if workload.alibi else {}
     return terms | ({"learnable_sink": sinks_of(workload, device)} if workload.sinks else {})
@@ -67,10 +81,12 @@ def flex_score(workload: Workload, device: str) -> Callable[..., Tensor] | None:
     """FlexAttention's ``score_mod``, or None where scores stay as they are.
 
     Raises:
-        NotImplementedError: it has no sinks.
+        NotImplementedError: it has no sinks, and no dropout.
     """
     if workload.sinks:
         raise NotImplementedError("FlexAttention has no sinks")
+    if workload.dropout:
+        raise NotImplementedError("FlexAttention has no dropout")
     if not workload.changes_scores:
         return None
     cap, slopes = workload.softcap, slopes_of(workload, device) * workload.alibi

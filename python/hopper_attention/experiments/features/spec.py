@@ -14,6 +14,8 @@ from hopper_attention.experiments.reports import short_length
 PEAK_FLOPS = 989e12
 """Of an H200 in 16 bits, a second."""
 
+PEAK_FP8_FLOPS = 2 * PEAK_FLOPS
+
 COPY_BYTES = 4.25e12
 """What a copy moves on an H200, a second."""
 
@@ -21,6 +23,11 @@ Direction = Literal["forward", "backward"]
 PASSES: tuple[Direction, ...] = ("forward", "backward")
 UNLIMITED = -1
 FULL_WINDOW = (UNLIMITED, UNLIMITED)
+
+BIAS, DOCUMENTS = "bias", "documents"
+FUNCTIONS = ("", BIAS, DOCUMENTS)
+"""What is given to attention as functions: nothing; a bias by distance as a score function; that sequences do not see
+each other, and the causal mask, as a mask function, of packed sequences that are one sequence otherwise."""
 
 BACKWARD_WORK = 2.5
 """Operations of a backward pass over those of the forward: five matrix products for two."""
@@ -49,8 +56,13 @@ class Workload:
         is_packed: the sequences lie one after another in one tensor, as ``flash_attn_varlen_func`` has them.
         window: (left, right) as ``flash_attn_func`` takes it; with ``causal`` the right side is 0 whatever it says.
         direction: which pass is timed.
+        is_fp8: q, k and v are drawn in ``dtype`` and made e4m3, unless a peer says so outside of the timing.
         softcap: c of c tanh(score / c); 0 is none.
         alibi, sinks: whether there are slopes and sinks, whose values ``score_terms`` has.
+        dropout: how much of P is dropped; not of packed sequences.
+        latent: columns of a latent, which are further columns of the keys, and the values as well (MLA); ``head_dim``
+            are then those of the rotary part. 0: there is none, and values have head_dim columns.
+        functions: one of ``FUNCTIONS``.
     """
 
     lengths: tuple[int, ...]
@@ -62,15 +74,36 @@ class Workload:
     is_packed: bool = False
     direction: Direction = "forward"
     dtype: str = "bfloat16"
+    is_fp8: bool = False
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    dropout: float = 0.0
+    latent: int = 0
+    functions: str = ""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or not (self.is_packed or self.has_equal_lengths):
             raise ValueError(f"lengths is {self.lengths}, allowed: 1 or more, all equal unless packed")
+        if self.dropout and self.is_packed:
+            raise ValueError(f"dropout is {self.dropout}, allowed of packed sequences: 0")
         if self.direction not in PASSES:
             raise ValueError(f"direction is {self.direction!r}, allowed: {', '.join(PASSES)}")
+        if self.functions not in FUNCTIONS or (self.functions == DOCUMENTS and not self.is_packed):
+            raise ValueError(f"functions is {self.functions!r}, allowed: {FUNCTIONS}, documents if packed")
+        if self.is_fp8 and self.is_backward:
+            raise ValueError(
+                "direction is 'backward', allowed in FP8: 'forward', as gradients are those of 16 bits"
+            )
+
+    @property
+    def score_dim(self) -> int:
+        """Columns of a query that make a score."""
+        return self.head_dim + self.latent
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     @property
     def tokens(self) -> int:
@@ -112,26 +145,36 @@ class Workload:
     @property
     def flops(self) -> float:
         """Useful operations: those of visible pairs alone."""
-        forward = 4.0 * self.heads * self.head_dim * self.visible
+        forward = 2.0 * self.heads * (self.score_dim + self.value_dim) * self.visible
         return BACKWARD_WORK * forward if self.is_backward else forward
 
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v together."""
-        size = 4 if self.dtype == "float32" else 2
-        return self.tokens * (self.heads + 2 * self.heads_kv) * self.head_dim * size
+        size = 1 if self.is_fp8 else self._size
+        return self.tokens * (self.heads * self.score_dim + self.heads_kv * self.key_columns) * size
+
+    @property
+    def key_columns(self) -> int:
+        """Of K and V together; a latent counts once."""
+        return self.score_dim if self.latent else 2 * self.head_dim
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a pass reads and writes at least: q, k, v and out; backward also the gradients of all four."""
-        size = 4 if self.dtype == "float32" else 2
-        forward = self.tokens * 2 * (self.heads + self.heads_kv) * self.head_dim * size
+        forward = self.input_bytes + self.tokens * self.heads * self.value_dim * self._size
         return 2 * forward if self.is_backward else forward
+
+    @property
+    def _size(self) -> int:
+        """Bytes of an element of the output."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def limit_us(self) -> float:
         """Microseconds below which an H200 cannot go: the larger of operations and bytes at their peak rates."""
-        return 1e6 * max(self.flops / PEAK_FLOPS, self.moved_bytes / COPY_BYTES)
+        peak = PEAK_FP8_FLOPS if self.is_fp8 else PEAK_FLOPS
+        return 1e6 * max(self.flops / peak, self.moved_bytes / COPY_BYTES)
 
     @property
     def batch_name(self) -> str:
@@ -143,7 +186,12 @@ class Workload:
 
     @property
     def mask_name(self) -> str:
-        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides."""
+        """Causal, full, or the window: under a causal mask by the keys that a query sees, else by its two sides. With
+        the functions that there are."""
+        return " ".join([self._sides_name, *([self.functions] if self.functions else [])])
+
+    @property
+    def _sides_name(self) -> str:
         if not self.has_window:
             return "causal" if self.causal else "full"
         if self.causal:
@@ -153,26 +201,36 @@ class Workload:
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.softcap) or self.alibi or self.sinks
+        return bool(self.softcap) or self.alibi or self.sinks or bool(self.dropout)
 
     @property
     def scores_name(self) -> str:
-        """What is done to scores, such as softcap 30; empty if nothing is."""
-        names = [f"softcap {self.softcap:g}"] if self.softcap else []
-        return ", ".join([*names, *(["ALiBi"] if self.alibi else []), *(["sinks"] if self.sinks else [])])
+        """What is done to scores and P, such as softcap 30; empty if nothing is."""
+        names = {
+            f"softcap {self.softcap:g}": self.softcap,
+            "ALiBi": self.alibi,
+            "sinks": self.sinks,
+            f"dropout {self.dropout:g}": self.dropout,
+        }
+        return ", ".join(name for name, is_there in names.items() if is_there)
 
     @property
     def heads_name(self) -> str:
         return f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
 
     @property
+    def columns_name(self) -> str:
+        """Such as d128, or d64 latent 512."""
+        return f"d{self.head_dim}" + (f" latent {self.latent}" if self.latent else "")
+
+    @property
     def name(self) -> str:
         """Such as ``bf16-packed-32k-in-32-skewed-h16-d128-causal-forward``."""
-        parts = [LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
+        parts = ["fp8" if self.is_fp8 else LONG_DTYPES[self.dtype], *(["packed"] if self.is_packed else [])]
         parts += [self.batch_name.replace(" x ", "x"), f"h{self.heads_name.replace('/', '-hk')}"]
         scores = [self.scores_name.lower()] if self.changes_scores else []
         parts += [
-            f"d{self.head_dim}",
+            self.columns_name.replace(" ", "-"),
             *(x.replace(", ", "-") for x in (self.mask_name, *scores)),
             self.direction,
         ]
@@ -222,6 +280,9 @@ CAPPED = Workload(lengths=(8192,), heads=16, heads_kv=8, head_dim=256, softcap=3
 BIASED = Workload(lengths=(4096,) * 2, heads=32, heads_kv=32, head_dim=128, alibi=True)
 SUNK = Workload(lengths=(8192,), heads=64, heads_kv=8, head_dim=64, sinks=True)
 CHANGED = (CAPPED, replace(CAPPED, window=(4095, 0)), BIASED, SUNK, replace(SUNK, window=(127, 0)))
+DROPPED = Workload(lengths=(16_384,), heads=16, heads_kv=16, head_dim=128, causal=False, dropout=0.1)
+LATENT = Workload(lengths=(16_384,), heads=16, heads_kv=1, head_dim=64, latent=512)
+LATENTS = (replace(LATENT, lengths=(4096,)), LATENT)
 
 
 def backward_of(*workloads: Workload) -> tuple[Workload, ...]:
@@ -232,19 +293,48 @@ def of_16k_d128(workload: Workload) -> bool:
     return workload.lengths == (16_384,) and workload.head_dim == 128
 
 
+LONG_SKEWED = replace(SKEWED, lengths=skewed_lengths(2 * TOKENS, 8))
+FP8 = tuple(
+    replace(workload, is_fp8=True)
+    for workload in (
+        LONG_SKEWED,
+        replace(LONG_SKEWED, causal=False),
+        replace(LONG_SKEWED, heads=32, heads_kv=32, head_dim=64),
+        replace(LONG_SKEWED, heads=8, heads_kv=8, head_dim=256),
+        replace(SKEWED, lengths=(8192,) * 4),
+        replace(SKEWED, lengths=(8192,) * 4, causal=False),
+        *(w for w in WINDOWED if w.window[0] == 4095),
+    )
+)
+WITH_FUNCTIONS = (
+    Workload(lengths=(8192,), heads=16, heads_kv=16, head_dim=128, functions=BIAS),
+    replace(SKEWED, functions=DOCUMENTS),
+)
+
 WORKLOADS = (
     *PACKED,
     *backward_of(*PACKED),
     *WINDOWED,
     *backward_of(*filter(of_16k_d128, WINDOWED)),
     *CHANGED,
+    DROPPED,
+    *backward_of(DROPPED),
+    *FP8,
+    *LATENTS,
+    *WITH_FUNCTIONS,
+    *backward_of(*WITH_FUNCTIONS),
 )
 """What is measured, in this order. A new row is one more workload here."""
 
 TOPICS: dict[str, Callable[[Workload], bool]] = {
-    "Packed sequences": lambda workload: workload.is_packed,
-    "Windows": lambda workload: workload.has_window and not (workload.is_packed or workload.changes_scores),
+    "Packed sequences": lambda workload: workload.is_packed and not (workload.is_fp8 or workload.functions),
+    "Windows": lambda workload: (
+        workload.has_window and not (workload.is_packed or workload.changes_scores or workload.is_fp8)
+    ),
+    "A latent": lambda workload: bool(workload.latent),
     "Scores": lambda workload: workload.changes_scores and not workload.is_packed,
+    "FP8": lambda workload: workload.is_fp8,
+    "Functions of scores": lambda workload: bool(workload.functions),
 }
 """Parts of a report, by title: which workloads each has."""
 

@@ -27,7 +27,15 @@ OWN_HEADINGS = ("ratio", "TFLOP/s", "limit, us", "of the limit")
 def describe(workload: Workload) -> list[str]:
     """A workload, as table cells under WORKLOAD_HEADINGS."""
     w = workload
-    return [w.direction, w.batch_name, w.heads_name, str(w.head_dim), w.mask_name, w.scores_name or NOTHING]
+    direction = f"{w.direction}, FP8" if w.is_fp8 else w.direction
+    return [
+        direction,
+        w.batch_name,
+        w.heads_name,
+        w.columns_name.removeprefix("d"),
+        w.mask_name,
+        w.scores_name or NOTHING,
+    ]
 
 
 def time_of(cell: FeatureCell, peer: str) -> str:

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
 from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.results import AMPERE
 from hopper_attention.experiments.features import checks, peers, score_terms
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
 from hopper_attention.experiments.features.run import draw_tokens
@@ -29,8 +30,14 @@ TWO_SIDED = replace(WINDOWED, causal=False, window=(-1, 30))
 CAPPED = replace(WINDOWED, softcap=2.0)
 BIASED = replace(WINDOWED, window=(-1, -1), alibi=True)
 SUNK = replace(PACKED, sinks=True)
+LATENT = Workload(lengths=(70, 70), heads=4, heads_kv=1, head_dim=16, latent=32)
 FORWARD = (PACKED, replace(PACKED, causal=False), EQUAL, WINDOWED, TWO_SIDED)
-CHANGED = (CAPPED, BIASED, SUNK)
+DROPPED = replace(WINDOWED, window=(-1, -1), heads=4, dropout=0.3)
+CHANGED = (CAPPED, BIASED, SUNK, DROPPED, replace(DROPPED, causal=False, softcap=2.0, window=(20, 10)))
+BIASED_BY_FUNCTION = replace(WINDOWED, window=(-1, -1), functions="bias")
+DOCUMENTS = replace(PACKED, functions="documents")
+WITH_FUNCTIONS = (BIASED_BY_FUNCTION, DOCUMENTS)
+ALL = (*FORWARD, *CHANGED, *WITH_FUNCTIONS)
 
 
 def errors_of(peer: FeaturePeer, workload: Workload) -> str:
@@ -42,9 +49,7 @@ def errors_of(peer: FeaturePeer, workload: Workload) -> str:
     return checks.check_result(workload, result, pieces, checks.limits_of(workload))[1]
 
 
-@pytest.mark.parametrize(
-    "workload", (*FORWARD, *CHANGED, *backward_of(*FORWARD, *CHANGED)), ids=lambda w: w.name
-)
+@pytest.mark.parametrize("workload", (*ALL, *backward_of(*ALL)), ids=lambda w: w.name)
 def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
     assert errors_of(FEATURE_PEERS["ours"], workload) == ""
     dense = FEATURE_PEERS["ours_dense"]
@@ -53,11 +58,44 @@ def test_ours_is_right_forward_and_backward(workload: Workload) -> None:
         assert errors_of(dense, workload) == ""
 
 
+FP8 = tuple(replace(workload, is_fp8=True) for workload in FORWARD)
+
+
+@pytest.mark.parametrize("workload", FP8, ids=lambda w: w.name)
+def test_ours_in_fp8_with_and_without_quantization_and_in_16_bits(workload: Workload) -> None:
+    for name in ("ours", "ours_e2e", "ours_bf16"):
+        assert FEATURE_PEERS[name].takes(workload)
+        assert errors_of(FEATURE_PEERS[name], workload) == ""
+    others = "ours_dense", "fa4", "flex", "ampere"
+    assert not any(FEATURE_PEERS[name].takes(workload) for name in others)
+    assert not FEATURE_PEERS["ours_e2e"].takes(replace(workload, is_fp8=False))
+
+
+@pytest.mark.parametrize("workload", FP8, ids=lambda w: w.name)
+def test_fa3_gets_a_descale_for_each_sequence(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFa3()
+    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    assert errors_of(FEATURE_PEERS["fa3"], workload) == ""
+    (call,) = fake.calls
+    assert call["q"].dtype == torch.float8_e4m3fn
+    assert call["k_descale"].shape == (len(workload.lengths), workload.heads_kv)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED), ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED, *WITH_FUNCTIONS), ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
     assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
+
+
+def test_peers_without_functions_are_no_rows_of_workloads_with_them() -> None:
+    takers = {
+        name
+        for name, peer in FEATURE_PEERS.items()
+        if peer.takes(BIASED_BY_FUNCTION) and peer.takes(DOCUMENTS)
+    }
+    assert takers == {"ours", "flex", AMPERE}
 
 
 class FakeFa3:
@@ -73,10 +111,20 @@ class FakeFa3:
         self.calls.append(c)
         q, k, v = c["q"], c["k"], c["v"]
         options = {"causal": c["is_causal"], "window_size": (c["window_size_left"], c["window_size_right"])}
+        options |= {name: c[name] for name in ("q_descale", "k_descale", "v_descale")}
         if c["cu_seqlens_q"] is None:
             return (flash_attn_func(q, k, v, **options),)
         lengths = (c[f"{name}_{side}"] for name in ("cu_seqlens", "max_seqlen") for side in "qk")
         return (flash_attn_varlen_func(q, k, v, *lengths, **options),)
+
+
+class FakeFa3WithLatent(FakeFa3):
+    """FA3's operator with its second query, as the public function computes it."""
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        c = dict(zip((x.name for x in self._schema.arguments), arguments, strict=True))
+        options = {"causal": c["is_causal"], "softmax_scale": c["softmax_scale"], "qv": c["q_v"]}
+        return (flash_attn_func(c["q"], c["k"], c["v"], **options),)
 
 
 @pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
@@ -94,6 +142,19 @@ def test_fa3_gets_lengths_and_windows_by_name(workload: Workload, monkeypatch: p
         assert (call["window_size_left"], call["window_size_right"], call["num_splits"]) == (-1, -1, 1)
     with pytest.raises(NotImplementedError, match="has the forward alone"):
         errors_of(FEATURE_PEERS["fa3"], *backward_of(workload))
+
+
+def test_a_latent_is_a_second_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors_of(FEATURE_PEERS["ours"], LATENT) == ""
+    assert LATENT.name == "bf16-2x70-h4-hk1-d16-latent-32-causal-forward"
+    assert LATENT.flops == 2 * 4 * (48 + 32) * 2 * (70 * 71 // 2)
+    assert LATENT.input_bytes == 140 * (4 * 48 + 48) * 2
+    fake = FakeFa3WithLatent()
+    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    assert errors_of(FEATURE_PEERS["fa3"], LATENT) == ""
+    takers = {name for name, peer in FEATURE_PEERS.items() if peer.takes(LATENT)}
+    assert takers == {"ours", "fa3"}
 
 
 @pytest.mark.parametrize("workload", FORWARD + backward_of(*FORWARD), ids=lambda w: w.name)
@@ -136,6 +197,29 @@ def test_each_peer_gets_what_changes_scores_by_its_own_names() -> None:
         score_terms.flex_score(SUNK, "cpu")
 
 
+def test_cudnn_drops_and_draws_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        return q + 0 * (k + v).repeat_interleave(2, 1)
+
+    monkeypatch.setattr(peers.functional, "scaled_dot_product_attention", sdpa)
+    cudnn = FEATURE_PEERS["cudnn"]
+    workload = replace(DROPPED, heads_kv=2)
+    assert cudnn.takes(workload) and not cudnn.takes(WINDOWED) and cudnn.draws_mask
+    for each in (workload, *backward_of(workload)):
+        prepared = cudnn.prepare(each, draw_tokens(each, FAMILIES["normal"], 0, "cpu"), CPU)
+        result = prepared.read(prepared.launch())
+        assert checks.check_result(each, result, (), checks.limits_of(each)) == (0.0, "")
+    assert calls[0] == {"is_causal": True, "dropout_p": 0.3, "enable_gqa": True}
+    for name in ("fa3_terms", "fa4_terms", "flex_score"):
+        with pytest.raises(NotImplementedError, match="has no dropout"):
+            getattr(score_terms, name)(DROPPED, "cpu")
+    with pytest.raises(ValueError, match=r"dropout is 0\.3, allowed of packed sequences: 0"):
+        replace(PACKED, dropout=0.3)
+
+
 def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def described(workload: Workload, **options: Any) -> str:
         inputs = draw_tokens(workload, FAMILIES["normal"], 0, "cpu")
@@ -154,7 +238,8 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
-    assert [p.name for p in peers.parse_feature_peers("")] == ["ours", "ours_dense", "fa3", "fa4"]
+    usual = ["ours", "ours_dense", "ours_e2e", "ours_bf16", "fa3", "fa4", "cudnn"]
+    assert [p.name for p in peers.parse_feature_peers("")] == usual
     assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
@@ -162,7 +247,7 @@ def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
         peers.parse_feature_peers("fa9")
     infos = peers.inspect_feature_peers(tuple(FEATURE_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
-    assert absent == {"fa3", "fa4", "flex", "ampere"}
+    assert absent == {"fa3", "fa4", "flex", "ampere", "cudnn"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"
 
 

@@ -99,6 +99,9 @@ def test_limits_are_those_of_operations_or_of_bytes() -> None:
     assert short.moved_bytes == 4 * 65_536 * 32 * 64 * 2 and short.input_bytes == 3 * short.moved_bytes // 4
     gradients = by_name["bf16-1x16k-h16-d128-window-128-backward"]
     assert gradients.limit_us == pytest.approx(126.3, abs=0.05)
+    eight = by_name["fp8-1x16k-h16-d128-window-4096-forward"]
+    assert eight.limit_us == pytest.approx(243.2, abs=0.05) and eight.input_bytes == 3 * 16_384 * 16 * 128
+    assert eight.moved_bytes == 5 * 16_384 * 16 * 128
     grouped = by_name["bf16-packed-32k-in-32-skewed-h32-hk8-d128-causal-forward"]
     assert grouped.moved_bytes == 2 * 32_768 * (32 + 8) * 128 * 2
 
@@ -133,6 +136,8 @@ def test_impossible_workloads_are_refused() -> None:
         replace(PACKED, is_packed=False)
     with pytest.raises(ValueError, match=r"lengths is \(\)"):
         replace(PACKED, lengths=())
+    with pytest.raises(ValueError, match="direction is 'backward', allowed in FP8: 'forward'"):
+        replace(PACKED, direction="backward", is_fp8=True)
     with pytest.raises(ValueError, match="direction is 'sideways', allowed: forward, backward"):
         replace(PACKED, direction="sideways")  # type: ignore[arg-type]  # the mistake
 
@@ -308,7 +313,11 @@ def workload(part: str) -> Workload:
 
 
 def test_promises_are_a_ratio_a_time_or_a_share_of_the_dense_call() -> None:
-    skewed, equal = workload("skewed-h16-d128-causal-forward"), workload("equal-h16-d128-causal-forward")
+    skewed = workload("bf16-packed-32k-in-32-skewed-h16-d128-causal-forward")
+    equal, eight = (
+        workload("32-equal-h16-d128-causal-forward"),
+        workload("fp8*skewed-h16-d128-causal-forward"),
+    )
     short, long = workload("16k*d128*window-128-forward"), workload("64k*d128*window-128-forward")
     report = report_of(
         (skewed, {"ours": 400.0, "fa3": 440.0, "fa4": 500.0}),
@@ -316,6 +325,7 @@ def test_promises_are_a_ratio_a_time_or_a_share_of_the_dense_call() -> None:
         (short, {"ours": 90.0, "fa3": 95.0}),
         (long, {"ours": 300.0, "fa3": 359.0}),
         (PACKED, {"ours": 1.0, "fa3": 1.0}),
+        (eight, {"ours": 100.0, "ours_e2e": 120.0, "ours_bf16": 125.0, "fa3": 110.0}),
     )
     found = [(t.what, t.required, t.measured, t.met) for t in feature_targets(report)]
     assert found == [
@@ -323,6 +333,8 @@ def test_promises_are_a_ratio_a_time_or_a_share_of_the_dense_call() -> None:
         (equal.name, ">= 0.97 of our dense call", "0.960", False),
         (short.name, "<= 85 us", "90.0 us", False),
         (long.name, "<= 340 us", "300.0 us", True),
+        (eight.name, ">= 1.05", "1.100 of fa3", True),
+        (eight.name, ">= 1.3 of our 16 bits", "1.250", False),
     ]
     broken = replace(report.cells[0], peers={"ours": Failed("no")})
     last = feature_targets(replace(report, cells=(broken,)))[-1]

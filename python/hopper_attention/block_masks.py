@@ -1,0 +1,114 @@
+"""FlexAttention's BlockMask: which blocks of keys a block of queries sees, none, some or all of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.key_blocks import ENTRY_BITS, HIDDEN, PARTLY_SEEN, SEEN
+from hopper_attention.checks import check_device
+
+ATTRIBUTES = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "BLOCK_SIZE",
+    "mask_mod",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """What a BlockMask says of blocks.
+
+    Attributes:
+        kinds: int32 (batch or 1, heads or 1, query blocks, key blocks), each HIDDEN, PARTLY_SEEN or SEEN.
+        rows, keys: queries and keys of a block.
+    """
+
+    kinds: Tensor
+    rows: int
+    keys: int
+
+    @staticmethod
+    def of(block_mask: Any) -> BlockTable:
+        """That of a ``torch.nn.attention.flex_attention.BlockMask``. Nothing is read on the host.
+
+        Raises:
+            TypeError: it is no such thing.
+        """
+        if not all(hasattr(block_mask, name) for name in ATTRIBUTES):
+            raise TypeError(
+                f"block_mask is a {type(block_mask).__name__}, allowed: a torch.nn.attention.flex_attention.BlockMask"
+            )
+        rows, keys = block_mask.BLOCK_SIZE
+        partly = are_listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+        kinds = torch.where(partly, PARTLY_SEEN, HIDDEN)
+        if block_mask.full_kv_num_blocks is not None:
+            fully = are_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+            kinds = kinds.masked_fill(fully, SEEN)
+        return BlockTable(kinds.int(), rows, keys)
+
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Raise ValueError unless it fits these (batch, seqlen, heads, head_dim)."""
+        check_device("block_mask", self.kinds.device, q.device)
+        batch, heads, query_blocks, key_blocks = self.kinds.shape
+        if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+            raise ValueError(
+                f"block_mask is for batch {batch} and {heads} heads, allowed: 1 or {q.shape[0]}, and 1 or {q.shape[2]}"
+            )
+        reach = query_blocks * self.rows, key_blocks * self.keys
+        if reach[0] < q.shape[1] or reach[1] < k.shape[1]:
+            raise ValueError(
+                f"block_mask is for {reach[0]} queries and {reach[1]} keys, allowed: at least those of q and k, "
+                f"{q.shape[1]} and {k.shape[1]}"
+            )
+
+    def with_mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
+        """The mask function of the whole: ``mask_mod`` says what is seen of blocks that are seen in part."""
+        kinds, rows, keys = self.kinds, self.rows, self.keys
+
+        def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            # A batch or heads of 1 are for all: indices outside of a tensor are taken for the nearest inside.
+            kind = kinds[b, h, q_idx // rows, kv_idx // keys]
+            return ((kind == PARTLY_SEEN) & mask_mod(b, h, q_idx, kv_idx)) | (kind == SEEN)
+
+        return visible
+
+    def lists(self, tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Tensor:
+        """What a kernel walks by: int32 (batch, heads, query tiles, 1 + key tiles), how many key tiles the query tile
+        visits and then which, in ascending order, as ``ListedBlocks`` has them.
+
+        Args:
+            tile: queries and keys of a tile, which divide those of a block.
+            sizes: batch, heads, seqlen_q and seqlen_k.
+        """
+        batch, heads, seqlen_q, seqlen_k = sizes
+        rows, keys = -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1])
+        kinds = self.kinds.repeat_interleave(self.rows // tile[0], 2)[:, :, :rows]
+        kinds = kinds.repeat_interleave(self.keys // tile[1], 3)[..., :keys]
+        are_visited = kinds != HIDDEN
+        order = are_visited.int().argsort(dim=-1, descending=True, stable=True)
+        entries = (order << ENTRY_BITS) + kinds.gather(-1, order)
+        lists = torch.cat([are_visited.sum(-1, keepdim=True), entries], -1)
+        return lists.int().expand(batch, heads, -1, -1)
+
+
+def are_listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Boolean, of the shape of ``indices`` (..., blocks): which blocks are among the first ``counts`` of them."""
+    blocks = indices.shape[-1]
+    counted = torch.arange(blocks, device=indices.device) < counts[..., None]
+    # What is not counted goes to a column of its own.
+    targets = torch.where(counted, indices, blocks).long()
+    found = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    return found.scatter(-1, targets, True)[..., :blocks]
+
+
+def is_no_mask(mask_mod: Any) -> bool:
+    """Whether it is torch's, which hides nothing and cannot be traced."""
+    return getattr(mask_mod, "__name__", "") == "noop_mask"

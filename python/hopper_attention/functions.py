@@ -1,0 +1,110 @@
+"""A user's score and mask functions, traced, with the tensors that they read: values of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.user_functions import BOOL, FLOAT, INPUTS, NO_FUNCTIONS, NOTHING, UserFunctions
+from hopper_attention.block_masks import BlockTable, is_no_mask
+from hopper_attention.tracing import TensorReads, Trace, Value
+
+ScoreMod = Callable[..., Any]
+"""(score, b, h, q_idx, kv_idx) -> score."""
+
+MaskMod = Callable[..., Any]
+"""(b, h, q_idx, kv_idx) -> whether the query sees the key."""
+
+
+ListedKind = tuple[tuple[UserFunctions, tuple[int, int]], ...]
+"""What of lists of blocks decides on a kernel: the functions in blocks that are seen in part, and queries and keys of a
+block; empty for none."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedFunctions:
+    """What was traced, and the tensors of its loads, in their order.
+
+    ``listed`` is empty, or what does the same for a kernel that visits listed blocks alone: functions for what is
+    listed, and the table of the blocks.
+    """
+
+    functions: UserFunctions = NO_FUNCTIONS
+    tensors: tuple[Tensor, ...] = ()
+    listed: tuple[tuple[CapturedFunctions, BlockTable], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    @property
+    def for_kernel(self) -> tuple[Tensor, ...]:
+        """The tensors as kernels take them: truth values as bytes."""
+        return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.tensors)
+
+    @property
+    def listed_kind(self) -> ListedKind:
+        return tuple((captured.functions, (table.rows, table.keys)) for captured, table in self.listed)
+
+
+NO_CAPTURED = CapturedFunctions()
+
+
+@torch.compiler.disable
+def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFunctions:
+    """``trace_functions`` with FlexAttention's BlockMask as the mask."""
+    table = BlockTable.of(block_mask)
+    mask_mod = (lambda *place: True) if is_no_mask(block_mask.mask_mod) else block_mask.mask_mod
+    everywhere = trace_functions(score_mod, table.with_mask(mask_mod))
+    return replace(everywhere, listed=((trace_functions(score_mod, mask_mod), table),))
+
+
+@torch.compiler.disable
+def trace_functions(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> CapturedFunctions:
+    """Call the functions once, on values that stand for those of an element.
+
+    Tracing at every call is what makes a number or a tensor that a function captures count as it is now. What was
+    traced is data: functions that do the same share a kernel, whoever made them and however often.
+
+    Raises:
+        TypeError: a function does what cannot be traced, or gives no value.
+        NotImplementedError: it reads a tensor that requires a gradient.
+    """
+    trace = Trace()
+    b, h, q_idx, kv_idx = (trace.input(name) for name in ("b", "h", "q_idx", "kv_idx"))
+    score = mask = NOTHING
+    with TensorReads():
+        if score_mod is not None:
+            given = trace.input("score"), b, h, q_idx, kv_idx
+            score = _call(trace, "score_mod", score_mod, given, FLOAT).number
+        if mask_mod is not None:
+            mask = _call(trace, "mask_mod", mask_mod, (b, h, q_idx, kv_idx), BOOL).number
+    functions = UserFunctions(tuple(trace.steps.all), score, mask, NOTHING, trace.kinds)
+    return CapturedFunctions(functions, tuple(trace.tensors))
+
+
+def _call(trace: Trace, name: str, function: Any, given: tuple[Value, ...], kind: str) -> Value:
+    if not callable(function):
+        raise TypeError(
+            f"{name} is a {type(function).__name__}, allowed: a function of {tuple(INPUTS)[-len(given) :]}"
+        )
+    trace.name = name
+    result = function(*given)
+    if not isinstance(result, (Value, bool, int, float, Tensor)):
+        raise TypeError(
+            f"{name} gives a {type(result).__name__}, allowed: what it worked out of its arguments"
+        )
+    return trace.cast(trace.value(result), kind)
+
+
+def check_functions(captured: CapturedFunctions, device: torch.device) -> None:
+    """Raise ValueError unless the captured tensors are on the device of q."""
+    for x in captured.tensors:
+        if x.device != device:
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} that score_mod or mask_mod reads is on {x.device}, allowed: the "
+                f"device of q, {device}"
+            )

@@ -1,0 +1,219 @@
+"""Runs FP8 attention of sequences of different lengths in one tensor.
+
+As in :mod:`hopper_attention.launch.fp8`, without any size: lengths are read on the GPU alone, apart from the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.plan.config import check_packed_size
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import scores_fit_half
+from hopper_attention import compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
+from hopper_attention.launch.forward import NO_SIDES
+from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config
+from hopper_attention.launch.packed_forward import Planner, find_planner
+from hopper_attention.launch.varlen import is_empty, run_varlen
+from hopper_attention.layout import make_packed_addressable
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
+from hopper_attention.packed_quantization import transpose_packed
+from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
+from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem
+from hopper_attention.rotation import rotate_back
+
+PackedFp8Launch = Callable[[PackedQuantizedQKV, float, bool, Sides], tuple[Tensor, Tensor]]
+"""(parts, softmax_scale, wants_lse, window) -> out (total_q, heads, head_dim_v), with what was done to V undone, and
+lse (heads, total_q), which may lack its rows where it is not wanted."""
+
+
+@dataclass(frozen=True)
+class PackedEmulationLaunch:
+    """The emulation, sequence by sequence, on the device of the inputs. It reads the lengths, and checks them."""
+
+    causal: bool
+
+    def __call__(
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = no_results(parts)
+        attend = EmulationLaunch(self.causal)
+        for (rows, _), of_sequence in parts.sequences():
+            results = attend(of_sequence, softmax_scale, True, window)
+            out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
+        return out, lse
+
+
+@dataclass(frozen=True)
+class PackedDequantizedLaunch:
+    """The 16-bit ``backend`` on what the parts stand for, as ``DequantizedLaunch`` does it."""
+
+    causal: bool
+    backend: str
+    sm_margin: int
+
+    @torch.no_grad()
+    def __call__(
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = parts.dequantize()
+        options = self.causal, self.backend, self.sm_margin, wants_lse, window
+        out, lse = run_varlen(q, k, v, parts.lengths, softmax_scale, *options)
+        return restore(out, parts), lse
+
+
+@dataclass(frozen=True)
+class PackedFp8Launcher(Launcher):
+    """The FP8 kernel of ``config`` on a persistent grid of ``num_ctas``."""
+
+    config: Fp8ForwardConfig
+    kernel: Kernel
+    planner: Planner
+    num_ctas: int
+
+    def __call__(
+        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
+    ) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(parts, softmax_scale, wants_lse, window)
+        (total_q, heads, _), (total_k, kv_heads, _) = parts.q.shape, parts.k.shape
+        batch, device, lengths = parts.batch, parts.q.data.device, parts.lengths
+        check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), self.config.tile_m)
+        # The kernel writes the rows of sequences, and those behind the last one.
+        writes_all = lengths.seqused_q is None
+        out, lse = empty_results(parts, wants_lse) if writes_all else no_results(parts)
+        plan = self.planner(*lengths[:4], (total_q, total_k), self.config.tile_m)
+        self.kernel(
+            make_packed_addressable(parts.q.data),
+            make_packed_addressable(parts.k.data),
+            self._values(parts),
+            out,
+            lse,
+            device_memory.tile_counter(self.device_index),
+            parts.q.scale[None],
+            parts.k.scale[None],
+            *self._scales_of_v(parts),
+            no_vectors(batch + 1, kv_heads, device),
+            parts.q.block,
+            parts.k.block,
+            softmax_scale,
+            *(kernel_sides(*window) if self.config.window else NO_SIDES),
+            plan,
+            batch + 1,
+            self.num_ctas,
+        )
+        return restore(out, parts), lse
+
+    def _values(self, parts: PackedQuantizedQKV) -> Tensor:
+        """V as the kernel takes it."""
+        if isinstance(parts.v, PackedTransposedV):
+            return parts.v.data
+        if self.config.v_rows:
+            return make_packed_addressable(parts.v.data)
+        return transpose_packed(parts.v.data, parts.lengths)
+
+    def _scales_of_v(self, parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
+        """Those of blocks of V, and the factors of the output. A lone scale is a factor, whatever its sign."""
+        batch, kv_heads = parts.batch, parts.k.shape[1]
+        ones = device_memory.unit_scales(batch + 1, kv_heads, parts.q.data.device)
+        if parts.v.block == ONE_PER_SEQUENCE:
+            return ones.view(1, kv_heads, batch + 1), parts.v.scale.t().contiguous().unsqueeze(2)
+        return parts.v.scale[None], ones
+
+
+def empty_results(parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for out, and for lse, which lacks its rows if not wanted."""
+    (total_q, heads, _), device = parts.q.shape, parts.q.data.device
+    out = torch.empty(total_q, heads, parts.v.shape[2], dtype=parts.dtype, device=device)
+    return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=device)
+
+
+def no_results(parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that see no key."""
+    (total_q, heads, _), data = parts.q.shape, parts.q.data
+    out = torch.zeros(total_q, heads, parts.v.shape[2], dtype=parts.dtype, device=data.device)
+    return out, torch.full((heads, total_q), -math.inf, dtype=torch.float32, device=data.device)
+
+
+def restore(out: Tensor, parts: PackedQuantizedQKV) -> Tensor:
+    """The output of attention on ``parts``, with the rotation of V undone. Rows that see no key stay 0."""
+    c = parts.quantization
+    return rotate_back(out, c.seed).to(out.dtype) if c.rotate_v else out
+
+
+def packed_problem_of(
+    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: Sides
+) -> Fp8AttentionProblem:
+    """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    q, k, v = parts.q, parts.k, parts.v
+    has_rows = not isinstance(v, PackedTransposedV)
+    return Fp8AttentionProblem(
+        FP8_DTYPE,
+        parts.dtype,
+        q.shape[2],
+        v.shape[2],
+        causal,
+        has_window=window != FULL_SIDES,
+        has_chunk=window[2] > 0,
+        is_packed=True,
+        block_k=_block(k.block),
+        block_v=_block(v.block),
+        v_rows=has_rows,
+        transposes=has_rows,
+        two_level=two_level,
+        half_scores=scores_fit_half(q.largest, k.largest, q.shape[2]),
+    )
+
+
+def _block(block: int) -> int:
+    return ONE_BLOCK if block == ONE_PER_SEQUENCE else block
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_packed_fp8(
+    problem: Fp8AttentionProblem, device: torch.device, backend: str | None, sm_margin: int
+) -> PackedFp8Launch:
+    """What runs packed FP8 problems of a kind; compiles or loads its kernel the first time.
+
+    Raises:
+        ValueError: ``backend`` cannot run there, or ``sm_margin`` leaves the kernel no multiprocessor.
+    """
+    choice = find_choice(problem, device, backend)
+    if choice.backend == "reference":
+        return PackedEmulationLaunch(problem.causal)
+    if choice.backend == "ampere":
+        return PackedDequantizedLaunch(problem.causal, choice.backend, sm_margin)
+    config, index = find_config(problem), index_of(device)
+    kernel = compile_cache.get_forward(config)
+    return PackedFp8Launcher(index, config, kernel, find_planner(config), count_ctas(index, sm_margin))
+
+
+def attend_packed(
+    parts: PackedQuantizedQKV,
+    softmax_scale: float,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    wants_lse: bool = True,
+    sm_margin: int = 0,
+    window: Sides = FULL_SIDES,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with the rotation of V undone, and lse
+    (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.
+
+    Rows of no sequence get 0 and -inf, as do rows that see no key.
+    """
+    problem = packed_problem_of(parts, causal, two_level, window)
+    launch = find_packed_fp8(problem, parts.q.data.device, backend, sm_margin)
+    if is_empty(parts.q.data, parts.k.data, parts.lengths):
+        return no_results(parts)
+    return launch(parts, softmax_scale, wants_lse, window)

@@ -1,0 +1,95 @@
+"""Functions for score and mask functions: of the values that one is traced with, of tensors, and of plain numbers.
+
+    from hopper_attention import flash_attn_func, mods
+
+    def soft_cap(score, b, h, q_idx, kv_idx):
+        return 20.0 * mods.tanh(score / 20.0)
+
+    out = flash_attn_func(q, k, v, score_mod=soft_cap)
+
+torch's functions of the same names serve as well, but for plain numbers among their arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hopper_attention.tracing import METHODS, first_value, is_traced
+
+__all__ = [
+    "abs",
+    "exp",
+    "exp2",
+    "floor",
+    "log",
+    "log2",
+    "maximum",
+    "minimum",
+    "rsqrt",
+    "sigmoid",
+    "sqrt",
+    "tanh",
+    "where",
+]
+
+
+def _call(name: str, *values: Any) -> Any:
+    if is_traced(values):
+        return METHODS[name](first_value(values).trace, *values)
+    device = next((x.device for x in values if isinstance(x, torch.Tensor)), None)
+    return getattr(torch, name)(*(torch.as_tensor(x, device=device) for x in values))
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where the condition holds, else ``b``."""
+    return _call("where", condition, a, b)
+
+
+def tanh(x: Any) -> Any:
+    return _call("tanh", x)
+
+
+def exp(x: Any) -> Any:
+    return _call("exp", x)
+
+
+def exp2(x: Any) -> Any:
+    return _call("exp2", x)
+
+
+def log(x: Any) -> Any:
+    return _call("log", x)
+
+
+def log2(x: Any) -> Any:
+    return _call("log2", x)
+
+
+def sqrt(x: Any) -> Any:
+    return _call("sqrt", x)
+
+
+def rsqrt(x: Any) -> Any:
+    return _call("rsqrt", x)
+
+
+def sigmoid(x: Any) -> Any:
+    return _call("sigmoid", x)
+
+
+def floor(x: Any) -> Any:
+    return _call("floor", x)
+
+
+def abs(x: Any) -> Any:
+    return _call("abs", x)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return _call("minimum", a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return _call("maximum", a, b)

@@ -1,0 +1,377 @@
+"""Traces a user's score and mask functions into steps (``cute_kernels.user_functions``), tensors they read included.
+
+A function is called once with values that stand for what a kernel has at an element. It may use Python's operators,
+:mod:`hopper_attention.mods`, the functions of torch that mean the same, and the elements of tensors that it reaches
+in whatever way. So functions written for FlexAttention are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from cute_kernels.user_functions import BOOL, FLOAT, INPUTS, INT, Steps, TensorKind
+
+TENSOR_KINDS = {
+    torch.float32: FLOAT,
+    torch.float16: FLOAT,
+    torch.bfloat16: FLOAT,
+    torch.int32: INT,
+    torch.int64: INT,
+    torch.bool: BOOL,
+}
+"""Dtypes of tensors that functions may read, and the kinds of their elements."""
+
+LARGEST_INT = 2**31 - 1
+LARGEST_POWER = 16
+"""Up to it powers are products."""
+
+USE_INSTEAD = (
+    "use + - * / // % ** with a constant, comparisons, & | ~, tensor[indices], hopper_attention.mods"
+)
+
+
+class Trace:
+    """A function that is being traced: the steps so far, and the tensors that they load from.
+
+    Attributes:
+        name: what the function is called in messages, "score_mod" or "mask_mod".
+        originals, tensors: tensors as the function has them, and as kernels take them, with 1 dimension or more.
+    """
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self.name = ""
+        self.originals: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+
+    def input(self, name: str) -> Value:
+        return Value(self, self.steps.add("input", INPUTS[name], name))
+
+    @property
+    def kinds(self) -> tuple[TensorKind, ...]:
+        return tuple(TensorKind(str(x.dtype).removeprefix("torch."), x.dim()) for x in self.tensors)
+
+    def value(self, x: Any) -> Value:
+        """``x`` as a value: it may be one, a number, or a tensor of one element."""
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, PartlyIndexed):
+            self.refuse(f"uses a tensor of shape {x.shape} as a number")
+        if isinstance(x, (bool, float)):
+            return Value(self, self.steps.constant(x))
+        if isinstance(x, int):
+            if abs(x) > LARGEST_INT:
+                self.refuse(f"uses {x}, which 32 bits do not hold")
+            return Value(self, self.steps.constant(x))
+        if isinstance(x, Tensor):
+            if x.numel() != 1:
+                self.refuse(f"uses a tensor of shape {tuple(x.shape)} as a number")
+            return self.load(x, (0,) * x.dim())
+        self.refuse(f"uses a {type(x).__name__}")
+
+    def refuse(self, what: str) -> NoReturn:
+        raise TypeError(f"{self.name} {what}, which cannot be traced for a kernel; {USE_INSTEAD}")
+
+    def load(self, tensor: Tensor, indices: tuple[Any, ...]) -> Value:
+        """The element of a captured tensor."""
+        slot = self._slot(tensor)
+        numbers = []
+        for index, size in zip(indices, tensor.shape, strict=True):
+            if isinstance(index, int) and not isinstance(index, bool) and -size <= index < 0:
+                index += size
+            value = self.value(index)
+            if value.kind != INT:
+                self.refuse(f"indexes a tensor with a {value.kind}")
+            numbers.append(value.number)
+        numbers = numbers or [self.steps.constant(0)]
+        return Value(self, self.steps.add("load", TENSOR_KINDS[tensor.dtype], slot, *numbers))
+
+    def _slot(self, tensor: Tensor) -> int:
+        for slot, other in enumerate(self.originals):
+            if other is tensor:
+                return slot
+        if tensor.dtype not in TENSOR_KINDS:
+            allowed = ", ".join(str(dtype) for dtype in TENSOR_KINDS)
+            raise TypeError(f"{self.name} reads a tensor of dtype {tensor.dtype}, allowed: {allowed}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{self.name} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient, which is not "
+                "implemented; use its detach(), or hopper_attention.reference.attention_naive, which torch "
+                "differentiates"
+            )
+        if not tensor.numel():
+            raise ValueError(
+                f"{self.name} reads a tensor of shape {tuple(tensor.shape)}, allowed: with elements"
+            )
+        self.originals.append(tensor)
+        self.tensors.append(tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach())
+        return len(self.originals) - 1
+
+    def apply(self, operation: str, kind: str, *values: Value) -> Value:
+        return Value(self, self.steps.add(operation, kind, *(x.number for x in values)))
+
+    def cast(self, value: Value, kind: str) -> Value:
+        if value.kind == kind:
+            return value
+        constant = self.steps.all[value.number]
+        if constant[0] == "constant" and kind == FLOAT:
+            return self.value(float(constant[2] == "True" if value.kind == BOOL else int(constant[2])))
+        return self.apply("cast", kind, value)
+
+    def arithmetic(self, operation: str, *arguments: Any, kinds: tuple[str, ...] = (INT, FLOAT)) -> Value:
+        """Of values brought to one kind: a float if one of them is, else an int; of ``kinds`` at least the first."""
+        values = [self.value(x) for x in arguments]
+        kind = FLOAT if FLOAT in [x.kind for x in values] else INT
+        kind = kind if kind in kinds else kinds[0]
+        return self.apply(operation, kind, *(self.cast(x, kind) for x in values))
+
+    def comparison(self, operation: str, a: Any, b: Any) -> Value:
+        values = [self.value(x) for x in (a, b)]
+        kinds = [x.kind for x in values]
+        kind = FLOAT if FLOAT in kinds else INT
+        return self.apply(operation, BOOL, *(self.cast(x, kind) for x in values))
+
+    def logic(self, operation: str, *arguments: Any) -> Value:
+        values = [self.value(x) for x in arguments]
+        kinds = {x.kind for x in values}
+        if FLOAT in kinds:
+            self.refuse(f"uses & | ^ ~ or a shift on a {FLOAT}")
+        kind = BOOL if kinds == {BOOL} and operation not in ("shl", "shr") else INT
+        return self.apply(operation, kind, *(self.cast(x, kind) for x in values))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Value:
+        values = [self.value(x) for x in (a, b)]
+        kinds = [x.kind for x in values]
+        kind = FLOAT if FLOAT in kinds else INT if INT in kinds else BOOL
+        truth = self.cast(self.value(condition), BOOL)
+        return self.apply("where", kind, truth, *(self.cast(x, kind) for x in values))
+
+    def power(self, base: Any, exponent: Any) -> Value:
+        if isinstance(exponent, (int, float)) and exponent == 0.5:
+            return self.arithmetic("sqrt", base, kinds=(FLOAT,))
+        if not isinstance(exponent, int) or not 1 <= abs(exponent) <= LARGEST_POWER:
+            self.refuse(
+                f"raises to the power of {exponent!r}; allowed are 0.5 and ints up to {LARGEST_POWER}"
+            )
+        value = self.value(base)
+        result = value
+        for _ in range(abs(exponent) - 1):
+            result = self.arithmetic("mul", result, value)
+        return result if exponent > 0 else self.arithmetic("div", 1.0, result, kinds=(FLOAT,))
+
+    def clamp(self, x: Any, lowest: Any = None, highest: Any = None, **bounds: Any) -> Value:
+        lowest, highest = bounds.get("min", lowest), bounds.get("max", highest)
+        value = self.value(x)
+        value = value if lowest is None else self.arithmetic("max", value, lowest)
+        return value if highest is None else self.arithmetic("min", value, highest)
+
+
+class Value:
+    """What a traced function computes with: a number, which it learns only in the kernel."""
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.trace, self.number = trace, number
+
+    @property
+    def kind(self) -> str:
+        return self.trace.steps.kind(self.number)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_traced(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            return lambda *arguments, **options: METHODS[name](self.trace, self, *arguments, **options)
+        raise AttributeError(
+            f"{self.trace.name} uses .{name} of a value that is traced for a kernel; {USE_INSTEAD}"
+        )
+
+    def _unknown(self, *_: Any) -> NoReturn:
+        self.trace.refuse(
+            "asks in Python for a value that only the kernel knows (if, and, or, not, min, max, float, int, a chained "
+            "comparison); with mods.where, & | ~, mods.minimum it is done in the kernel. That is something"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __iter__ = __len__ = _unknown
+    __hash__ = None  # type: ignore[assignment]
+
+
+class PartlyIndexed:
+    """A captured tensor with fewer indices than dimensions so far."""
+
+    def __init__(self, trace: Trace, tensor: Tensor, indices: tuple[Any, ...]) -> None:
+        self._trace, self._tensor, self._indices = trace, tensor, indices
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape[len(self._indices) :])
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return element_of(self._trace, self._tensor, (*self._indices, *more))
+
+
+def element_of(trace: Trace, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
+    """The element of a tensor, or what is left to index of it."""
+    for index in indices:
+        is_number = isinstance(index, (Value, int)) and not isinstance(index, bool)
+        if not is_number and not (isinstance(index, Tensor) and index.numel() == 1):
+            trace.refuse(f"indexes a tensor with a {type(index).__name__}")
+    if len(indices) > tensor.dim():
+        raise IndexError(
+            f"{trace.name} gives {len(indices)} indices to a tensor of shape {tuple(tensor.shape)}"
+        )
+    if len(indices) < tensor.dim():
+        return PartlyIndexed(trace, tensor, indices)
+    return trace.load(tensor, indices)
+
+
+class TensorReads(TorchFunctionMode):
+    """While it is active, tensors give traced elements for traced indices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_traced(args) or is_traced((kwargs or {}).values()):
+            return call_traced(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def is_traced(arguments: Any) -> bool:
+    """Whether a value is among the arguments, or among those of a tuple or list among them."""
+    return any(isinstance(x, Value) or (isinstance(x, (tuple, list)) and is_traced(x)) for x in arguments)
+
+
+def first_value(arguments: Any) -> Value:
+    for x in arguments:
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, (tuple, list)) and is_traced(x):
+            return first_value(x)
+    raise AssertionError("no value is traced")
+
+
+def call_traced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function of torch means for values."""
+    trace = first_value((*args, *kwargs.values())).trace
+    name = getattr(func, "__name__", str(func)).strip("_")
+    if name == "getitem":
+        tensor, index = args
+        return element_of(trace, tensor, index if isinstance(index, tuple) else (index,))
+    if name not in METHODS:
+        trace.refuse(f"calls torch.{name}")
+    return METHODS[name](trace, *args, **kwargs)
+
+
+def _arithmetic(operation: str, *kinds: str) -> Callable[..., Value]:
+    return lambda trace, *values: trace.arithmetic(operation, *values, kinds=kinds or (INT, FLOAT))
+
+
+def _comparison(operation: str, swaps: bool = False) -> Callable[..., Value]:
+    if swaps:
+        return lambda trace, a, b: trace.comparison(operation, b, a)
+    return lambda trace, a, b: trace.comparison(operation, a, b)
+
+
+def _logic(operation: str) -> Callable[..., Value]:
+    return lambda trace, *values: trace.logic(operation, *values)
+
+
+def _truth(operation: str) -> Callable[..., Value]:
+    return lambda trace, *values: trace.logic(operation, *(trace.cast(trace.value(x), BOOL) for x in values))
+
+
+def _cast(kind: str) -> Callable[..., Value]:
+    return lambda trace, x: trace.cast(trace.value(x), kind)
+
+
+def _to(trace: Trace, x: Any, dtype: Any) -> Value:
+    if dtype not in TENSOR_KINDS:
+        trace.refuse(f"converts to {dtype}")
+    return trace.cast(trace.value(x), TENSOR_KINDS[dtype])
+
+
+def _exp2(trace: Trace, x: Any) -> Value:
+    return trace.arithmetic("exp", trace.arithmetic("mul", x, 0.6931471805599453), kinds=(FLOAT,))
+
+
+def _log2(trace: Trace, x: Any) -> Value:
+    logarithm = trace.arithmetic("log", x, kinds=(FLOAT,))
+    return trace.arithmetic("mul", logarithm, 1.4426950408889634)
+
+
+def _sigmoid(trace: Trace, x: Any) -> Value:
+    """(1 + tanh(x / 2)) / 2."""
+    half = trace.arithmetic("tanh", trace.arithmetic("mul", x, 0.5), kinds=(FLOAT,))
+    return trace.arithmetic("add", trace.arithmetic("mul", half, 0.5), 0.5)
+
+
+def _rsqrt(trace: Trace, x: Any) -> Value:
+    return trace.arithmetic("div", 1.0, trace.arithmetic("sqrt", x, kinds=(FLOAT,)))
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: _arithmetic(name) for name in ("add", "sub", "mul", "neg", "abs", "floordiv", "mod")},
+    **{name: _arithmetic(name, FLOAT) for name in ("div", "exp", "log", "sqrt", "tanh", "floor")},
+    **{name: _comparison(name) for name in ("lt", "le", "eq", "ne")},
+    **{name: _logic(name) for name in ("and", "or", "xor")},
+    "gt": _comparison("lt", swaps=True),
+    "ge": _comparison("le", swaps=True),
+    "subtract": _arithmetic("sub"),
+    "multiply": _arithmetic("mul"),
+    "divide": _arithmetic("div", FLOAT),
+    "true_divide": _arithmetic("div", FLOAT),
+    "truediv": _arithmetic("div", FLOAT),
+    "floor_divide": _arithmetic("floordiv"),
+    "remainder": _arithmetic("mod"),
+    "negative": _arithmetic("neg"),
+    "absolute": _arithmetic("abs"),
+    "minimum": _arithmetic("min"),
+    "maximum": _arithmetic("max"),
+    "bitwise_and": _logic("and"),
+    "bitwise_or": _logic("or"),
+    "bitwise_xor": _logic("xor"),
+    "bitwise_not": _logic("not"),
+    "invert": _logic("not"),
+    "lshift": _logic("shl"),
+    "rshift": _logic("shr"),
+    "logical_and": _truth("and"),
+    "logical_or": _truth("or"),
+    "logical_xor": _truth("xor"),
+    "logical_not": _truth("not"),
+    "where": lambda trace, *values: trace.where(*values),
+    "clamp": lambda trace, *values, **bounds: trace.clamp(*values, **bounds),
+    "pow": lambda trace, base, exponent: trace.power(base, exponent),
+    "square": lambda trace, x: trace.power(x, 2),
+    "relu": lambda trace, x: trace.arithmetic("max", x, 0),
+    "exp2": _exp2,
+    "log2": _log2,
+    "sigmoid": _sigmoid,
+    "rsqrt": _rsqrt,
+    "float": _cast(FLOAT),
+    "int": _cast(INT),
+    "long": _cast(INT),
+    "bool": _cast(BOOL),
+    "to": _to,
+}
+"""By name, what functions and methods of torch mean for values; those of operators too, without their underscores."""
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *others: METHODS[name](self.trace, self, *others)
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    return lambda self, other: METHODS[name](self.trace, other, self)
+
+
+REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+for _name in (*REFLECTED, "pow", "neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(_name))
+for _name in REFLECTED:
+    setattr(Value, f"__r{_name}__", _reflected(_name))
+    METHODS[f"r{_name}"] = (lambda name: lambda trace, a, b: METHODS[name](trace, b, a))(_name)

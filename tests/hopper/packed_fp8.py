@@ -1,0 +1,69 @@
+"""The FP8 forward kernel on packed sequences, compiled to PTX and run on NumPy: no GPU takes part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hopper.config import WARPGROUP_ROWS
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
+from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
+from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
+from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
+from tests.hopper.on_numpy import (
+    LOG2_E,
+    SWIZZLED_ROWS,
+    Arguments,
+    program_of,
+    ragged_map,
+    storage_of,
+)
+
+
+def transposed_map(tensor: Tensor, rows: int, keys: int) -> TensorMap:
+    """Of V (kv_heads, head_dim_v, keys) whose sequences have whole steps of keys, as ``ragged_view`` has it."""
+    head_stride, row_stride, _ = tensor.stride()
+    width, step = next(w for w in SWIZZLED_ROWS if keys % w == 0), FP8_KEYS_PER_STEP
+    sizes = (RAGGED_ROWS, tensor.shape[1], tensor.shape[0], RAGGED_ROWS // step + 1, 2**31 - 1)
+    strides = (1, row_stride, head_stride, (ADDRESS_PART - 1) * step, step)
+    return TensorMap(storage_of(tensor), sizes, strides, (width, rows, 1, 1, 1), SWIZZLED_ROWS[width])
+
+
+def packed_fp8_forward_on_numpy(
+    config: Fp8ForwardConfig,
+    parts: PackedQuantizedQKV,
+    plan: Tensor,
+    softmax_scale: float,
+    ctas: int = 1,
+    timing: Timing = AT_ONCE,
+    sides: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which were NaN before; ``plan`` is of query tiles."""
+    c, (q, k, v), sequences = config, (parts.q, parts.k, parts.v), parts.batch + 1
+    (total_q, heads, _), kv_heads = q.shape, k.shape[1]
+    out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=parts.dtype)
+    lse = torch.full((heads, total_q), math.nan)
+    arguments = Arguments()
+    arguments.add(
+        ragged_map(q.data, WARPGROUP_ROWS, c.head_dim),
+        ragged_map(k.data, c.tile_n, c.head_dim),
+        transposed_map(v.data, c.head_dim_v, c.tile_n)
+        if isinstance(v, PackedTransposedV)
+        else ragged_map(v.data, c.tile_n, c.head_dim_v),
+        ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
+    )
+    arguments.values += [b"\0" * 16] * 4
+    arguments.tensor(lse, (total_q, heads), (lse.stride(0),))
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    v_scale, o_scale = v.scale[None], torch.ones(sequences, kv_heads, 1)
+    if v.block == ONE_PER_SEQUENCE:
+        v_scale, o_scale = torch.ones(1, kv_heads, sequences), v.scale.t().unsqueeze(2).contiguous()
+    for scale in (q.scale[None], k.scale[None], v_scale, o_scale, torch.empty(sequences, kv_heads, 0)):
+        arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
+    arguments.add(q.block, k.block, softmax_scale * LOG2_E)
+    arguments.tensor(plan, tuple(plan.shape), ())
+    arguments.add(sequences, heads // kv_heads, 0, *sides)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return out, lse

@@ -1,0 +1,150 @@
+"""The FP8 kernel on packed sequences, run from its PTX without a GPU: each as if it were alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.config import Registers, validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper_attention.lengths import Lengths
+from hopper_attention.masks import UNLIMITED
+from hopper_attention.packed_quantization import from_packed_descales, quantize_packed_by_torch
+from hopper_attention.packed_quantized import PackedQuantizedQKV
+from hopper_attention.quantization import Fp8Quantization
+from hopper_attention.reference import attention_naive
+from tests.cute_kernels.packing import Packing
+from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, allowed_ratio, emulate
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.packed_fp8 import packed_fp8_forward_on_numpy
+
+LATE = Timing(is_late=True, seed=1)
+TILE, DIM = 64, 64
+LENGTHS = [(70, 200), (0, 40), (33, 0), (129, 131), (1, 1), (5, 330)]
+TAIL = (37, 50)
+
+
+def config_of(causal: bool, softmax: Softmax, window: bool = False) -> Fp8ForwardConfig:
+    """One warpgroup, and blocks so narrow that short sequences have some of every kind."""
+    config = select_fp8_forward_config(
+        DIM, DIM, causal, "bfloat16", 4 * TILE, TILE, window=window, layout="varlen"
+    )
+    small = {"tile_m": TILE, "ping_pong": False, "late_rescale": False, "registers": Registers(256, 24)}
+    config = replace(config, **small, softmax=softmax, polynomial_pairs=3)
+    validate_forward_config(config)
+    return config
+
+
+def lengths_of(packing: Packing) -> Lengths:
+    used = ((packing.seqused_q, 1), (packing.seqused_k, 1))
+    numbers = (torch.tensor(x, dtype=torch.int32) for x in (packing.cu_seqlens_q, packing.cu_seqlens_k))
+    given = (torch.tensor(x, dtype=torch.int32) if x else None for x, _ in used)
+    return Lengths(*numbers, *given, packing.total_q, packing.total_k)
+
+
+def draw(packing: Packing, heads: tuple[int, int], head_dim: int = DIM) -> list[Tensor]:
+    """q, k and v in bfloat16, with NaN in the rows that are of no sequence."""
+    generator = torch.Generator().manual_seed(0)
+    rows = (packing.total_q, heads[0]), (packing.total_k, heads[1]), (packing.total_k, heads[1])
+    q, k, v = (torch.randn(*shape, head_dim, generator=generator).bfloat16() for shape in rows)
+    sequences = range(packing.sequences - 1)
+    used_q = {row for i in sequences for row in packing.rows_q(i)}
+    used_k = {row for i in sequences for row in packing.rows_k(i)}
+    for x, used in ((q, used_q), (k, used_k), (v, used_k)):
+        x[[row for row in range(x.shape[0]) if row not in used]] = math.nan
+    return [q, k, v]
+
+
+def check(
+    parts: PackedQuantizedQKV,
+    packing: Packing,
+    config: Fp8ForwardConfig,
+    sides: tuple[int, int] | tuple[()] = (),
+    ctas: int = 2,
+) -> Tensor:
+    """Hold each sequence to float64, as closely as its emulation comes to it, and all other rows to 0 and -inf."""
+    plan = packing.plan(config.tile_m)
+    out, lse = packed_fp8_forward_on_numpy(config, parts, plan, config.head_dim**-0.5, ctas, LATE, sides)
+    window = sides or (UNLIMITED, UNLIMITED)
+    named = {"window_left": window[0], "window_right": window[1]}
+    for (rows, keys), of_one in parts.sequences():
+        if rows.start == rows.stop:
+            continue
+        ours, our_lse = out[None, rows.slice], lse[None, :, rows.slice]
+        q, k, v = (x.dequantize() for x in (of_one.q, of_one.k, of_one.v))
+        exact, exact_lse = attention_naive(q, k, v, causal=config.causal, **named)
+        visible = exact_lse > -math.inf
+        assert torch.equal(our_lse > -math.inf, visible)
+        assert not ours.transpose(1, 2)[~visible].any()
+        assert bool(((our_lse - exact_lse)[visible].abs() < COARSE_LSE_ROUNDING).all())
+        if keys.start == keys.stop:
+            continue
+        errors = [(x.double() - exact).norm() for x, _ in emulate(of_one, config.causal, True, (*window, 0))]
+        error = (ours.double() - exact).norm().item()
+        assert error <= allowed_ratio(ours, lagging=True) * max(errors) + 6e-3 * exact.norm().item()
+    behind = packing.rows_q(packing.sequences - 1)
+    assert not out[behind.start :].any() and bool((lse[:, behind.start :] == -math.inf).all())
+    return out
+
+
+@pytest.mark.parametrize(
+    "causal,softmax,sides",
+    [
+        (True, Softmax.EXACT, ()),
+        (False, Softmax.LAGGING, (60, 20)),
+        (True, Softmax.HALF_SCORES, ()),
+    ],
+)
+def test_sequences_of_any_lengths(causal: bool, softmax: Softmax, sides: tuple[int, int]) -> None:
+    packing = Packing.of(LENGTHS, TAIL)
+    c = Fp8Quantization(rotate=False, block_k=TILE)
+    parts = quantize_packed_by_torch(*draw(packing, (2, 1)), lengths_of(packing), c)
+    check(parts, packing, config_of(causal, softmax, bool(sides)), sides)
+
+
+def test_rows_that_are_not_used_and_blocks_of_queries() -> None:
+    used = {"seqused_q": (50, 0, 30, 129, 1), "seqused_k": (170, 40, 0, 99, 1)}
+    packing = Packing.of(LENGTHS[:5], TAIL, **used)
+    c = Fp8Quantization(rotate=False, block_k=TILE, block_q=32)
+    parts = quantize_packed_by_torch(*draw(packing, (2, 2)), lengths_of(packing), c)
+    out = check(parts, packing, config_of(True, Softmax.EXACT), ctas=1)
+    assert bool(out[50:70].isnan().all()), "rows of no sequence before the last one are left to the launcher"
+
+
+def test_a_nan_stays_in_its_sequence() -> None:
+    """V of the next sequence is loaded beside the last keys of one, unless TMA stops there."""
+    packing, config = Packing.of([(64, 40), (64, 70), (64, 33)]), config_of(True, Softmax.EXACT)
+    q, k, v = draw(packing, (1, 1))
+    c = Fp8Quantization(rotate=False, block_k=TILE)
+    clean = quantize_packed_by_torch(q, k, v, lengths_of(packing), c)
+    k[40:110], v[40:110] = math.nan, math.nan
+    parts = quantize_packed_by_torch(q, k, v, lengths_of(packing), c)
+    plan = packing.plan(TILE)
+    exact, _ = packed_fp8_forward_on_numpy(config, clean, plan, 0.125, 1, LATE)
+    out, _ = packed_fp8_forward_on_numpy(config, parts, plan, 0.125, 1, LATE)
+    assert torch.equal(out[:64], exact[:64]) and torch.equal(out[128:], exact[128:])
+    assert bool(out[64:128].isnan().any()) and not exact.isnan().any()
+
+
+def test_tiles_that_are_selected() -> None:
+    packing = Packing.of([(150, 300), (40, 20)], TAIL)
+    c = Fp8Quantization(block_k=128)
+    parts = quantize_packed_by_torch(*draw(packing, (2, 1), 128), lengths_of(packing), c)
+    config = select_fp8_forward_config(128, 128, False, "bfloat16", 0, 128, half_scores=True, layout="varlen")
+    assert config.softmax is Softmax.HALF_SCORES and config.consumers == 3
+    check(parts, packing, config)
+
+
+def test_tensors_with_a_descale_for_each_sequence() -> None:
+    """V comes in rows, which the producer transposes."""
+    packing = Packing.of([(70, 200), (33, 0), (90, 100)], TAIL)
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(packing, (2, 1)))
+    descales = tuple(torch.rand(3, 1, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3))
+    parts = from_packed_descales(q, k, v, descales, lengths_of(packing), torch.bfloat16)
+    config = select_fp8_forward_config(64, 64, True, "bfloat16", 0, 0, v_rows=True, layout="varlen")
+    check(parts, packing, config)

@@ -1,0 +1,315 @@
+"""FP8 attention of packed sequences on the host side: each as if it were alone, gradients, and what kernels get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from cute_kernels.window import NO_LIMIT
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper_attention import (
+    Fp8Quantization,
+    compile_cache,
+    explain_fp8,
+    explain_varlen,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_quantized_func,
+    flash_attn_varlen_func,
+    quantize_qkv,
+)
+from hopper_attention.backends import Target
+from hopper_attention.launch import fp8 as fp8_launch
+from hopper_attention.launch import packed_fp8
+from hopper_attention.launch.varlen import run_varlen
+from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.test_packed_quantization import NAMES, PACKED, lengths_of
+from tests.python.varlen_cases import CASES, Case
+
+MASKS: list[tuple[bool, tuple[int, int]]] = [
+    (False, (-1, -1)),
+    (True, (-1, -1)),
+    (False, (20, 5)),
+    (True, (9, -1)),
+]
+C = Fp8Quantization(block_k=32)
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def sides(window: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("window_left", "window_right"), window, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "empty ones", "many tiles", "no sequence", "no queries", "no keys"]
+)
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+def test_each_sequence_as_if_it_were_alone(name: str, causal: bool, window: tuple[int, int]) -> None:
+    case = CASES[name]
+    q, k, v = case.tensors(torch.float16)
+    options: dict[str, Any] = {"quantization": C, "window_size": window}
+    out, lse = flash_attn_fp8_func(q, k, v, None, causal, True, **options, **lengths_of(case))
+    assert (
+        out.shape == (*q.shape[:2], v.shape[2]) and out.dtype == q.dtype and lse.shape == (q.shape[1], len(q))
+    )
+    for rows, keys in case.spans():
+        if rows.start < rows.stop:
+            one = (q[None, rows], k[None, keys], v[None, keys])
+            alone, alone_lse = flash_attn_fp8_func(*one, None, causal, True, **options)
+            assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
+    unused = case.unused()[0]
+    assert not out[unused].any() and bool((lse[:, unused] == -math.inf).all())
+
+
+@pytest.mark.parametrize(
+    "c",
+    [C, Fp8Quantization(), Fp8Quantization(rotate_v=True, block_q=32), Fp8Quantization(granularity="head")],
+)
+def test_it_is_near_exact_attention(c: Fp8Quantization) -> None:
+    for case in (PACKED, CASES["many tiles"]):
+        q, k, v = case.tensors(torch.bfloat16)
+        out, lse = flash_attn_fp8_func(q, k, v, 0.2, True, True, quantization=c, **lengths_of(case))
+        exact, exact_lse = case.oracle(q, k, v, causal=True, softmax_scale=0.2)
+        visible = exact_lse > -math.inf
+        assert torch.equal(lse > -math.inf, visible)
+        assert relative(out, exact) < 0.08 and (lse - exact_lse)[visible].abs().max() < 0.2
+        parts = quantize_qkv(q, k, v, quantization=c, **lengths_of(case))
+        again, again_lse = flash_attn_quantized_func(parts, 0.2, True, True)
+        assert relative(again, exact) < 0.08 and torch.equal(again_lse > -math.inf, visible)
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+@pytest.mark.parametrize("c", [C, Fp8Quantization(rotate_v=True, granularity="head", block_k=32)])
+def test_gradients_are_those_of_each_sequence(
+    c: Fp8Quantization, causal: bool, window: tuple[int, int]
+) -> None:
+    case = PACKED
+    q, k, v = (x.requires_grad_() for x in case.tensors(torch.float16))
+    options: dict[str, Any] = {"quantization": c, "window_size": window}
+    out = flash_attn_fp8_func(q, k, v, None, causal, **options, **lengths_of(case))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    for rows, keys in case.spans():
+        if rows.start < rows.stop and keys.start < keys.stop:
+            one = [x[None, s].detach().requires_grad_() for x, s in ((q, rows), (k, keys), (v, keys))]
+            alone = flash_attn_fp8_func(*one, None, causal, **options)
+            expected = torch.autograd.grad(alone, one, dout[None, rows])
+            for ours, own, s in zip(found, expected, (rows, keys, keys), strict=True):
+                assert torch.equal(ours[s], own[0])
+    for gradient, unused in zip(found, (case.unused()[0], *2 * [case.unused()[1]]), strict=True):
+        assert not gradient[unused].any()
+
+
+def test_the_lse_has_a_gradient_too() -> None:
+    case = CASES["plain"]
+    q, k, v = (x.requires_grad_() for x in case.tensors(torch.float16))
+    c = Fp8Quantization(rotate=False, block_k=32)
+    _, lse = flash_attn_fp8_func(q, k, v, None, False, True, quantization=c, **lengths_of(case))
+    (dq,) = torch.autograd.grad(lse.sum(), q)
+    exact_q = q.detach().double().requires_grad_()
+    _, exact_lse = case.oracle(exact_q, k.detach().double(), v.detach().double())
+    (expected,) = torch.autograd.grad(exact_lse.sum(), exact_q)
+    assert relative(dq, expected) < 0.05
+
+
+def test_torch_compile_takes_other_lengths_without_compiling_anew() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 99, "max_seqlen_k": 99}
+        return flash_attn_fp8_func(q, k, v, causal=True, quantization=C, **lengths)
+
+    for case in (Case((5, 17), (9, 17)), Case((15, 7), (2, 24))):
+        q, k, v = case.tensors(torch.float16)
+        out = attend(q, k, v, *case.lengths[:2])
+        assert torch.equal(out, flash_attn_fp8_func(q, k, v, causal=True, quantization=C, **lengths_of(case)))
+    assert counter.frame_count == 1
+
+
+def test_the_operators_say_the_shapes_that_they_give() -> None:
+    from hopper_attention.fp8_ops import Options
+    from hopper_attention.packed_fp8_training import _forward
+
+    q, k, v = (x.requires_grad_() for x in PACKED.tensors(torch.float16, poisoned=False))
+    cu_q, cu_k, max_q, max_k, used_q, used_k = PACKED.lengths
+    arguments = (q, k, v, cu_q, cu_k, used_q, used_k, max_q, max_k, *Options.of(C), 0.2, True, None, False)
+    torch.library.opcheck(_forward, arguments, test_utils=("test_autograd_registration", "test_faketensor"))
+
+
+# e4m3 tensors with descales
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+def test_tensors_with_descales(causal: bool, window: tuple[int, int]) -> None:
+    case = Case((8, 70, 3, 5), (16, 40, 99, 0), used_k=(11, 33, 64, 0), behind=7, head_dims=(32, 16))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in case.tensors(torch.float16))
+    generator = torch.Generator().manual_seed(1)
+    descales = [torch.rand(4, 2, generator=generator) + 0.5 for _ in range(3)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    options: dict[str, Any] = {"causal": causal, "window_size": window, "return_attn_probs": True}
+    out, lse = flash_attn_varlen_func(q, k, v, **lengths_of(case), **named, **options)
+    assert out.dtype == torch.bfloat16
+    for number, (rows, keys) in enumerate(case.spans()):
+        if keys.start < keys.stop:
+            own = {name: x[number : number + 1] for name, x in named.items()}
+            alone = flash_attn_func(q[None, rows], k[None, keys], v[None, keys], **own, **options)
+            assert torch.equal(out[rows], alone[0][0]) and torch.equal(lse[:, rows], alone[1][0])
+    unused = case.unused()[0]
+    assert not out[unused].any() and not out[case.spans()[3][0]].any()
+
+
+def test_a_wide_v_with_descales() -> None:
+    case = CASES["wide v"]
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in case.tensors(torch.float16))
+    out = flash_attn_varlen_func(q, k, v, **lengths_of(case))
+    exact, _ = case.oracle(*(x.float() for x in (q, k, v)))
+    assert relative(out, exact) < 0.06
+
+
+def test_descales_that_do_not_fit() -> None:
+    case = CASES["plain"]
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in case.tensors(torch.float16))
+    with pytest.raises(
+        ValueError, match=r"q_descale has shape \(3, 2\), allowed: \(batch, kv_heads\), \(4, 2\)"
+    ):
+        flash_attn_varlen_func(q, k, v, **lengths_of(case), q_descale=torch.ones(3, 2))
+    with pytest.raises(NotImplementedError, match="sinks is given: attention sinks of"):
+        flash_attn_varlen_func(q, k, v, **lengths_of(case), sinks=torch.ones(4))
+    with pytest.raises(NotImplementedError, match=r"softcap is 3\.0"):
+        explain_varlen(q, k, v, **lengths_of(case), softcap=3.0)
+    q.requires_grad_()
+    out = flash_attn_varlen_func(q, k, v, **lengths_of(case))
+    with pytest.raises(NotImplementedError, match="which have no gradient"):
+        out.float().sum().backward()
+
+
+# Kernels
+
+
+class Recorder:
+    """Notes what kernels are called with, and gives zeros."""
+
+    def __init__(self) -> None:
+        self.configs: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def get(self, config: Any) -> Any:
+        if not isinstance(config, Fp8ForwardConfig):
+            return lambda *arguments: None
+        self.configs.append(config)
+        return self
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+        arguments[3].zero_()
+        arguments[4].zero_()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """A Hopper GPU by name, whose tensors are the CPU's and whose kernels note their arguments."""
+    found = Recorder()
+    pretend(monkeypatch, fp8_launch, packed_fp8)
+    monkeypatch.setattr(compile_cache, "get_forward", found.get)
+    yield found
+    forget_launchers()
+
+
+def test_what_the_kernel_is_given(recorder: Recorder) -> None:
+    dims = (64, 32)
+    cases = [
+        replace(case, head_dims=dims) for case in (PACKED, Case((40, 9, 1), (30, 60, 2)), CASES["plain"])
+    ]
+    for case in cases:
+        parts = quantize_qkv(
+            *case.tensors(torch.float16), quantization=Fp8Quantization(block_k=128), **lengths_of(case)
+        )
+        out, lse = flash_attn_quantized_func(parts, 0.3, True, True)
+        assert out.shape[0] == lse.shape[1] == parts.q.shape[0]
+    (config,) = recorder.configs
+    assert config.layout == "varlen" and config.tile_n == 128 and not config.window
+    for case, arguments in zip(cases, recorder.calls, strict=True):
+        batch, (q, k, v, out, lse) = len(case.rooms_q), arguments[:5]
+        assert v.shape == (2, 32, 32 * (k.shape[0] // 32 + batch + 1)) and lse.shape == (4, q.shape[0])
+        assert [x.shape[0] for x in arguments[6:11]] == [1, 1, 1, batch + 1, batch + 1]
+        assert arguments[6].shape == (1, 4, q.shape[0] + batch + 1)
+        assert arguments[11:14] == (1, 128, 0.3) and arguments[14:17] == (None, None, None)
+        assert arguments[17].dtype == torch.int32 and arguments[18:] == (batch + 1, 132)
+
+
+def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None:
+    case = replace(CASES["plain"], head_dims=(64, 64))
+    q, k, v = case.tensors(torch.float16)
+    flash_attn_fp8_func(q, k, v, window_size=(9, 3), **lengths_of(case))
+    flash_attn_fp8_func(q, k, v, window_size=(10, -1), **lengths_of(case))
+    e4m3 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    flash_attn_varlen_func(*e4m3, **lengths_of(case))
+    windowed, rows = recorder.configs
+    assert windowed.window and windowed.softmax is Softmax.HALF_SCORES and windowed.layout == "varlen"
+    assert rows.v_rows and rows.layout == "varlen"
+    given = [(9, 3, None), (10, NO_LIMIT, None), (None, None, None)]
+    assert [call[14:17] for call in recorder.calls] == given
+    assert recorder.calls[2][2].shape == e4m3[2].shape and recorder.calls[2][12] == 2**31 - 1
+
+
+def test_without_wgmma_it_is_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Target("fake A100", (8, 0), assume_installed=True)
+    pretend(monkeypatch, fp8_launch, target=lambda: old)
+
+    def attend(*arguments: Any) -> Any:
+        q, k, v, lengths, scale, causal, backend, *rest = arguments
+        assert backend == "ampere"
+        return run_varlen(q, k, v, lengths, scale, causal, "reference", *rest)
+
+    monkeypatch.setattr(packed_fp8, "run_varlen", attend)
+    case, c = PACKED, Fp8Quantization(block_k=32, rotate_v=True)
+    q, k, v = case.tensors(torch.bfloat16)
+    with pytest.warns(UserWarning, match="FP8 attention in 16 bits"):
+        out = flash_attn_fp8_func(
+            q, k, v, None, True, quantization=c, window_size=(30, 0), **lengths_of(case)
+        )
+    forget_launchers()
+    exact, _ = case.oracle(q, k, v, causal=True, **sides((30, 0)))
+    assert relative(out, exact) < 0.08 and not out[case.unused()[0]].any()
+
+
+def test_explain_packed_tensors_with_descales() -> None:
+    case = Case((5, 17), (9, 17), head_dims=(64, 64))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in case.tensors(torch.float16))
+    for capability, backend in (((9, 0), "hopper"), ((8, 0), "ampere")):
+        plan = explain_varlen(q, k, v, **lengths_of(case), window_size=(4, 2), device_capability=capability)
+        assert plan.backend == backend and plan.config.window and plan.config.layout == "varlen"
+    assert explain_varlen(q, k, v, **lengths_of(case)).backend == "reference"
+    assert set(NAMES) == set(lengths_of(case))
+
+
+def test_explain_packed_16_bit_tensors() -> None:
+    case = replace(CASES["plain"], head_dims=(64, 64))
+    q, k, v = case.tensors(torch.bfloat16)
+    named: dict[str, Any] = {"window_size": (9, 3), **lengths_of(case)}
+    plan = explain_fp8(q, k, v, device_capability=(9, 0), **named)
+    config = plan.attention.config
+    assert plan.quantizer == "fused" and plan.quantizer_config is not None
+    assert plan.quantizer_config.layout == "varlen" and plan.quantizer_config.block_k == config.tile_n
+    assert config.layout == "varlen" and config.window and config.softmax is Softmax.HALF_SCORES
+    assert "none for two sequences" in str(plan) and "window: a query sees 9 of the keys" in str(plan)
+    older = explain_fp8(q, k, v, device_capability=(8, 0), **named)
+    assert older.quantizer == "torch" and older.attention.backend == "ampere"
+    here = explain_fp8(
+        q, k, v, quantization=Fp8Quantization(granularity="head"), backend="reference", **named
+    )
+    assert here.attention.backend == "reference" and "q: a scale for each sequence and head" in str(here)
+    with pytest.raises(NotImplementedError, match="smooth_v is True"):
+        explain_fp8(q, k, v, quantization=Fp8Quantization(smooth_v=True), **named)
