@@ -29,10 +29,11 @@ help:
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/hopper-attention rmse --plot out/rmse.png --json out/rmse.json
 
-# Files go to workers as they stand, since tests of one share what it compiles. One thread each: see demo.
+# Each worker starts with a run of files, since tests of one share what it compiles, and who is done takes half of what
+# another has left. One thread each: see demo.
 test: $(STAMP)
 	@echo "The CPU test suite: about 15 minutes on two cores, less on more"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu

@@ -1,4 +1,5 @@
-"""What ptxas made of every shipped kernel, recorded, so that a run of the tests need not compile them all again.
+"""What ptxas made of every shipped kernel, and of others that tests hold to have no spills, recorded, so that a run of
+the tests need not compile them all again.
 
     python -m tests.shipped_usage            compile what the record does not hold for and record it; 3 s of a core each
     python -m tests.shipped_usage --all      compile all
@@ -25,11 +26,12 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ UNREAD = ("ctx", "kind", "type_comment", "type_params")
 
 DSL_PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base")
 
+BESIDE_SHIPPED = {
+    "tests.hopper.test_forward_compile": ("NOT_PLAIN", "ABLATED"),
+    "tests.hopper.test_backward_compile": ("WINDOWS_AND_PACKED", "CHANGED_SCORES", "PACKED_STEPS"),
+    "tests.hopper.test_wide": ("COMPILED",),
+    "tests.hopper.test_quantize_compile": ("CONFIGS",),
+    "tests.cute_kernels.test_backward_steps": ("COMPILED",),
+    "tests.cute_kernels.ampere.test_forward_compile": ("WITH_WINDOW_OR_PACKED", "WITH_SCORES_CHANGED"),
+    "tests.cute_kernels.ampere.test_backward_compile": ("WITH_WINDOW_OR_PACKED",),
+}
+"""Lists of other configs that are recorded, by the module of tests that they are in."""
+
+FEW = 3
+"""Kernels that are compiled here and now, sooner than processes start."""
+
 
 def every_shipped_kernel() -> tuple[Any, ...]:
     """The config of each, once."""
@@ -62,6 +78,14 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_ampere_forward_configs(),
         *shipped_ampere_backward_kernels(),
     )
+
+
+def every_recorded_kernel() -> dict[str, Any]:
+    """By name, the shipped ones and those that tests name."""
+    lists = [
+        getattr(import_module(module), name) for module, names in BESIDE_SHIPPED.items() for name in names
+    ]
+    return {config.name: config for config in (*every_shipped_kernel(), *chain(*lists))}
 
 
 @lru_cache(maxsize=16)
@@ -107,23 +131,26 @@ def is_text(statement: object) -> bool:
     )
 
 
-@lru_cache(maxsize=1)
-def recorded() -> dict[str, ResourceUsage]:
-    """By the config's name, of those kinds of kernel whose record is of these sources."""
-    record = json.loads(RECORD.read_text())
+def recorded(configs: Iterable[Any]) -> dict[str, ResourceUsage]:
+    """By the config's name, of those of ``configs`` whose record is of these sources."""
+    record = read_record()
     kinds = {module for module, known in record["fingerprints"].items() if known == fingerprint(module)}
-    kind_of = {config.name: module_of(config) for config in every_shipped_kernel()}
+    kernels = record["kernels"]
     return {
-        name: ResourceUsage(*values)
-        for name, values in record["kernels"].items()
-        if kind_of.get(name) in kinds
+        config.name: ResourceUsage(*kernels[config.name])
+        for config in configs
+        if config.name in kernels and module_of(config) in kinds
     }
 
 
+def read_record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text())
+
+
 def compile_each(configs: Sequence[Any], jobs: int = 0) -> dict[Any, ResourceUsage]:
-    """What ptxas reports on each; in processes, because ``cute.compile`` is not thread-safe."""
-    if not configs:
-        return {}
+    """What ptxas reports on each; of more than a few in processes, because ``cute.compile`` is not thread-safe."""
+    if len(configs) <= FEW:
+        return {config: resource_usage(config) for config in configs}
     context = multiprocessing.get_context("spawn")
     jobs = min(len(configs), jobs or os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -147,16 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args(arguments)
-    every = {config.name: config for config in every_shipped_kernel()}
-    holds = {} if options.all else recorded()
+    every = every_recorded_kernel()
+    holds = {} if options.all else recorded(every.values())
     missing = [config for name, config in every.items() if name not in holds]
     if options.check:
         return 1 if missing else 0
     usage = compile_each([c for c in missing if re.search(options.only, c.name)], options.jobs)
     found = {config.name: use for config, use in usage.items()}
-    before = {
-        name: ResourceUsage(*values) for name, values in json.loads(RECORD.read_text())["kernels"].items()
-    }
+    before = {name: ResourceUsage(*values) for name, values in read_record()["kernels"].items()}
     changed = sorted(name for name, use in found.items() if name in before and before[name] != use)
     print(f"{len(found)} kernels compiled, {len(changed)} of them changed")
     for name in changed:

@@ -10,7 +10,14 @@ import pytest
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import ResourceUsage, digest_of_code
 from tests import compile_pool, shipped_usage
-from tests.shipped_usage import RECORD, code_of, every_shipped_kernel, recorded
+from tests.shipped_usage import (
+    RECORD,
+    code_of,
+    every_recorded_kernel,
+    every_shipped_kernel,
+    fingerprint,
+    recorded,
+)
 
 ONE = ResourceUsage(128, 0, 0, 0, 1024)
 
@@ -21,10 +28,10 @@ FORCED = "ampere_fwd_sm_90a"
 
 def test_every_shipped_kernel_is_recorded_without_spills() -> None:
     """For sm_80, sm_86, sm_89, sm_120 and sm_90a. If the sources are others by now, the tests compile instead."""
-    names = {config.name for config in every_shipped_kernel()}
+    shipped, every = every_shipped_kernel(), every_recorded_kernel()
     usage = {name: ResourceUsage(*x) for name, x in json.loads(RECORD.read_text())["kernels"].items()}
-    if len(recorded()) == len(names):
-        assert set(usage) == names and len(names) == len(every_shipped_kernel())
+    if len(recorded(every.values())) == len(every):
+        assert set(usage) == set(every) and len({config.name for config in shipped}) == len(shipped)
     spilling = {name: x for name, x in usage.items() if x.spills or x.stack_bytes}
     assert all(
         FORCED in name and "_d128_" in name and x.spill_store_bytes <= 48 for name, x in spilling.items()
@@ -53,20 +60,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return dict.fromkeys(configs, ONE)
 
     monkeypatch.setattr(compile_pool, "compile_each", compile_each)
-    monkeypatch.setattr(compile_pool, "is_sampled", lambda config: config.name == "sampled")
+    monkeypatch.setattr(compile_pool, "sample", lambda known: [c for c in known if c.name == "sampled"])
     return seen
 
 
 def test_only_the_sample_and_what_is_new_are_compiled(compiled, monkeypatch) -> None:
     other = ResourceUsage(255, 0, 0, 0, 2048)
-    monkeypatch.setattr(compile_pool, "recorded", lambda: {"known": other, "sampled": ONE})
+    monkeypatch.setattr(compile_pool, "recorded", lambda configs: {"known": other, "sampled": ONE})
     configs = [Config(name) for name in ("known", "sampled", "new")]
     assert list(compile_pool.usage_of_each(configs).values()) == [other, ONE, ONE]
     assert compiled == ["sampled", "new"]
 
 
 def test_what_is_compiled_must_be_as_recorded(compiled, monkeypatch) -> None:
-    monkeypatch.setattr(compile_pool, "recorded", lambda: {"sampled": ResourceUsage(255, 0, 0, 0, 1024)})
+    monkeypatch.setattr(
+        compile_pool, "recorded", lambda configs: {"sampled": ResourceUsage(255, 0, 0, 0, 1024)}
+    )
     with pytest.raises(AssertionError, match=r"sampled: recorded .*255.*, compiled .*128"):
         compile_pool.usage_of_each([Config("sampled")])
 
@@ -93,18 +102,22 @@ def test_the_digest_is_of_instructions_and_constants_alone() -> None:
 
 
 def test_a_record_of_other_sources_does_not_count(tmp_path, monkeypatch) -> None:
-    path, name = tmp_path / "record.json", shipped_forward_configs()[0].name
-    path.write_text(
-        json.dumps(
-            {"fingerprints": {"hopper.forward.compile": "another"}, "kernels": {name: [1, 0, 0, 0, 0, ""]}}
-        )
-    )
+    config = shipped_forward_configs()[0]
+    record = {
+        "fingerprints": {"hopper.forward.compile": "another"},
+        "kernels": {config.name: [1, 0, 0, 0, 0, ""]},
+    }
+    path = tmp_path / "record.json"
     monkeypatch.setattr(shipped_usage, "RECORD", path)
-    recorded.cache_clear()
-    assert recorded() == {} and shipped_usage.main(["--check"]) == 1
-    recorded.cache_clear()
+    path.write_text(json.dumps(record))
+    assert recorded([config]) == {} and shipped_usage.main(["--check"]) == 1
+    record["fingerprints"]["hopper.forward.compile"] = fingerprint("hopper.forward.compile")
+    path.write_text(json.dumps(record))
+    assert recorded([config]) == {config.name: ResourceUsage(1, 0, 0, 0, 0)}
 
 
 def test_a_few_of_a_hundred_are_sampled() -> None:
-    sampled = [config for config in every_shipped_kernel() if compile_pool.is_sampled(config)]
-    assert len(every_shipped_kernel()) / 64 < len(sampled) < len(every_shipped_kernel()) / 16
+    every = every_shipped_kernel()
+    sampled = compile_pool.sample(every)
+    assert len(every) / 100 <= len(sampled) < len(every) / 100 + 1
+    assert len(compile_pool.sample(every[:1])) == 1 and compile_pool.sample([]) == []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -127,14 +128,43 @@ class Cta:
         else:
             copy()
 
-    def read_async(self, cells: np.ndarray) -> np.ndarray:
-        """What TMA or WGMMA finds at these addresses."""
-        assert not self.unfenced[cells].any(), "shared memory is read through the async proxy without a fence"
-        return np.ascontiguousarray(self.shared[cells])
+    def read_async(self, cells: np.ndarray, size: int = 1) -> np.ndarray:
+        """What TMA or WGMMA finds at these addresses, in units of ``size`` bytes."""
+        unfenced = in_words(self.unfenced, size)[cells]
+        assert not unfenced.any(), "shared memory is read through the async proxy without a fence"
+        return in_words(self.shared, size)[cells]
+
+    def places(self, space: str, addresses: np.ndarray, size: int) -> Iterator[Places]:
+        """Where ``size`` bytes at each of the addresses lie, which are multiples of the size."""
+        if space == "shared":
+            yield _checked(self.shared, slice(None), addresses.astype(np.int64), size)
+            return
+        left = np.arange(len(addresses))
+        while left.size:
+            data, first = self.buffer(int(addresses[left[0]]))
+            at = (addresses[left] - addresses[left[0]]).view(np.int64) + first
+            inside = (at >= 0) & (at < len(data))
+            assert inside[0], "bad address"
+            yield _checked(data, left[inside], at[inside], size)
+            left = left[~inside]
 
     def buffer(self, address: int) -> tuple[np.ndarray, int]:
         base = max(b for b in self.memory if b <= address)
         return self.memory[base], address - base
+
+
+Places = tuple[np.ndarray, Any, np.ndarray]
+"""A buffer, which of some addresses lie in it, and at what bytes."""
+
+
+def _checked(data: np.ndarray, which: Any, at: np.ndarray, size: int) -> Places:
+    assert ((at % size == 0) & (at >= 0) & (at + size <= len(data))).all(), "bad address"
+    return data, which, at
+
+
+def in_words(data: np.ndarray, size: int) -> np.ndarray:
+    """Bytes as unsigned integers of ``size`` bytes."""
+    return data[: len(data) // size * size].view(WORDS[size])
 
 
 class Groups:
@@ -165,6 +195,19 @@ class Groups:
 ALL, NONE = bytes([1]) * LANES, bytes(LANES)
 """Masks of all lanes and of none, as bytes: comparing those takes a tenth of the time of a reduction."""
 
+EVERY_LANE = np.ones(LANES, bool)
+EVERY_LANE.flags.writeable = False
+"""The mask of all lanes; what is set under it takes no look at the mask."""
+
+SIZES = {
+    np.dtype(f"{kind}{size}").type: size
+    for kind in "iuf"
+    for size in (1, 2, 4, 8)
+    if kind + str(size) != "f1"
+}
+WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+UNSIGNED = {kind: np.dtype(f"u{size}").type for kind, size in SIZES.items()} | {np.bool_: np.bool_}
+
 
 class Warp:
     """Registers and program counters of 32 lanes."""
@@ -191,36 +234,33 @@ class Warp:
         """An operand as 32 values of ``dtype``, whose bits a register of that size holds."""
         value = self.registers.get(text)
         if value is not None:
-            return value if value.dtype == dtype else _as(value, dtype)
+            return value if value.dtype.type is dtype else _as(value, dtype)
         if text in self.special:
             return self.special[text].view(dtype)
-        if text.startswith("0f"):
-            return np.full(LANES, int(text[2:], 16), np.uint32).view(dtype)
-        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
-            bits = 8 * np.dtype(dtype).itemsize
-            if np.dtype(dtype).kind == "f":
-                return np.full(LANES, float(int(text, 0)), dtype)
-            return np.full(LANES, int(text, 0) % 2**bits, f"u{bits // 8}").view(dtype)
-        if re.fullmatch(r"-?\d+\.\d+(e[+-]?\d+)?", text):
-            return np.full(LANES, float(text), dtype)
-        if text.startswith("__dynamic_shmem__"):
-            return np.zeros(LANES, dtype)
+        value = constant(text, dtype)
+        if value is not None:
+            return value
         if text in self.cta.parameters:
             return np.full(LANES, self.program.parameters.index(text), dtype)
         self.registers[text] = np.zeros(LANES, dtype)
         return self.registers[text]
 
     def set(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        """A register has an array of its own, which nothing writes into."""
         if name == "_":
             return
-        bits = value if value.dtype == np.bool_ else value.view(f"u{value.dtype.itemsize}")
-        if mask.tobytes() == ALL:
-            self.registers[name] = bits.copy()
+        bits = value.view(UNSIGNED[value.dtype.type])
+        if mask is EVERY_LANE or mask.tobytes() == ALL:
+            self.registers[name] = bits
             return
         old = self.registers.get(name)
         if old is None or old.dtype != bits.dtype:
             old = np.zeros(LANES, bits.dtype)
         self.registers[name] = np.where(mask, bits, old)
+
+    def written(self, size: int) -> int:
+        """What ``Cta.unfenced`` holds for a word of ``size`` bytes that this warp has written."""
+        return int.from_bytes(bytes([self.number + 1]) * size, "little")
 
     def turn(self) -> bool:
         """Run until it waits, ends or has had its quantum; whether anything was done."""
@@ -234,6 +274,8 @@ class Warp:
             live = ~self.done
             at = int(self.counter[live].min())
             mask = live & (self.counter == at)
+            if mask.tobytes() == ALL:
+                mask = EVERY_LANE
             try:
                 while True:
                     guard, negated, step, target = code[at]
@@ -250,7 +292,7 @@ class Warp:
                         else:
                             self.counter[taken] = target
                         break
-                    if taken.tobytes() != NONE:
+                    if taken is EVERY_LANE or taken.tobytes() != NONE:
                         step(self, taken)
                     if self.awaited is not None or at in self.program.targets:
                         self.counter[mask] = at
@@ -264,9 +306,30 @@ class Warp:
 
 
 def _as(value: np.ndarray, dtype: type) -> np.ndarray:
-    if value.dtype.itemsize == np.dtype(dtype).itemsize and dtype != np.bool_:
+    if value.itemsize == SIZES.get(dtype):
         return value.view(dtype)
     return value.astype(dtype)
+
+
+@cache
+def constant(text: str, dtype: type) -> np.ndarray | None:
+    """Of an operand that is a number, its value in all lanes."""
+    value = None
+    if text.startswith("0f"):
+        value = np.full(LANES, int(text[2:], 16), np.uint32).view(dtype)
+    elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
+        if np.dtype(dtype).kind == "f":
+            value = np.full(LANES, float(int(text, 0)), dtype)
+        else:
+            bits = 8 * np.dtype(dtype).itemsize
+            value = np.full(LANES, int(text, 0) % 2**bits, f"u{bits // 8}").view(dtype)
+    elif re.fullmatch(r"-?\d+\.\d+(e[+-]?\d+)?", text):
+        value = np.full(LANES, float(text), dtype)
+    elif text.startswith("__dynamic_shmem__"):
+        value = np.zeros(LANES, dtype)
+    if value is not None:
+        value.flags.writeable = False
+    return value
 
 
 @dataclass(frozen=True)

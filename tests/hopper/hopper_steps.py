@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +10,10 @@ import numpy as np
 from tests.hopper.floats import from_bf16, to_bf16, to_e4m3, to_f16, widen
 from tests.hopper.hopper_cluster import CLUSTER_STEPS
 from tests.hopper.hopper_copies import bulk
-from tests.hopper.hopper_machine import LANES, SWIZZLE_BITS, Barrier, Step, Waiting, Warp, swizzled
+from tests.hopper.hopper_machine import LANES, Barrier, Places, Step, Waiting, Warp, in_words
 from tests.hopper.ptx_text import address_of, dtype_of, operands_of
 from tests.hopper.warp_steps import WARP_STEPS
+from tests.hopper.wgmma_steps import wgmma
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
@@ -107,8 +107,9 @@ def _fma(name: str, ops: list[str]) -> Step:
         return _pairs(partial(_fma_of_halves, name))(name, ops)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        a, b, c = (warp.get(x, np.float32).astype(np.float64) for x in ops[1:])
-        result = (a * b + c).astype(np.float32)
+        a, b, c = (warp.get(x, np.float32) for x in ops[1:])
+        result = np.multiply(a, b, dtype=np.float64)
+        result = np.add(result, c, dtype=np.float64).astype(np.float32)
         if ".sat" in name:
             result = np.nan_to_num(np.clip(result, 0, 1), nan=0.0).astype(np.float32)
         warp.set(ops[0], result, mask)
@@ -149,20 +150,24 @@ def _by_type(scalar: Callable, pair: Callable) -> Callable[[str, list[str]], Ste
     return make
 
 
+COMPARISONS = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+
+
 def _setp(name: str, ops: list[str]) -> Step:
     parts = name.split(".")
     comparison, dtype = parts[1], dtype_of(parts[-1])
     combine = {"and": np.logical_and, "or": np.logical_or}.get(parts[2])
-    unordered = comparison.endswith("u") and comparison not in ("lu",) and np.dtype(dtype).kind == "f"
-    key = comparison.rstrip("u") if unordered else comparison
+    is_float = np.dtype(dtype).kind == "f"
+    unordered = comparison.endswith("u") and comparison not in ("lu",) and is_float
+    compare = COMPARISONS[comparison.rstrip("u") if unordered else comparison]
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         a, b = (warp.get(x, dtype) for x in ops[1:3])
-        result = {
-            "eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b,
-            "ls": a <= b, "lo": a < b, "hi": a > b, "hs": a >= b,
-        }[key]  # fmt: skip
-        if np.dtype(dtype).kind == "f":
+        result = compare(a, b)
+        if is_float:
             nan = np.isnan(a) | np.isnan(b)
             result = result | nan if unordered else result & ~nan
         if combine is not None:
@@ -185,24 +190,22 @@ def _selp(name: str, ops: list[str]) -> Step:
 def _mov(name: str, ops: list[str]) -> Step:
     size = int(name.split(".")[-1][1:]) // 8 if not name.endswith("pred") else 0
     dtype = np.dtype(f"u{size}").type if size else np.bool_
+    target, source = ops
+    if "{" not in target + source:
+        return lambda warp, mask: warp.set(target, warp.get(source, dtype), mask)
+    parts = operands_of((source if source.startswith("{") else target).strip("{}"))
+    half = np.dtype(f"u{size // len(parts)}").type
 
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        target, source = ops
-        if source.startswith("{"):
-            parts = operands_of(source.strip("{}"))
-            half = np.dtype(f"u{size // len(parts)}").type
-            stacked = np.stack([warp.get(x, half) for x in parts], 1)
-            warp.set(target, np.ascontiguousarray(stacked).view(dtype)[:, 0], mask)
-        elif target.startswith("{"):
-            parts = operands_of(target.strip("{}"))
-            half = np.dtype(f"u{size // len(parts)}").type
-            split = np.ascontiguousarray(warp.get(source, dtype)).view(half).reshape(LANES, -1)
-            for i, part in enumerate(parts):
-                warp.set(part, np.ascontiguousarray(split[:, i]), mask)
-        else:
-            warp.set(target, warp.get(source, dtype), mask)
+    def join(warp: Warp, mask: np.ndarray) -> None:
+        stacked = np.stack([warp.get(x, half) for x in parts], 1)
+        warp.set(target, stacked.view(dtype)[:, 0], mask)
 
-    return step
+    def split(warp: Warp, mask: np.ndarray) -> None:
+        halves = np.ascontiguousarray(warp.get(source, dtype)).view(half).reshape(LANES, -1)
+        for part, values in zip(parts, np.ascontiguousarray(halves.T), strict=True):
+            warp.set(part, values, mask)
+
+    return join if source.startswith("{") else split
 
 
 def _cvt(name: str, ops: list[str]) -> Step:
@@ -301,10 +304,6 @@ def _elect(name: str, ops: list[str]) -> Step:
 # memory
 
 
-def _bytes(warp: Warp, space: str, address: int) -> tuple[np.ndarray, int]:
-    return (warp.cta.shared, address) if space == "shared" else warp.cta.buffer(address)
-
-
 def _load_or_store(name: str, ops: list[str]) -> Step:
     parts = [
         part
@@ -315,7 +314,7 @@ def _load_or_store(name: str, ops: list[str]) -> Step:
     values, place = (ops[0], ops[1]) if kind == "ld" else (ops[1], ops[0])
     names = operands_of(values.strip("{}"))
     base, offset = address_of(place)
-    dtype = np.dtype(f"u{size}").type
+    dtype, words = np.dtype(f"u{size}").type, np.arange(len(names))[:, None]
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         if space == "param":
@@ -324,23 +323,25 @@ def _load_or_store(name: str, ops: list[str]) -> Step:
                 number = int.from_bytes(raw[offset + i * size :][:size], "little")
                 warp.set(register, np.full(LANES, number, dtype), mask)
             return
-        addresses = warp.get(base, np.uint32 if space == "shared" else np.uint64)
+        lanes = np.flatnonzero(mask)
+        address = warp.get(base, np.uint32 if space == "shared" else np.uint64)[lanes]
+        address = address.astype(np.int64).view(np.uint64) + np.uint64(offset % 2**64)
+        move = load if kind == "ld" else store
+        move(warp, mask, lanes, list(warp.cta.places(space, address, size * len(names))))
+
+    def load(warp: Warp, mask: np.ndarray, lanes: np.ndarray, places: list[Places]) -> None:
         results = np.zeros((len(names), LANES), dtype)
-        sources = [warp.get(register, dtype) for register in names] if kind == "st" else []
-        for lane in np.flatnonzero(mask):
-            data, at = _bytes(warp, space, int(addresses[lane]) + offset)
-            assert at % (size * len(names)) == 0 and at + size * len(names) <= len(data), "bad address"
-            for i in range(len(names)):
-                cell = data[at + i * size : at + (i + 1) * size].view(dtype)
-                if kind == "ld":
-                    results[i, lane] = cell[0]
-                else:
-                    cell[0] = sources[i][lane]
-                    if space == "shared":
-                        warp.cta.unfenced[at + i * size : at + (i + 1) * size] = warp.number + 1
-        if kind == "ld":
-            for register, value in zip(names, results, strict=True):
-                warp.set(register, value, mask)
+        for data, which, at in places:
+            results[:, lanes[which]] = in_words(data, size)[at // size + words]
+        for register, value in zip(names, results, strict=True):
+            warp.set(register, value, mask)
+
+    def store(warp: Warp, mask: np.ndarray, lanes: np.ndarray, places: list[Places]) -> None:
+        sources = np.stack([warp.get(register, dtype) for register in names])
+        for data, which, at in places:
+            in_words(data, size)[at // size + words] = sources[:, lanes[which]]
+            if space == "shared":
+                in_words(warp.cta.unfenced, size)[at // size + words] = warp.written(size)
 
     return step
 
@@ -367,12 +368,11 @@ def _red(name: str, ops: list[str]) -> Step:
     size = 4 * len(registers)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint64)
-        values = np.stack([warp.get(x, np.float32) for x in registers], 1)
-        for lane in np.flatnonzero(mask):
-            data, at = warp.cta.buffer(int(addresses[lane]) + offset)
-            assert at % size == 0 and at + size <= len(data), "bad address"
-            data[at : at + size].view(np.float32)[:] += values[lane]
+        addresses = warp.get(base, np.uint64)[mask] + np.uint64(offset % 2**64)
+        values = np.stack([warp.get(x, np.float32) for x in registers], 1)[mask]
+        for data, which, at in warp.cta.places("global", addresses, size):
+            sums = in_words(data, 4).view(np.float32)
+            np.add.at(sums, at[:, None] // 4 + np.arange(len(registers)), values[which])
 
     return step
 
@@ -431,89 +431,7 @@ def _mbarrier(name: str, ops: list[str]) -> Step:
     return step
 
 
-# WGMMA
-
-
-def _matrix(
-    warp: Warp, descriptor: int, rows: np.ndarray, depth: int, transposed: bool, kind: str
-) -> np.ndarray:
-    """Rows of an operand in shared memory, (rows, depth)."""
-    width = 1 if kind == "e4m3" else 2
-    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    bits = SWIZZLE_BITS[descriptor >> 62]
-    row_bytes = 16 << bits
-    r, k = np.meshgrid(rows, np.arange(depth), indexing="ij")
-    if transposed:
-        columns = row_bytes // width
-        address = start + r // columns * leading + r % columns * width + k // 8 * stride + k % 8 * row_bytes
-    else:
-        address = start + r // 8 * stride + r % 8 * row_bytes + k * width
-    cells = swizzled(address, bits)[..., None] + np.arange(width)
-    return widen(warp.cta.read_async(cells), kind)
-
-
-def add_products(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """What a WGMMA leaves in an accumulator that held ``total``: total + a b^T, in float32."""
-    return total + a @ b.T
-
-
-def _wgmma(name: str, ops: list[str]) -> Step:
-    columns, depth = map(int, re.search(r"m64n(\d+)k(\d+)", name).groups())
-    kind = name.split(".")[-1]
-    sum_type = name.split(".")[-3]
-    results = operands_of(ops[0].strip("{}"))
-    in_registers = ops[1].startswith("{")
-    flags = [x for x in ops[4:]]
-    transposes = [int(x) for x in flags[2:]]
-    a_transposed = bool(transposes[0]) if len(transposes) == 2 else False
-    b_transposed = bool(transposes[-1]) if transposes else False
-    lane = np.arange(LANES)
-    row = lane[:, None] // 4 + 8 * (np.arange(4) % 4 // 2)
-    places = [(row[:, i % 4], 8 * (i // 4) + 2 * (lane % 4) + i % 2) for i in range(columns // 2)]
-
-    def sums(warp: Warp) -> np.ndarray:
-        """Of each place the lanes' values."""
-        if sum_type == "f32":
-            return np.stack([warp.get(x, np.float32) for x in results])
-        words = np.stack([warp.get(x, np.uint32) for x in results])
-        halves = np.ascontiguousarray(words).view(np.float16).reshape(len(results), LANES, 2)
-        return halves.transpose(0, 2, 1).reshape(len(places), LANES).astype(np.float32)
-
-    def set_sums(warp: Warp, values: np.ndarray) -> None:
-        if sum_type != "f32":
-            halves = values.astype(np.float16).reshape(len(results), 2, LANES).transpose(0, 2, 1)
-            values = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
-        for register, of_lanes in zip(results, values, strict=True):
-            warp.set(register, of_lanes, np.ones(LANES, bool))
-
-    def multiply(warp: Warp, a_at: int, b_at: int, accumulates: bool) -> None:
-        if in_registers:
-            words = np.stack([warp.get(x, np.uint32) for x in operands_of(ops[1].strip("{}"))])
-            a = np.zeros((16, depth), np.float32)
-            per_word = 4 if kind == "e4m3" else 2
-            for i in range(4):
-                raw = np.ascontiguousarray(words[i]).view(np.uint8).reshape(LANES, per_word, -1)
-                k = per_word * (lane % 4)[:, None] + np.arange(per_word) + depth // 2 * (i // 2)
-                a[(lane // 4 + 8 * (i % 2))[:, None], k] = widen(raw, kind)
-        else:
-            rows = np.arange(16) + 16 * (warp.number % 4)
-            a = _matrix(warp, a_at, rows, depth, a_transposed, kind)
-        b = _matrix(warp, b_at, np.arange(columns), depth, b_transposed, kind)
-        total = np.zeros((16, columns), np.float32)
-        if accumulates:
-            for of_lanes, (r, c) in zip(sums(warp), places, strict=True):
-                total[r, c] = of_lanes
-        total = add_products(a, b, total)
-        set_sums(warp, np.stack([total[r, c] for r, c in places]))
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        assert mask.all()
-        # Addresses are read now; what lies there, and registers, when the product is made.
-        a_at = 0 if in_registers else int(warp.get(ops[1], np.uint64)[0])
-        b_at, accumulates = int(warp.get(ops[2], np.uint64)[0]), bool(warp.get(ops[3], np.bool_)[0])
-        warp.groups["wgmma"].start(lambda: multiply(warp, a_at, b_at, accumulates))
-
-    return step
+# arithmetic of more than one kind
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -559,5 +477,5 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt),
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
     "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
-    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": _wgmma, **WARP_STEPS,
+    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": wgmma, **WARP_STEPS,
 }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -19,7 +18,6 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
-from hopper.compile import compile_kernel
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
@@ -29,6 +27,7 @@ from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
+from tests.ptx import ptx_of
 
 SWIZZLED_ROWS = {128: 3, 64: 2, 32: 1}
 """Bytes of a swizzled row -> address bits that are flipped."""
@@ -37,12 +36,6 @@ BUFFER_STEP = 1 << 40
 """Buffers lie so far apart that an address cut to 32 bits misses all of them."""
 
 LOG2_E = math.log2(math.e)
-
-
-@cache
-def ptx_of(config: Any) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return compile_kernel(config, f"--keep-ptx --dump-dir {folder}").__ptx__
 
 
 @cache

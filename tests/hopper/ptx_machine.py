@@ -185,10 +185,11 @@ class Cta:
         return ~value if step.negated else value
 
     def _register(self, name: str) -> np.ndarray:
-        if name not in self.registers:
+        register = self.registers.get(name)
+        if register is None:
             dtype = REGISTERS[re.match(r"%[a-z]+", name)[0]]
-            self.registers[name] = np.zeros(self.program.threads, dtype)
-        return self.registers[name]
+            register = self.registers[name] = np.zeros(self.program.threads, dtype)
+        return register
 
     def _value(self, text: str, dtype: type) -> np.ndarray:
         """An operand as a vector of ``dtype``: the bits of a register, or a constant."""

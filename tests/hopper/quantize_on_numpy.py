@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import struct
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hopper.inspection import ResourceUsage, parse_ptxas
-from hopper.quantize.compile import compile_quantize
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention.launch.quantize import sign_masks
 from hopper_attention.quantized import Means, padded_keys
 from tests.hopper import ptx_machine
+from tests.ptx import ptx_of
 
 POISON = 0xA5
 BUFFER_STEP = 1 << 40
 """Buffers lie so far apart that an address cut to 32 bits misses all of them."""
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel's PTX and what ptxas says about it."""
-
-    ptx: str
-    usage: ResourceUsage
-
-
 @cache
-def compiled(config: QuantizeConfig) -> Compiled:
-    report = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(report):
-        options = f"--gpu-arch sm_90a remarks{{ptx}} --keep-ptx --dump-dir {folder}"
-        ptx = compile_quantize(config, options).__ptx__
-    return Compiled(ptx, parse_ptxas(report.getvalue(), config.smem_bytes))
+def program_of(config: QuantizeConfig) -> ptx_machine.Program:
+    return ptx_machine.parse(ptx_of(config))
 
 
 class Arguments:
@@ -113,7 +96,7 @@ def quantize_on_numpy(
         arguments.integer(bound)
     for divisor in (heads, of_q, kv_heads, of_kv):
         arguments.divisor(divisor)
-    program = ptx_machine.parse(compiled(config).ptx)
+    program = program_of(config)
     memory = ptx_machine.Memory(arguments.buffers)
     ptx_machine.run(program, arguments.packed, min(ctas, bounds[2]), memory, config.smem_bytes, by_warp)
     return data, [scale.view(np.int32) for scale in scales]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.backward.step import BackwardStep
-from hopper.backward.compile import compile_backward
 from hopper.backward.config import (
     BackwardConfig,
     PairedBackwardConfig,
@@ -14,9 +13,10 @@ from hopper.backward.config import (
     validate_backward_config,
 )
 from hopper.config import SMEM_BYTES, Registers
-from hopper.inspection import ResourceUsage, resource_usage
+from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
+from tests.ptx import ptx_of
 
 SHIPPED = shipped_backward_configs()
 ONE_FOR_EACH_SIZE = [c for c in SHIPPED if (c.dtype, c.causal, c.ordered) == ("bfloat16", False, False)]
@@ -27,7 +27,8 @@ STEPS = {step: [BackwardStep(step, config) for config in ONE_FOR_EACH_SIZE] for 
 
 @pytest.fixture(scope="module")
 def usages() -> dict[BackwardConfig | BackwardStep, ResourceUsage]:
-    return usage_of_each([*SHIPPED, *STEPS["prepare"], *STEPS["finish"]])
+    steps = *STEPS["prepare"], *STEPS["finish"]
+    return usage_of_each([*SHIPPED, *steps, *WINDOWS_AND_PACKED, *CHANGED_SCORES, *PACKED_STEPS])
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
@@ -53,8 +54,8 @@ WINDOWS_AND_PACKED = [
 
 
 @pytest.mark.parametrize("config", WINDOWS_AND_PACKED, ids=lambda config: config.name)
-def test_windows_and_packed_sequences_compile_without_spills(config):
-    usage = resource_usage(config)
+def test_windows_and_packed_sequences_compile_without_spills(config, usages):
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
@@ -69,18 +70,21 @@ CHANGED_SCORES = [
 
 
 @pytest.mark.parametrize("config", CHANGED_SCORES, ids=lambda config: config.name)
-def test_changes_of_scores_compile_without_spills(config):
-    usage = resource_usage(config)
+def test_changes_of_scores_compile_without_spills(config, usages):
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_packed_steps_compile_without_spills(step):
-    config = select_backward_config("bfloat16", 128, 128, True, layout="varlen")
-    kernel = BackwardStep(step, config)
-    usage = resource_usage(kernel)
+PACKED_STEPS = [
+    BackwardStep(step, select_backward_config("bfloat16", 128, 128, True, layout="varlen")) for step in STEPS
+]
+
+
+@pytest.mark.parametrize("kernel", PACKED_STEPS, ids=lambda kernel: kernel.step)
+def test_packed_steps_compile_without_spills(kernel, usages):
+    usage = usages[kernel]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
-    assert kernel.name == f"hopper_bwd_{step}_bf16_d128_m64n128_varlen"
+    assert kernel.name == f"hopper_bwd_{kernel.step}_bf16_d128_m64n128_varlen"
 
 
 def test_windows_and_layouts_have_the_tiles_of_dense_problems_and_names_of_their_own():
@@ -106,18 +110,18 @@ def test_steps_compile_without_spills(step, usages):
     assert len({kernel.name for kernel in STEPS[step]}) == 5
 
 
-def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(tmp_path):
+def test_no_instruction_touches_a_register_of_a_wgmma_in_flight():
     config = select_backward_config("bfloat16", 128, 128, True)
-    ptx = compile_backward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    ptx = ptx_of(config)
     count, hazards = find_hazards(ptx)
     # S and dP over head_dim, dV and dK over the queries, dQ over the keys; in a loop with a mask and one without.
     assert count == 2 * (2 * 128 // 16 + 2 * config.tile_m // 16 + config.tile_n // 16)
     assert hazards == []
 
 
-def test_the_paired_kernel_has_its_groups_and_no_hazards(tmp_path):
+def test_the_paired_kernel_has_its_groups_and_no_hazards():
     config = select_backward_config("bfloat16", 256, 256, True)
-    ptx = compile_backward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    ptx = ptx_of(config)
     count, hazards = find_hazards(ptx)
     # Of each of two warpgroups: S or dP over head_dim and dV over the queries in the first block, a loop with a mask
     # and one without; dK over the queries and dQ over the keys of both CTAs in the loops and at the end.

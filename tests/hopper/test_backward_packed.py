@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.window import NO_LIMIT
-from hopper.backward.config import select_backward_config
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.packed_backward import packed_backward_on_numpy
-from tests.hopper.test_backward_windows import DTYPES, EPSILON, attend, visible
+from tests.hopper.test_backward_windows import DTYPES, EPSILON, attend, select, visible
 from tests.plans import Packed
 
 LATE = Timing(is_late=True, seed=1)
@@ -64,9 +63,7 @@ def gradients(inputs: list[Tensor], q: Packed, k: Packed, sides: tuple[int, int]
 
 
 def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False) -> None:
-    config = select_backward_config(
-        dtype, head_dim, head_dim, causal, ordered, sides is not None, layout="varlen"
-    )
+    config = select(dtype, head_dim, causal, ordered, sides is not None, layout="varlen")
     inputs = draw(DTYPES[dtype], q, k, heads, head_dim)
     left, right = sides or (NO_LIMIT, NO_LIMIT)
     dlse = torch.zeros(heads[0], q.total)

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from hopper.backward.config import select_backward_config
 from tests.hopper.on_numpy import Rules, backward_on_numpy
-from tests.hopper.test_backward_windows import DTYPES, EPSILON, LATE, draw, visible
+from tests.hopper.test_backward_windows import DTYPES, EPSILON, LATE, draw, select, visible
 
 
 def attend(q, k, v, mask: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +39,7 @@ def test_gradients(dtype: str, head_dim: int, names: str, causal: bool) -> None:
     slopes = torch.tensor([[0.05, 0.5]]) if "alibi" in names else None
     rules = Rules(1.5 if "softcap" in names else 0.0, slopes)
     flags = {"softcap": "softcap" in names, "alibi": "alibi" in names}
-    config = select_backward_config(dtype, head_dim, head_dim, causal, **flags)
+    config = select(dtype, head_dim, causal, **flags)
     inputs = draw(DTYPES[dtype], (70, 150), (2, 1), head_dim, 1)
     leaves = [x.double().requires_grad_() for x in inputs[1:]]
     mask = visible(70, 150, 1000, 0 if causal else 1000)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.window import NO_LIMIT
-from hopper.backward.config import select_backward_config
+from hopper.backward.config import BackwardConfig, select_backward_config
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import backward_on_numpy
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 LATE = Timing(is_late=True, seed=1)
+
+
+def select(dtype: str, head_dim: int, *options: Any, **features: Any) -> BackwardConfig:
+    """What is shipped, but for head_dim 64 with fewer queries in a tile: it compiles in half of the time."""
+    config = select_backward_config(dtype, head_dim, head_dim, *options, **features)
+    return replace(config, tile_m=64)
 
 
 def draw(dtype, seqlens, heads, head_dim, batch) -> list[torch.Tensor]:
@@ -45,7 +53,7 @@ def attend(q, k, v, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> list[torch.Tensor]:
     """Holds dq, dk and dv to float64, and returns them."""
-    config = select_backward_config(dtype, head_dim, head_dim, causal, ordered, window=True)
+    config = select(dtype, head_dim, causal, ordered, window=True)
     inputs = draw(DTYPES[dtype], seqlens, heads, head_dim, batch)
     leaves = [x.double().requires_grad_() for x in inputs[1:]]
     mask = visible(*seqlens, sides[0], 0 if causal else sides[1])

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.window import NO_LIMIT, window_of
-from hopper.backward.config import select_backward_config
 from hopper.config import validate_forward_config
 from hopper.forward.tilings import select_forward_config
 from tests.cute_kernels.exact import attend
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import backward_on_numpy, forward_on_numpy, packed_forward_on_numpy
 from tests.hopper.packed_backward import packed_backward_on_numpy
+from tests.hopper.test_backward_windows import select as select_backward
+from tests.hopper.test_score_rules import select as select_forward
 from tests.plans import Packed, plan_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -57,7 +58,7 @@ def check_rows(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor) -> No
 
 @pytest.mark.parametrize("dtype,head_dim,causal,seqlens,sides", FORWARD, ids=str)
 def test_forward(dtype, head_dim, causal, seqlens, sides) -> None:
-    config = select_forward_config(dtype, head_dim, head_dim, causal, 300, window=True)
+    config = select_forward(dtype, head_dim, causal, 300, window=True)
     (sq, sk), scale = seqlens, head_dim**-0.5
     q, k, v = draw(sk, dtype, (1, sq, 2, head_dim), (1, sk, 1, head_dim), (1, sk, 1, head_dim))
     out, lse = forward_on_numpy(replace(config, chunk=True), q, k, v, scale, 2, LATE, sides)
@@ -66,7 +67,7 @@ def test_forward(dtype, head_dim, causal, seqlens, sides) -> None:
 
 def test_keys_of_other_chunks_are_not_read() -> None:
     """NaN in key blocks in which no row of a tile sees a key."""
-    config = replace(select_forward_config("bfloat16", 64, 64, True, 300, window=True), chunk=True)
+    config = replace(select_forward("bfloat16", 64, True, 300, window=True), chunk=True)
     q, k, v = draw(0, "bfloat16", (1, 128, 1, 64), (1, 640, 1, 64), (1, 640, 1, 64))
     # The queries are level with the keys from 512 on, whose chunk begins at 450.
     first = 450 // config.tile_n * config.tile_n
@@ -82,7 +83,7 @@ K = Packed.of((90, 33, 30, 200), behind=3)
 
 
 def test_packed_sequences() -> None:
-    config = select_forward_config("bfloat16", 64, 64, True, 300, window=True, layout="varlen")
+    config = select_forward("bfloat16", 64, True, 300, window=True, layout="varlen")
     config, sides = replace(config, chunk=True), (NO_LIMIT, 0, 64)
     q, k, v = draw(2, "bfloat16", (Q.total, 2, 64), (K.total, 1, 64), (K.total, 1, 64))
     plan = plan_of(Q, K, config.tile_m)
@@ -98,7 +99,7 @@ def test_packed_sequences() -> None:
         exact.append(gradients)
         check_rows(out[row : row + rows], lse[:, row : row + rows], *exact_rows[-1])
 
-    config = replace(select_backward_config("bfloat16", 64, 64, True, False, True, "varlen"), chunk=True)
+    config = replace(select_backward("bfloat16", 64, True, False, True, "varlen"), chunk=True)
     ours = packed_backward_on_numpy(config, (dout, q, k, v), (out, lse), (Q, K), LATE, sides=sides)
     for i, packed in enumerate((Q, K, K)):
         wanted = torch.cat([gradients[i] for gradients in exact])
@@ -113,9 +114,7 @@ def span_of(packed: Packed, sequence: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype,head_dim,causal,seqlens,sides,ordered", BACKWARD, ids=str)
 def test_backward(dtype, head_dim, causal, seqlens, sides, ordered) -> None:
-    config = replace(
-        select_backward_config(dtype, head_dim, head_dim, causal, ordered, window=True), chunk=True
-    )
+    config = replace(select_backward(dtype, head_dim, causal, ordered, window=True), chunk=True)
     (sq, sk), scale = seqlens, head_dim**-0.5
     q, dout, k, v = draw(sq, dtype, *[(sq, 1, head_dim)] * 2, *[(sk, 1, head_dim)] * 2)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]

@@ -1,6 +1,5 @@
 """Every shipped forward kernel compiles for sm_90a without a GPU, without spills, as its docstring says."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,16 +7,15 @@ import cutlass.cute as cute
 import pytest
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
-from hopper.compile import compile_kernel
 from hopper.config import ForwardConfig, Registers, validate_forward_config
 from hopper.forward.barriers import NamedBarrier
-from hopper.forward.compile import compile_forward
 from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
-from hopper.inspection import ResourceUsage, resource_usage
+from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 from tests.hopper.wgmma_hazards import find_hazards
+from tests.ptx import compile_ptx, ptx_of
 
 SHIPPED = (
     *shipped_forward_configs(),
@@ -28,7 +26,7 @@ SHIPPED = (
 
 @pytest.fixture(scope="module")
 def usages() -> dict[ForwardConfig, ResourceUsage]:
-    return usage_of_each(SHIPPED)
+    return usage_of_each([*SHIPPED, *NOT_PLAIN, *ABLATED])
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
@@ -62,8 +60,8 @@ NOT_PLAIN = [
 
 
 @pytest.mark.parametrize("config", NOT_PLAIN, ids=lambda config: config.name)
-def test_kernels_that_are_not_plain_compile_without_spills(config):
-    usage = resource_usage(config)
+def test_kernels_that_are_not_plain_compile_without_spills(config, usages):
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert registers_suffice(config, usage)
 
@@ -106,7 +104,7 @@ def traced(request, monkeypatch):
     for name in ("setmaxregister_decrease", "setmaxregister_increase"):
         original = getattr(cute.arch, name)
         monkeypatch.setattr(cute.arch, name, lambda n, f=original: (registers.append(n), f(n))[1])
-    compile_forward(config, options="--gpu-arch sm_90a")
+    compile_ptx(config)
     return config, pipelines, registers
 
 
@@ -133,35 +131,28 @@ ABLATION = [
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128},
     {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
 ]
+ABLATED = [replace(select_forward_config("float16", 128, 128, False, 8192), **change) for change in ABLATION]
 
 
-@pytest.mark.parametrize("change", ABLATION)
-def test_schedules_of_the_ablation_compile_without_spills(change):
-    config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
+@pytest.mark.parametrize("config", ABLATED, ids=lambda config: config.name)
+def test_schedules_of_the_ablation_compile_without_spills(config, usages):
     validate_forward_config(config)
-    usage = resource_usage(config)
+    usage = usages[config]
     assert not usage.spills
     assert not config.warp_specialized or registers_suffice(config, usage)
 
 
-def test_without_a_producer_every_warp_keeps_its_registers(tmp_path):
-    config = replace(select_forward_config("float16", 128, 128, False, 8192), **ABLATION[-2])
-    ptx = compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__
+def test_without_a_producer_every_warp_keeps_its_registers():
+    config = ABLATED[-2]
+    ptx = ptx_of(config)
     assert config.threads == 256 and "setmaxnreg" not in ptx
     assert "cp.async.bulk.tensor" in ptx and find_hazards(ptx)[1] == []
 
 
-def test_ping_pong_off_emits_no_turn(tmp_path):
-    ptx = {}
-    for ping_pong in (True, False):
-        config = replace(select_forward_config("float16", 128, 128, False, 8192), ping_pong=ping_pong)
-        ptx[ping_pong] = len(
-            re.findall(
-                r"bar\.arrive",
-                compile_forward(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__,
-            )
-        )
-    assert ptx[True] > 0 and ptx[False] == 0
+def test_ping_pong_off_emits_no_turn():
+    with_turns = select_forward_config("float16", 128, 128, False, 8192)
+    assert with_turns.ping_pong and "bar.arrive" in ptx_of(with_turns)
+    assert "bar.arrive" not in ptx_of(replace(with_turns, ping_pong=False))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +165,8 @@ def test_ping_pong_off_emits_no_turn(tmp_path):
     ],
     ids=lambda config: config.name,
 )
-def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config, tmp_path):
-    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
+def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config):
+    ptx = ptx_of(config)
     steps = 32 // config.element_bytes
     of_block = config.head_dim // steps + config.tile_n // steps
     count, hazards = find_hazards(ptx)

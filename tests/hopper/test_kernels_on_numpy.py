@@ -20,6 +20,7 @@ from tests.hopper import on_numpy
 from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, allowed_ratio, emulate
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Groups, Timing, parse
 from tests.hopper.on_numpy import backward_on_numpy, forward_on_numpy, fp8_forward_on_numpy
+from tests.ptx import ptx_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -335,7 +336,7 @@ def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
 def test_a_kernel_without_its_waits_or_fences_is_caught(instruction, monkeypatch) -> None:
     inputs = draw(torch.bfloat16, (70, 300), (1, 1), 64)
     config = select_forward_config("bfloat16", 64, 64, False, 300)
-    without = "\n".join(line for line in on_numpy.ptx_of(config).splitlines() if instruction not in line)
+    without = "\n".join(line for line in ptx_of(config).splitlines() if instruction not in line)
     monkeypatch.setattr(on_numpy, "program_of", lambda config: parse(without))
     with pytest.raises(AssertionError):
         check_forward(config, inputs)

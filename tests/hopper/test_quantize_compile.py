@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hopper.inspection import ResourceUsage
 from hopper.quantize.config import (
     CHUNK,
     WARP_THREADS,
@@ -25,8 +26,10 @@ from hopper.quantize.config import (
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
+from tests.compile_pool import usage_of_each
 from tests.hopper.ptx_machine import to_e4m3
-from tests.hopper.quantize_on_numpy import compiled, quantize_on_numpy
+from tests.hopper.quantize_on_numpy import quantize_on_numpy
+from tests.ptx import ptx_of
 
 D64 = QuantizeConfig("bfloat16", 64, 64, 128, 160)
 D128 = QuantizeConfig("bfloat16", 128, 128, 128, 192)
@@ -160,9 +163,14 @@ def test_the_machine_rounds_to_e4m3_as_torch_does() -> None:
     assert to_e4m3(np.array([np.inf, -np.inf, np.nan], np.float32)).tolist() == [0x7E, 0xFE, 0x7F]
 
 
+@pytest.fixture(scope="module")
+def usages() -> dict[QuantizeConfig, ResourceUsage]:
+    return usage_of_each(CONFIGS)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_compiles_without_spills(config: QuantizeConfig) -> None:
-    usage = compiled(config).usage
+def test_compiles_without_spills(config: QuantizeConfig, usages) -> None:
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads * config.ctas_per_sm <= 65536
     assert (config.smem_bytes + 1024) * config.ctas_per_sm <= 228 * 1024
@@ -170,7 +178,7 @@ def test_compiles_without_spills(config: QuantizeConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: QuantizeConfig) -> None:
-    ptx = compiled(config).ptx
+    ptx = ptx_of(config)
     loads = len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 16,", ptx))
     chunks = sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k, config.v))
     assert loads == 2 * chunks  # before the loop and in it

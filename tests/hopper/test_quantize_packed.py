@@ -17,7 +17,7 @@ from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
 from tests.cute_kernels.packing import Packing
 from tests.hopper import ptx_machine
-from tests.hopper.quantize_on_numpy import POISON, Arguments, compiled
+from tests.hopper.quantize_on_numpy import POISON, Arguments, program_of
 from tests.hopper.test_fp8_packed import draw, lengths_of
 
 POISONED_SCALE = -7.0
@@ -56,7 +56,7 @@ def quantize_on_numpy(
         arguments.divisor(divisor)
     for numbers in (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_q, packing.seqused_k):
         arguments.tensor(torch.tensor(numbers, dtype=torch.int32), (0,))
-    program = ptx_machine.parse(compiled(config).ptx)
+    program = program_of(config)
     memory = ptx_machine.Memory(arguments.buffers)
     ptx_machine.run(program, arguments.packed, ctas, memory, config.smem_bytes, False)
     for tensor, storage in written:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hopper.config import ForwardConfig
 from hopper.forward.tilings import select_forward_config
 from tests.hopper.on_numpy import NO_RULES, Rules, forward_on_numpy, packed_forward_on_numpy
 from tests.hopper.test_kernels_on_numpy import EPSILON, LATE, draw, relative
 from tests.plans import Packed, plan_of
 
 EVERYTHING = (None, None)
+
+
+def select(dtype: str, head_dim: int, causal: bool, *sizes_and_mask: Any, **options: Any) -> ForwardConfig:
+    """What is shipped, with fewer keys in a tile: it compiles in half of the time, and a sequence has more tiles."""
+    config = select_forward_config(dtype, head_dim, head_dim, causal, *sizes_and_mask, **options)
+    return replace(config, tile_n=64)
 
 
 def exact_attention(
@@ -60,7 +68,7 @@ def check(out: Tensor, lse: Tensor, exact: tuple[Tensor, Tensor], lse_error: flo
     ],
 )
 def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: tuple[int, int]) -> None:
-    config = select_forward_config("bfloat16", head_dim, head_dim, causal, sides[0], window=True)
+    config = select("bfloat16", head_dim, causal, sides[0], window=True)
     q, k, v = draw(torch.bfloat16, seqlens, (2, 1), head_dim)
     # With a causal mask the right side counts for nothing.
     out, lse = forward_on_numpy(
@@ -75,9 +83,7 @@ K = Packed.of((90, 33, 0, 300), behind=3)
 
 @pytest.mark.parametrize("head_dim,causal,sides", [(64, True, ()), (128, False, ()), (96, True, (40, 0))])
 def test_packed_sequences(head_dim: int, causal: bool, sides: tuple[int, ...]) -> None:
-    config = select_forward_config(
-        "bfloat16", head_dim, head_dim, causal, 300, window=bool(sides), layout="varlen"
-    )
+    config = select("bfloat16", head_dim, causal, 300, window=bool(sides), layout="varlen")
     generator = torch.Generator().manual_seed(0)
     shapes = (Q.total, 2, head_dim), (K.total, 1, head_dim), (K.total, 1, head_dim)
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
@@ -106,7 +112,7 @@ def test_rules(name: str, causal: bool) -> None:
     slopes = torch.tensor([[0.5, 0.25, 0.03, 0.0]]) if name in ("alibi", "all") else None
     sinks = torch.tensor([-30.0, 0.0, 2.0, 60.0]) if name in ("sinks", "all") else None
     rules = Rules(1.5 if name in ("softcap", "all") else 0.0, slopes, sinks)
-    plain = select_forward_config("bfloat16", 64, 64, causal, 200)
+    plain = select("bfloat16", 64, causal, 200)
     config = replace(plain, softcap=bool(rules.softcap), alibi=slopes is not None, sinks=sinks is not None)
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     exact = exact_attention(q[0], k[0], v[0], (None, 0 if causal else None), rules)
@@ -116,7 +122,7 @@ def test_rules(name: str, causal: bool) -> None:
 
 def test_a_sink_is_all_that_a_row_without_keys_has() -> None:
     q, k, v = draw(torch.float16, (100, 40), (2, 1), 64)
-    config = replace(select_forward_config("float16", 64, 64, True, 40), sinks=True)
+    config = replace(select("float16", 64, True, 40), sinks=True)
     rules = Rules(sinks=torch.tensor([3.0, -1e4]))
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     assert bool((out[0, :60] == 0).all())
@@ -128,6 +134,6 @@ def test_one_key_at_a_large_scale_is_its_value(dtype: str) -> None:
     # P is 2^r for what rounding took from the scaled maximum, and 1 as an operand of P V.
     torch_dtype = getattr(torch, dtype)
     q, k, v = draw(torch_dtype, (64, 1), (1, 1), 64)
-    config = select_forward_config(dtype, 64, 64, False, 1)
+    config = select(dtype, 64, False, 1)
     out, _ = forward_on_numpy(config, q, k, v, 370.0, timing=LATE)
     assert torch.equal(out, v.expand_as(out))

@@ -11,7 +11,7 @@ from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
 from hopper_attention.reference import attention_naive
-from tests.hopper import hopper_steps
+from tests.hopper import wgmma_steps
 from tests.hopper.fp8_sums import add_as_the_tensor_cores, wgmma_product
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 
@@ -104,7 +104,7 @@ def test_one_level_is_as_good_as_two_on_values_with_an_offset(
     causal: bool, rotate_v: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine whose WGMMA truncates, and scores alike enough for all keys to count."""
-    monkeypatch.setattr(hopper_steps, "add_products", add_as_the_tensor_cores)
+    monkeypatch.setattr(wgmma_steps, "add_products", add_as_the_tensor_cores)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, 1, 64, generator=generator) for rows in (64, 1000, 1000))
     q, k, v = (x.bfloat16() for x in (0.1 * q, k, v + 3))

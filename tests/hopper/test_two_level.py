@@ -13,11 +13,12 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import FP8_TILINGS, select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
-from tests.hopper import hopper_steps
+from tests.hopper import wgmma_steps
 from tests.hopper.fp8_sums import add_as_the_tensor_cores, wgmma_product
 from tests.hopper.hopper_machine import Timing
-from tests.hopper.on_numpy import fp8_forward_on_numpy, ptx_of
+from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.wgmma_hazards import find_hazards
+from tests.ptx import ptx_of
 
 TWO_LEVEL = shipped_fp8_forward_configs(two_level=True)
 
@@ -170,7 +171,7 @@ def test_errors_of_one_level_grow_with_the_keys_and_those_of_two_do_not(mean: fl
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_kernel_with_two_levels_loses_less(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both on a machine whose WGMMA truncates, values of one sign, and scores alike enough for all keys to count."""
-    monkeypatch.setattr(hopper_steps, "add_products", add_as_the_tensor_cores)
+    monkeypatch.setattr(wgmma_steps, "add_products", add_as_the_tensor_cores)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, 1, head_dim, generator=generator) for rows in (64, 1536, 1536))
     parts = quantize_qkv(

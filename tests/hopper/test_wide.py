@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from hopper.config import SMEM_BYTES, Registers
-from hopper.inspection import resource_usage
+from hopper.inspection import ResourceUsage
 from hopper.wide.config import WideForwardConfig, select_wide_config, validate_wide_config, why_not_wide
 from hopper_attention.reference import attention_naive
+from tests.compile_pool import usage_of_each
 from tests.hopper.hopper_machine import AT_ONCE, Timing, parse
-from tests.hopper.on_numpy import Rules, ptx_of
+from tests.hopper.on_numpy import Rules
 from tests.hopper.test_forward_compile import registers_suffice
 from tests.hopper.test_kernels_on_numpy import EPSILON, LATE, relative
 from tests.hopper.wgmma_hazards import find_hazards
 from tests.hopper.wide_on_numpy import Inputs, packed_wide_on_numpy, wide_on_numpy
 from tests.plans import Packed, plan_of
+from tests.ptx import ptx_of
 
 CAUSAL_QV = select_wide_config("bfloat16", 512, True, True)
 FULL = select_wide_config("float16", 512, False, False)
@@ -32,9 +34,17 @@ EVERYTHING = select_wide_config(
 )
 
 
-@pytest.mark.parametrize("config", [CAUSAL_QV, EVERYTHING], ids=lambda c: c.name)
-def test_compiles_without_spills(config: WideForwardConfig) -> None:
-    usage = resource_usage(config)
+COMPILED = [CAUSAL_QV, EVERYTHING]
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[WideForwardConfig, ResourceUsage]:
+    return usage_of_each(COMPILED)
+
+
+@pytest.mark.parametrize("config", COMPILED, ids=lambda c: c.name)
+def test_compiles_without_spills(config: WideForwardConfig, usages) -> None:
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert registers_suffice(config, usage) and usage.shared_bytes <= SMEM_BYTES
 

@@ -7,11 +7,22 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.hopper.floats import widen
-from tests.hopper.hopper_machine import LANES, Step, Warp
+from tests.hopper.hopper_machine import LANES, Step, Warp, in_words
 from tests.hopper.ptx_text import address_of, operands_of
 
 GARBAGE = 0xCB
 BYTES_PER_COPY = 16
+
+
+ROW_WORDS = np.arange(4)
+"""Words of a row of a matrix, 16 bytes."""
+
+
+def _rows_at(warp: Warp, base: str, offset: int, count: int) -> np.ndarray:
+    """Numbers of the words in shared memory of ``count`` rows, whose addresses the first lanes have: (rows, 4)."""
+    addresses = warp.get(base, np.uint32)[:count].astype(np.int64) + offset
+    assert (addresses % BYTES_PER_COPY == 0).all(), "bad address"
+    return addresses[:, None] // 4 + ROW_WORDS
 
 
 def _stmatrix(name: str, ops: list[str]) -> Step:
@@ -20,13 +31,10 @@ def _stmatrix(name: str, ops: list[str]) -> Step:
     assert ".trans" not in name
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            rows = warp.get(register, np.uint32).reshape(8, 4)
-            for row in range(8):
-                at = int(addresses[8 * i + row]) + offset
-                warp.cta.shared[at : at + 16].view(np.uint32)[:] = rows[row]
-                warp.cta.unfenced[at : at + 16] = warp.number + 1
+        cells = _rows_at(warp, base, offset, 8 * len(registers))
+        words = np.stack([warp.get(register, np.uint32) for register in registers])
+        in_words(warp.cta.shared, 4)[cells] = words.reshape(cells.shape)
+        in_words(warp.cta.unfenced, 4)[cells] = warp.written(4)
 
     return step
 
@@ -38,12 +46,12 @@ def _ldmatrix(name: str, ops: list[str]) -> Step:
     assert ".x4." in name
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint32)
-        for i, register in enumerate(registers):
-            cells = addresses[8 * i : 8 * i + 8, None].astype(np.int64) + offset + np.arange(16)
-            rows = np.ascontiguousarray(warp.cta.shared[cells]).view(np.uint16)
-            placed = np.ascontiguousarray((rows.T if transposes else rows).reshape(LANES, 2))
-            warp.set(register, placed.view(np.uint32)[:, 0], mask)
+        words = in_words(warp.cta.shared, 4)[_rows_at(warp, base, offset, 8 * len(registers))]
+        if transposes:
+            halves = words.view(np.uint16).reshape(len(registers), 8, 8).transpose(0, 2, 1)
+            words = np.ascontiguousarray(halves).view(np.uint32)
+        for register, of_lanes in zip(registers, words.reshape(len(registers), LANES), strict=True):
+            warp.set(register, of_lanes, mask)
 
     return step
 
@@ -54,17 +62,15 @@ def _copy(name: str, ops: list[str]) -> Step:
     assert ".cg." in name and ops[2] == "16"
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        targets, sources = warp.get(to, np.uint32) + to_offset, warp.get(source, np.uint64)
-        is_ignored = warp.get(ops[3], np.bool_)
-        cta = warp.cta
-        cells = targets[mask].astype(np.int64)[:, None] + np.arange(BYTES_PER_COPY)
+        cta, of_copy = warp.cta, np.arange(BYTES_PER_COPY)
+        targets = (warp.get(to, np.uint32) + to_offset)[mask]
+        assert (targets % BYTES_PER_COPY == 0).all()
+        cells = targets.astype(np.int64)[:, None] + of_copy
         data = np.zeros(cells.shape, np.uint8)
-        for i, lane in enumerate(np.flatnonzero(mask)):
-            assert targets[lane] % BYTES_PER_COPY == 0
-            if not is_ignored[lane]:
-                memory, at = cta.buffer(int(sources[lane]) + source_offset)
-                assert at % BYTES_PER_COPY == 0 and at + BYTES_PER_COPY <= len(memory), "bad address"
-                data[i] = memory[at : at + BYTES_PER_COPY]
+        copied = np.flatnonzero(~warp.get(ops[3], np.bool_)[mask])
+        sources = warp.get(source, np.uint64)[mask][copied] + np.uint64(source_offset % 2**64)
+        for memory, which, at in cta.places("global", sources, BYTES_PER_COPY):
+            data[copied[which]] = memory[at[:, None] + of_copy]
         cta.shared[cells] = GARBAGE
 
         def arrive() -> None:
@@ -75,29 +81,37 @@ def _copy(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _fragment(rows: int) -> np.ndarray:
+    """Places in a matrix (rows, 16) of the two halves of each lane's registers: (registers, lanes, 2)."""
+    register, lane = np.arange(rows // 4)[:, None, None], np.arange(LANES)[:, None]
+    bands = rows // 8
+    row, column = lane // 4 + 8 * (register % bands), 2 * (lane % 4) + 8 * (register // bands) + np.arange(2)
+    return row * 16 + column
+
+
+OF_A, OF_B = _fragment(16), _fragment(8)
+OF_D = np.arange(LANES) // 4 * 8 + 2 * (np.arange(LANES) % 4) + np.array([[0], [1], [64], [65]])
+"""Of a result (16, 8): (registers, lanes)."""
+
+
 def _mma(name: str, ops: list[str]) -> Step:
     """D = A B + C of 16 x 8 x 16, in float32."""
     kind = name.split(".")[-2]
     assert ".m16n8k16.row.col.f32." in name
     d, a, b, c = (operands_of(op.strip("{}")) for op in ops)
-    lane = np.arange(LANES)
-    row, column = lane // 4, 2 * (lane % 4)
 
-    def fill(warp: Warp, matrix: np.ndarray, registers: list[str], bands: int) -> np.ndarray:
-        for i, register in enumerate(registers):
-            pair = np.ascontiguousarray(warp.get(register, np.uint32)).view(np.uint8).reshape(LANES, 2, 2)
-            at = (row + 8 * (i % bands))[:, None], (column + 8 * (i // bands))[:, None] + np.arange(2)
-            matrix[at] = widen(pair, kind)
-        return matrix
+    def matrix(warp: Warp, registers: list[str], places: np.ndarray) -> np.ndarray:
+        words = np.stack([warp.get(register, np.uint32) for register in registers])
+        filled = np.empty(places.size, np.float32)
+        filled[places] = widen(words.view(np.uint8).reshape(*places.shape, 2), kind)
+        return filled.reshape(-1, 16)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         assert mask.all()
-        product = fill(warp, np.zeros((16, 16), np.float32), a, 2)
-        product = product @ fill(warp, np.zeros((8, 16), np.float32), b, 1).T
-        sums = [warp.get(register, np.float32) for register in c]
-        for i, register in enumerate(d):
-            value = product[row + 8 * (i // 2), column + i % 2] + sums[i]
-            warp.set(register, value.astype(np.float32), mask)
+        product = matrix(warp, a, OF_A) @ matrix(warp, b, OF_B).T
+        sums = np.stack([warp.get(register, np.float32) for register in c])
+        for register, of_lanes in zip(d, product.ravel()[OF_D] + sums, strict=True):
+            warp.set(register, of_lanes, mask)
 
     return step
 

@@ -12,17 +12,17 @@ from cute_kernels.ampere.backward.config import (
     shipped_ampere_backward_configs,
 )
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel
-from hopper.compile import compile_kernel
-from hopper.inspection import ResourceUsage, resource_usage
+from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 from tests.cute_kernels.ampere.test_forward_compile import NEWER
+from tests.ptx import ptx_of
 
 SHIPPED = shipped_ampere_backward_configs()
 
 
 @pytest.fixture(scope="module")
 def usages() -> dict[AmpereBackwardConfig, ResourceUsage]:
-    return usage_of_each(SHIPPED)
+    return usage_of_each([*SHIPPED, *WITH_WINDOW_OR_PACKED])
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
@@ -45,14 +45,14 @@ WITH_WINDOW_OR_PACKED = [
 
 
 @pytest.mark.parametrize("config", WITH_WINDOW_OR_PACKED, ids=lambda config: config.name)
-def test_windows_and_packed_sequences_compile_without_spills(config: AmpereBackwardConfig) -> None:
-    usage = resource_usage(config)
+def test_windows_and_packed_sequences_compile_without_spills(config, usages) -> None:
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
-def test_kernels_have_no_instruction_newer_than_sm_80(tmp_path) -> None:
+def test_kernels_have_no_instruction_newer_than_sm_80() -> None:
     config = select_ampere_backward_config("bfloat16", 128, 128, True, "sm_90a", ordered=True)
-    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
+    ptx = ptx_of(config)
     assert ".target sm_90a" in ptx and re.findall(NEWER, ptx) == []
     # Five products of 64 queries, 128 keys and 128 columns, shared out among 8 warps.
     assert ptx.count("mma.sync.aligned.m16n8k16") == 5 * (64 // 16) * (128 // 8) * (128 // 16) // 8

@@ -18,6 +18,7 @@ from tests.cute_kernels.ampere.test_forward_on_numpy import EPSILON, LATE, NAMES
 from tests.hopper import on_numpy
 from tests.hopper.hopper_machine import AT_ONCE, Timing, parse
 from tests.hopper.on_numpy import backward_on_numpy
+from tests.ptx import ptx_of
 
 
 def select(
@@ -113,7 +114,7 @@ def test_the_bits_do_not_depend_on_timing() -> None:
 @pytest.mark.parametrize("instruction", ["cp.async.wait_group", "bar.sync"])
 def test_a_kernel_without_its_waits_is_caught(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = select(torch.bfloat16, (64, 64), False)
-    steps = {config: "\n".join(x for x in on_numpy.ptx_of(config).splitlines() if instruction not in x)}
+    steps = {config: "\n".join(x for x in ptx_of(config).splitlines() if instruction not in x)}
     program_of = on_numpy.program_of
     monkeypatch.setattr(on_numpy, "program_of", lambda c: parse(steps[c]) if c in steps else program_of(c))
     with pytest.raises(AssertionError):

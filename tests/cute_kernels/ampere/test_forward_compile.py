@@ -12,16 +12,16 @@ from cute_kernels.ampere.config import (
     select_ampere_forward_config,
     shipped_ampere_forward_configs,
 )
-from hopper.compile import compile_kernel
-from hopper.inspection import ResourceUsage, resource_usage
+from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
+from tests.ptx import ptx_of
 
 SHIPPED = shipped_ampere_forward_configs(("sm_80", "sm_86", "sm_89", "sm_120"))
 
 
 @pytest.fixture(scope="module")
 def usages() -> dict[AmpereForwardConfig, ResourceUsage]:
-    return usage_of_each(SHIPPED)
+    return usage_of_each([*SHIPPED, *WITH_WINDOW_OR_PACKED, *WITH_SCORES_CHANGED])
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
@@ -45,8 +45,8 @@ WITH_WINDOW_OR_PACKED = [
 
 
 @pytest.mark.parametrize("config", WITH_WINDOW_OR_PACKED, ids=lambda config: config.name)
-def test_windows_and_packed_sequences_compile_without_spills(config: AmpereForwardConfig) -> None:
-    usage = resource_usage(config)
+def test_windows_and_packed_sequences_compile_without_spills(config, usages) -> None:
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
 
 
@@ -63,17 +63,17 @@ WITH_SCORES_CHANGED = [
 
 
 @pytest.mark.parametrize("config", WITH_SCORES_CHANGED, ids=lambda config: config.name)
-def test_changed_scores_compile_without_spills(config: AmpereForwardConfig) -> None:
-    usage = resource_usage(config)
+def test_changed_scores_compile_without_spills(config, usages) -> None:
+    usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0)
 
 
 NEWER = r"wgmma|mbarrier|bulk|stmatrix|setmaxnreg|elect\.sync|cluster|griddepcontrol|tensormap"
 
 
-def test_kernels_have_no_instruction_newer_than_sm_80(tmp_path) -> None:
+def test_kernels_have_no_instruction_newer_than_sm_80() -> None:
     config = select_ampere_forward_config("bfloat16", 64, 64, True, "sm_90a")
-    ptx = compile_kernel(config, f"--keep-ptx --dump-dir {tmp_path}").__ptx__
+    ptx = ptx_of(config)
     assert ".target sm_90a" in ptx and re.findall(NEWER, ptx) == []
     # S and O of two bands of 16 rows, 128 keys by 64 columns, in the loops with and without a mask.
     assert ptx.count("mma.sync.aligned.m16n8k16") == 2 * 2 * (2 * 16 * 4)
