@@ -68,12 +68,11 @@ def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
 
 
 def check_qv_scores(scores: ScoreKind) -> None:
-    """Raise NotImplementedError, by name, for what does not go with a second query: dropout and a user's functions."""
-    others = [name for name in scores.names if name in ("dropout_p", "score_mod", "mask_mod")]
-    if others:
+    """Raise NotImplementedError for dropout with a second query; ``features`` refuses functions of scores with it."""
+    if scores.has_dropout:
         raise NotImplementedError(
-            f"{others[0]} is given with qv, which is not implemented; leave out one of them, or concatenate qv to q "
-            "and v to k where head_dim + head_dim_v is at most 256"
+            "dropout_p is given with qv, which is not implemented; leave out one of them, or concatenate qv to q and v "
+            "to k where head_dim + head_dim_v is at most 256"
         )
 
 

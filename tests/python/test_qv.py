@@ -253,8 +253,10 @@ TOGETHER = [
 def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], name: str) -> None:
     """Also by the reference, to which the operators do not hand it."""
     lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32), 9, 12
-    message = f"{name} is given with qv, which is not implemented"
     explained = name == "dropout_p"
+    message = (
+        "dropout_p is given with qv" if explained else "qv is given: a second query with score_mod, mask_mod"
+    )
     for function in (flash_attn_func, explain)[: 1 + explained]:
         with pytest.raises(NotImplementedError, match=message):
             function(Q, K, V, qv=QV, **options)
