@@ -8,15 +8,10 @@ from typing import Any
 
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import ENTRY_BITS
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.visible import first_key, keys_end
 from cute_kernels.window import Window
-
-HIDDEN, PARTLY_SEEN, SEEN = range(3)
-"""What queries of a tile see of a key block in a list."""
-
-ENTRY_BITS = 2
-"""Of an entry of a list below the number of the block, for one of these."""
 
 
 @dataclass(frozen=True)

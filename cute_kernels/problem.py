@@ -14,6 +14,12 @@ SCORE_FEATURES = ("softcap", "alibi", "sinks", "dropout")
 """Fields of a config for what is done to scores and P; a backward kernel finds sinks in the LSE, and has none for
 them."""
 
+HIDDEN, PARTLY_SEEN, SEEN = range(3)
+"""What queries of a tile see of a key block in a list."""
+
+ENTRY_BITS = 2
+"""Of an entry of a list below the number of the block, for one of these."""
+
 MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16
 """Tile and key numbers are 32 bits wide, with room for one tile and one grid past the end."""

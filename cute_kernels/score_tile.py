@@ -13,8 +13,9 @@ from cute_kernels.fast_math import tanh, tanh_approx
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROW_STRIDE, ROWS_PER_THREAD, as_rows
 from cute_kernels.function_values import FunctionValues, Known, select
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import ENTRY_BITS, PARTLY_SEEN, SEEN, KeyBlocks
+from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.mask import TileMask
+from cute_kernels.problem import ENTRY_BITS, PARTLY_SEEN, SEEN
 from cute_kernels.user_functions import UserFunctions
 
 LOG2_E = math.log2(math.e)

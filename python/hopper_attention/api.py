@@ -15,7 +15,7 @@ from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.qv import QvInputs, run_qv
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
-from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
+from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
@@ -245,7 +245,7 @@ def flash_attn_func(
         causal, sides = mask.causal, mask.sides
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        scores = features.with_functions(scores, score_mod, mask_mod, block_mask)
+        scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
         for _, table in scores.captured.listed:
             checks.check_are_tensors(q=q, k=k)
             checks.check_dimensions("q", q.shape)
@@ -297,7 +297,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
-    check_qv_without_dropout(scores.dropout_p)
+    check_qv_scores(scores.kind)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.key_blocks import ENTRY_BITS, HIDDEN, PARTLY_SEEN, SEEN
+from cute_kernels.problem import ENTRY_BITS, HIDDEN, PARTLY_SEEN, SEEN
 from hopper_attention.checks import check_device
 
 ATTRIBUTES = (

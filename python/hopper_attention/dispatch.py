@@ -30,8 +30,8 @@ from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
-from hopper_attention.qv import check_qv, fold, folds_heads
-from hopper_attention.scores import ScoreSpec, check_scores
+from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
+from hopper_attention.scores import ScoreKind, ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -194,7 +194,7 @@ def explain(
     checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    check_inputs(whole, checks.check_qkv)
+    check_inputs(whole, scores.kind, checks.check_qkv)
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
@@ -237,10 +237,11 @@ def explain(
     return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
 
 
-def check_inputs(specs: dict[str, TensorSpec], check: Callable[..., None]) -> None:
-    """``check`` of q, k and v, and the check of qv where it is among ``specs``."""
+def check_inputs(specs: dict[str, TensorSpec], scores: ScoreKind, check: Callable[..., None]) -> None:
+    """``check`` of q, k and v, and the checks of qv where it is among ``specs``."""
     check(*(specs[name] for name in "qkv"))
     if "qv" in specs:
+        check_qv_scores(scores)
         check_qv(specs["q"], specs["v"], specs["qv"])
 
 

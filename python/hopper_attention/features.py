@@ -118,15 +118,23 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
 
 
 def with_functions(
-    scores: Scores, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: Any = None
+    scores: Scores,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    block_mask: Any = None,
+    qv: Any = None,
 ) -> Scores:
     """The same with a user's functions, traced.
 
     Raises:
-        NotImplementedError: torch.func transforms the call, or a function reads a tensor that requires a gradient.
+        NotImplementedError: torch.func transforms the call, a function reads a tensor that requires a gradient, or
+            there is a second query.
         TypeError: a function cannot be traced, or block_mask is none.
         ValueError: there are a mask_mod and a block_mask.
     """
+    if qv is not None:
+        feature = "a second query with score_mod, mask_mod or block_mask"
+        raise missing("qv", "given", feature, "qv=None, or concatenate it to q and v to k")
     if is_transformed():
         raise NotImplementedError(
             "score_mod and mask_mod under torch.func (vmap, grad, jvp) are not implemented; use Tensor.backward, or "

@@ -67,12 +67,12 @@ def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
     return checks.check_scale(softmax_scale)
 
 
-def check_qv_without_dropout(dropout_p: float) -> None:
-    """Raise NotImplementedError for dropout with a second query."""
-    if dropout_p:
+def check_qv_scores(scores: ScoreKind) -> None:
+    """Raise NotImplementedError for dropout with a second query; ``features`` refuses functions of scores with it."""
+    if scores.has_dropout:
         raise NotImplementedError(
-            f"dropout_p is {dropout_p} with qv, which is not implemented; use dropout_p=0.0, or concatenate qv to q "
-            "and v to k where head_dim + head_dim_v is at most 256"
+            "dropout_p is given with qv, which is not implemented; leave out one of them, or concatenate qv to q and v "
+            "to k where head_dim + head_dim_v is at most 256"
         )
 
 

@@ -20,7 +20,7 @@ from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
-from hopper_attention.qv import check_qv, check_qv_without_dropout, scale_with_qv
+from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores
 
 
@@ -211,7 +211,7 @@ def flash_attn_varlen_func(
     if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
-        scores = features.with_functions(scores, score_mod, mask_mod)
+        scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
     if dropout_p != 0.0:
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
@@ -251,7 +251,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
-    check_qv_without_dropout(scores.dropout_p)
+    check_qv_scores(scores.kind)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)

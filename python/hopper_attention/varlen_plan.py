@@ -92,7 +92,7 @@ def explain_varlen(
     checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    check_inputs(whole, partial(check_packed, lengths=lengths.specs))
+    check_inputs(whole, scores.kind, partial(check_packed, lengths=lengths.specs))
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
     checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)
     if softmax_scale is not None:

@@ -286,18 +286,22 @@ def test_drop_in_module_has_the_fields_names_and_order() -> None:
     assert names == [
         *("q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale"),
         *("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic"),
-        *("sm_margin", "return_attn_probs", "alibi_slopes", "sinks", "two_level_accumulation", "backend"),
+        *("sm_margin", "return_attn_probs", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask"),
+        *("dropout_p", "two_level_accumulation", "backend"),
     ]
     packed = list(inspect.signature(flash_attn_qkvpacked_func).parameters)
     assert packed == [
         *("qkv", "softmax_scale", "causal", "q_descale", "k_descale", "v_descale", "window_size"),
         *("attention_chunk", "softcap", "deterministic", "num_heads_q", "sm_margin", "return_attn_probs"),
-        *("alibi_slopes", "sinks", "two_level_accumulation", "backend"),
+        *("alibi_slopes", "sinks", "dropout_p", "two_level_accumulation", "backend"),
     ]
 
 
 def test_public_names_exist() -> None:
-    assert all(callable(getattr(hopper_attention, name)) for name in hopper_attention.__all__)
+    assert all(
+        callable(getattr(hopper_attention, name)) for name in hopper_attention.__all__ if name != "mods"
+    )
+    assert all(callable(getattr(hopper_attention.mods, name)) for name in hopper_attention.mods.__all__)
 
 
 def test_import_brings_in_nothing_heavy_and_refuses_a_foreign_hopper(tmp_path) -> None:

@@ -45,6 +45,7 @@ def seen_rows(lse: Tensor) -> Tensor:
 OPTIONS = (
     {},
     {"causal": True, "sinks": True},
+    {"attention_chunk": 15},
     {"window_size": (9, 4), "softcap": 1.5, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 1.0])},
 )
 
@@ -288,6 +289,10 @@ def test_fp8_transforms_and_second_derivatives_are_refused() -> None:
     example, inputs = relative_bias(), qkv()
     with pytest.raises(NotImplementedError, match=r"score_mod is given.*float8_e4m3fn"):
         flash_attn_func(*(x.detach().to(torch.float8_e4m3fn) for x in inputs), score_mod=example.score_mod)
+    with pytest.raises(NotImplementedError, match="qv is given: a second query with score_mod"):
+        flash_attn_func(*inputs, qv=inputs[0][..., :24], **vars(example))
+    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.5: dropout with score_mod"):
+        flash_attn_func(*inputs, dropout_p=0.5, **vars(example))
     with pytest.raises(NotImplementedError, match=r"score_mod and mask_mod under torch\.func"):
         torch.func.grad(lambda q: flash_attn_func(q, *inputs[1:], **vars(example)).sum())(inputs[0])
     out = flash_attn_func(*inputs, **vars(example))

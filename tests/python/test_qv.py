@@ -242,6 +242,29 @@ def test_bad_packed_arguments() -> None:
             function(Q[0], K[0], V[0], *lengths, qv=QV[0, 1:])
 
 
+TOGETHER = [
+    ({"dropout_p": 0.1}, "dropout_p"),
+    ({"score_mod": lambda score, b, h, i, j: score * 0.5}, "score_mod"),
+    ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), TOGETHER)
+def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], name: str) -> None:
+    """Also by the reference, to which the operators do not hand it."""
+    lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32), 9, 12
+    explained = name == "dropout_p"
+    message = (
+        "dropout_p is given with qv" if explained else "qv is given: a second query with score_mod, mask_mod"
+    )
+    for function in (flash_attn_func, explain)[: 1 + explained]:
+        with pytest.raises(NotImplementedError, match=message):
+            function(Q, K, V, qv=QV, **options)
+    for function in (flash_attn_varlen_func, explain_varlen)[: 1 + explained]:
+        with pytest.raises(NotImplementedError, match=message):
+            function(Q[0], K[0], V[0], *lengths, qv=QV[0], **options)
+
+
 def test_eight_bits_are_refused() -> None:
     q, k, v, qv = (x.to(torch.float8_e4m3fn) for x in (Q, K, V, QV))
     for function in (flash_attn_func, explain):

@@ -249,13 +249,13 @@ def test_what_gradient_kernels_are_given(
     sides = kernel_sides(*window) if window != (-1, -1, 0) else ()
     if backend == "hopper":
         sides = sides or (None, None, None)
-        scale, *options, cap, slopes_given, ctas = kernel[10:]
+        scale, *options, cap, slopes_given, philox, kept, ctas = kernel[10:]
         assert (scale, cap, ctas) == (0.3, 2.0, SMS) and options[:3] == [*sides]
         found_plan, sequences = options[3:]
     else:
-        found_plan, sequences, scale, *options, cap, slopes_given = kernel[10:]
+        found_plan, sequences, scale, *options, cap, slopes_given, philox, kept = kernel[10:]
         assert (scale, cap) == (0.3, 2.0) and options == [side for side in sides if side is not None]
-    assert found_plan is plan and sequences == 5
+    assert found_plan is plan and sequences == 5 and philox is None and kept is None
     assert torch.equal(slopes_given, slopes.expand(4, 4))
 
 
@@ -293,7 +293,11 @@ def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     assert asked[2] == replace(plain, causal=True) and calls[2][-4:] == (-1, -1, 0, True)
     wide = torch.zeros(*k.shape[:2], 296, dtype=k.dtype)
     assert flash_attn_varlen_func(q, k, wide, cu_q, cu_k, 99, 98).shape == (41, 4, 296)
-    assert [x[2].shape[2] for x in calls[3:]] == [160, 136] == [problem.head_dim_v for problem in asked[3:]]
+    # The kernel for wide values takes narrow heads; those of more columns are served in parts.
+    assert calls[3][2] is wide and asked[3].head_dim_v == 296
+    q, k = (torch.zeros(*x.shape[:2], 72, dtype=x.dtype) for x in (q, k))
+    assert flash_attn_varlen_func(q, k, wide, cu_q, cu_k, 99, 98).shape == (41, 4, 296)
+    assert [x[2].shape[2] for x in calls[4:]] == [160, 136] == [problem.head_dim_v for problem in asked[4:]]
 
 
 def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,8 @@ class Fp8ForwardConfig(ForwardConfig):
         for name in SCORE_FEATURES:
             if getattr(self, name):
                 raise ValueError(f"{name} is True, allowed for {FP8_DTYPE}: False")
+        if self.functions:
+            raise ValueError(f"functions is {self.functions.name!r}, allowed for {FP8_DTYPE}: none")
         if self.tile_n % FP8_KEYS_PER_STEP:
             raise ValueError(
                 f"tile_n is {self.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
