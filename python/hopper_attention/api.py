@@ -225,7 +225,7 @@ def flash_attn_func(
         causal = checks.check_flag("causal", causal)
     sides, scores = FULL_SIDES, NO_SCORES
     if (
-        window_size is not FULL_WINDOW
+        not features.is_full(window_size)
         or attention_chunk != 0
         or softcap != 0.0
         or num_splits != 1
@@ -297,7 +297,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
-    check_qv_scores(scores.kind)
+    check_qv_scores(scores.dropout_p != 0.0)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)
