@@ -298,7 +298,7 @@ def _attend_with_qv(
     """``_call_operator`` with a second query."""
     mask, scores, backend, sm_margin, _ = options
     flags = backend, sm_margin
-    check_qv_scores(scores.kind)
+    check_qv_scores(scores.dropout_p != 0.0)
     checks.check_are_tensors(q=q, k=k, v=v, qv=qv)
     if (
         descales == (None, None, None)

@@ -265,7 +265,7 @@ def check_inputs(specs: dict[str, TensorSpec], scores: ScoreKind, check: Callabl
     """``check`` of q, k and v, and the checks of qv where it is among ``specs``."""
     check(*(specs[name] for name in "qkv"))
     if "qv" in specs:
-        check_qv_scores(scores)
+        check_qv_scores(scores.has_dropout)
         check_qv(specs["q"], specs["v"], specs["qv"])
 
 

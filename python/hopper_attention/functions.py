@@ -38,7 +38,8 @@ class CapturedFunctions:
     listed: tuple[tuple[CapturedFunctions, BlockTable], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.functions)
+        # Written out: torch.compile does not follow bool() of a frozen dataclass in every release.
+        return self.functions.steps != ()
 
     @property
     def for_kernel(self) -> tuple[Tensor, ...]:

@@ -67,9 +67,9 @@ def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
     return checks.check_scale(softmax_scale)
 
 
-def check_qv_scores(scores: ScoreKind) -> None:
+def check_qv_scores(has_dropout: bool) -> None:
     """Raise NotImplementedError for dropout with a second query; ``features`` refuses functions of scores with it."""
-    if scores.has_dropout:
+    if has_dropout:
         raise NotImplementedError(
             "dropout_p is given with qv, which is not implemented; leave out one of them, or concatenate qv to q and v "
             "to k where head_dim + head_dim_v is at most 256"

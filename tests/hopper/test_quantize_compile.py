@@ -94,7 +94,7 @@ def find_differences(
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_kernel_has_the_bits_of_its_twin(config: QuantizeConfig) -> None:
     failures = {}
-    for seqlens, heads in (((300, 500), (2, 1)), ((1, 1), (3, 3)), ((31, 33), (4, 2)), ((257, 223), (1, 1))):
+    for seqlens, heads in (((200, 350), (2, 1)), ((1, 1), (3, 3)), ((31, 33), (4, 2)), ((257, 223), (1, 1))):
         # Few CTAs, so that each works through items of Q, K and V; and one.
         wrong = find_differences(config, draw(config, 2, seqlens, heads), ctas=1 if heads == (1, 1) else 5)
         if wrong:

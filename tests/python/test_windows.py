@@ -156,8 +156,8 @@ def test_long_sequences_are_refused(lengths: tuple[int, int]) -> None:
 
 # Kernels
 
-ABSENT = (None,) * 6
-"""A chunk, a plan and what changes scores, of which these kernels have none."""
+ABSENT = (None,) * 8
+"""A chunk, a plan, what changes scores and dropout, of which these kernels have none."""
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def test_sides_reach_a_kernel_and_are_no_part_of_a_key(
         assert kernel_calls[-1][6:] == (32**-0.5, *sides, *ABSENT, 3 * SMS)
     assert kernel_calls[0][6:] == (32**-0.5, SMS)
     assert [p.has_window for p in problems] == [False, True]
-    run_forward(*qkv(head_dim_v=264), None, True, None, 0, window=(5, -1, 0))
-    assert [call[6:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT, *ABSENT, SMS)] * 2
+    run_forward(*qkv(head_dim_v=264), None, True, "ampere", 0, window=(5, -1, 0))
+    assert [call[5:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT)] * 2
 
 
 def test_sides_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_sides_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pyt
     for window in ((-1, -1, 0), (5, 2, 0)):
         backward.run_backward(out, q, k, v, out, lse, 0.5, False, backend="hopper", window=window)
     plain, windowed = (call for call in seen if len(call) > 6)
-    assert plain[10:] == (0.5, SMS) and windowed[10:] == (0.5, 5, 2, *(None,) * 5, SMS)
+    assert plain[10:] == (0.5, SMS) and windowed[10:] == (0.5, 5, 2, *(None,) * 7, SMS)
     launchers = [
         backward.find(
             BackwardProblem(q.shape, k.shape, v.shape, q.dtype, False, False, w).kind, q.device, "hopper"
