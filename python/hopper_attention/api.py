@@ -226,7 +226,7 @@ def flash_attn_func(
         causal = checks.check_flag("causal", causal)
     sides, scores = FULL_SIDES, NO_SCORES
     if (
-        window_size is not FULL_WINDOW
+        not features.is_full(window_size)
         or attention_chunk != 0
         or softcap != 0.0
         or num_splits != 1

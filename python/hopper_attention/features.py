@@ -58,7 +58,7 @@ def resolve_mask(
         ValueError, TypeError: an argument has no meaning.
     """
     check_hints(num_splits, pack_gqa)
-    if _is_full(window_size) and _is_zero(attention_chunk):
+    if is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
     checks.check_dimensions("q", q.shape)
@@ -95,7 +95,7 @@ def resolve_packed_mask(
         NotImplementedError: a window or a chunk is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
-    if _is_full(window_size) and _is_zero(attention_chunk):
+    if is_full(window_size) and _is_zero(attention_chunk):
         return MaskSpec(causal)
     chunk = _read_count("attention_chunk", attention_chunk)
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
@@ -185,8 +185,9 @@ def check_hints(num_splits: Any, pack_gqa: Any) -> None:
         checks.check_flag("pack_gqa", pack_gqa)
 
 
-def _is_full(window_size: Any) -> bool:
-    return window_size is FULL_WINDOW or (type(window_size) is tuple and window_size == FULL_WINDOW)
+def is_full(window_size: Any) -> bool:
+    """Whether a ``window_size`` is the default, which hides nothing."""
+    return type(window_size) is tuple and window_size == FULL_WINDOW
 
 
 def _read_window(window_size: Any) -> tuple[int, int]:
