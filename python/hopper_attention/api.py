@@ -170,7 +170,8 @@ def flash_attn_func(
             the data is multiplied by; ones by default. Where that of q or k is negative,
             the FP8 kernel gives NaN. FP8 gives a bfloat16 output and has no gradient: tensors that require one are
             taken, and a backward pass through the result raises. The "ampere" backend
-            dequantizes the tensors to bfloat16 first, which gives no speed-up.
+            dequantizes the tensors to bfloat16 first, which gives no speed-up; so does every backend with a softcap,
+            alibi_slopes or sinks, of which a GPU warns once.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and (-1, 0) is causal. With ``causal`` the right
             side is 0 whatever it says.
@@ -192,8 +193,8 @@ def flash_attn_func(
         softcap: c above 0, from 1e-30 to 1e30, makes of a scaled score s c tanh(s / c), before masks; 0 is none.
         alibi_slopes: float32 (heads,) or (batch, heads) on the device of q: the bias
             -slope |i + seqlen_k - seqlen_q - j| is added after the softcap (FlashAttention-2's). It has no gradient.
-        sinks: (heads,), float32 or of q's dtype, on the device of q: a logit of each head, natural log and not scaled,
-            that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
+        sinks: (heads,), float32 or of the output's dtype, on the device of q: a logit of each head, natural log and not
+            scaled, that joins the sum of a row and has no value (gpt-oss's). The LSE includes it; it is differentiable.
         score_mod: FlexAttention's: (score, b, h, q_idx, kv_idx) -> score, of a scaled score, natural log, after softcap
             and alibi_slopes and before masks. The indices count from 0 in each sequence; b is its number. It is traced
             at every call into the kernel, which is compiled once for functions that do the same: it may use
@@ -336,12 +337,12 @@ def _call_operator(
     checks.check_qkv(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v))
     checks.check_descales(q, k, *descales)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    if scores is not NO_SCORES:
+        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
         options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
-        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8)
-    if scores is not NO_SCORES:
-        check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
+        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8, *scores.changes)
     flags = backend, sm_margin, deterministic
     if scores.captured:
         return attend_with_functions(DenseCall(scale, mask, scores, *flags), q, k, v)

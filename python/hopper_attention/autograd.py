@@ -101,6 +101,12 @@ def _have_tensors_without_batch(*arguments: Any) -> bool:
     return any(x is not None for x in (alibi_slopes, sinks, philox))
 
 
+def _end_with_tensors_of_heads(*arguments: Any) -> bool:
+    """Whether there are slopes or sinks, which come last."""
+    *_, alibi_slopes, sinks = arguments
+    return alibi_slopes is not None or sinks is not None
+
+
 # What calls the operators, also under torch.func.
 backward = differentiable(ops.backward, refuse_second_derivative, mixes_samples=_have_tensors_without_batch)
 forward = differentiable(
@@ -112,5 +118,5 @@ forward_varlen = differentiable(
 )
 forward_qv = differentiable(qv_ops.forward_qv, _refuse_qv_gradient, mixes_samples=_have_tensors_without_batch)
 forward_qv_varlen = differentiable(qv_ops.forward_qv_varlen, _refuse_qv_gradient, has_batch=False)
-forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient)
+forward_fp8 = differentiable(ops.forward_fp8, _refuse_fp8_gradient, mixes_samples=_end_with_tensors_of_heads)
 forward_varlen_fp8 = differentiable(varlen_ops.forward_varlen_fp8, _refuse_fp8_gradient, has_batch=False)

@@ -65,7 +65,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = None) -> Choice:
-    """The backend for tensors of a 16-bit ``dtype`` on ``target``; ``fp8_rules`` has the rule for FP8.
+    """The backend of 16 bits for tensors of ``dtype`` on ``target``; ``fp8_rules`` has the rule for FP8.
 
     Raises:
         ValueError: the requested backend cannot run there.

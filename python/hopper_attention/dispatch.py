@@ -31,7 +31,7 @@ from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, descr
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
-from hopper_attention.scores import ScoreKind, ScoreSpec, check_scores
+from hopper_attention.scores import NO_SCORES, ScoreKind, ScoreSpec, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
 NOTE_ON_QV = "qv: a second query multiplies v, and its products join those of q and k"
 NOTE_ON_HEADS = "the query heads of a key/value head become queries of one, as there is a single query"
 NO_GRADIENT_WITH_QV = "a backward pass through the result raises NotImplementedError: qv has no gradient"
+DEQUANTIZED = f"q, k and v are dequantized to {str(checks.FP8_OUT_DTYPE).removeprefix('torch.')} by PyTorch"
 NO_FP8_GRADIENT = "e4m3 inputs have no gradient: a backward pass through the result raises"
 
 
@@ -198,20 +199,23 @@ def explain(
     checks.check_descales(q, k, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
-    features.check_fp8_scores(q.dtype, scores)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
+    in_16_bits = is_fp8 and scores is not NO_SCORES
+    if in_16_bits:
+        whole = dequantized(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
     specs, notes = of_one_launch(whole, problem, target, backend)
     if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
         notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
-    if is_fp8:
+    if is_fp8 and not in_16_bits:
         choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
     else:
-        choice = choose_backend(target, specs["q"].dtype, backend)
+        has_work = 0 not in (*q.shape, *k.shape)
+        choice = choose_in_16_bits(specs["q"].dtype, in_16_bits, target, backend, has_work)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
         config = select_config(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
@@ -234,7 +238,27 @@ def explain(
             notes += (NO_GRADIENT_WITH_QV,)
         elif is_launched:
             notes += (_note_on_gradients(gradient, target, backend),)
-    return Plan(choice.backend, config, choice.reason, casts + describe_copies(config, specs, tensors), notes)
+    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
+    return Plan(choice.backend, config, choice.reason, casts + copies, notes)
+
+
+def dequantized(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What is made of e4m3 tensors where 16 bits compute."""
+    return {
+        name: TensorSpec(
+            x.shape, torch.empty(x.shape, device="meta").stride(), checks.FP8_OUT_DTYPE, x.device
+        )
+        for name, x in specs.items()
+    }
+
+
+def choose_in_16_bits(
+    dtype: torch.dtype, is_dequantized: bool, target: Target, requested: str | None, has_work: bool
+) -> Choice:
+    """The backend of 16-bit tensors, or of e4m3 ones that are dequantized for what is done to their scores."""
+    if is_dequantized:
+        return fp8_rules.choose_with_scores(target, requested, has_work)
+    return choose_backend(target, dtype, requested)
 
 
 def check_inputs(specs: dict[str, TensorSpec], scores: ScoreKind, check: Callable[..., None]) -> None:

@@ -22,17 +22,14 @@ from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
 from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.plain_calls import is_transformed
-from hopper_attention.scores import NO_SCORES, FunctionScores, Scores, check_slopes_are_constant
+from hopper_attention.scores import FunctionScores, Scores, check_slopes_are_constant
 
-SCORE_FEATURES = {
-    "softcap": "tanh soft-capping of the scores",
-    "alibi_slopes": "a bias of the scores (ALiBi)",
-    "sinks": "attention sinks",
+MISSING_IN_FP8 = {
     "dropout_p": "dropout of P",
     "score_mod": "a function of the scores",
     "mask_mod": "a function as a mask",
 }
-"""What the arguments for scores ask for."""
+"""Arguments for scores that e4m3 tensors do not go with, and what they ask for."""
 
 ALLOWED_WINDOWS = (
     "a pair (left, right) of ints from -1, or None for a side without a limit; (-1, -1) is no window"
@@ -169,11 +166,11 @@ def with_dropout(
 
 
 def check_fp8_scores(dtype: torch.dtype, scores: Scores) -> None:
-    """Raise NotImplementedError for e4m3 tensors whose scores something is done to."""
-    if dtype == FP8_DTYPE and scores is not NO_SCORES:
-        name = scores.kind.names[0]
-        value, default = (getattr(scores, name), 0.0) if name in ("softcap", "dropout_p") else ("given", None)
-        feature = f"{SCORE_FEATURES[name]} of {FP8_DTYPE} tensors"
+    """Raise NotImplementedError for e4m3 tensors with dropout or with functions of scores."""
+    if dtype == FP8_DTYPE and (scores.dropout_p or scores.captured):
+        name = next(name for name in scores.kind.names if name in MISSING_IN_FP8)
+        value, default = (scores.dropout_p, 0.0) if name == "dropout_p" else ("given", None)
+        feature = f"{MISSING_IN_FP8[name]} of {FP8_DTYPE} tensors"
         raise missing(name, value, feature, f"16-bit tensors, or {name}={default}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,14 @@ from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
-from hopper_attention.backends import HOPPER_CAPABILITY, Choice, Target, why_not_ampere, why_not_hopper
+from hopper_attention.backends import (
+    HOPPER_CAPABILITY,
+    Choice,
+    Target,
+    choose_backend,
+    why_not_ampere,
+    why_not_hopper,
+)
 from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
@@ -20,6 +28,13 @@ HEAD_DIM_STEP = 16
 """TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
 
 NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which gives no speed-up"
+
+NO_KERNEL_WITH_SCORES = (
+    "no FP8 kernel has softcap, alibi_slopes or sinks: q, k and v are dequantized to bfloat16, and the call has the "
+    "speed of 16 bits"
+)
+
+NO_DETOUR = "16-bit inputs do not need the detour"
 
 
 class Fp8Problem(NamedTuple):
@@ -121,7 +136,20 @@ def _dequantized(target: Target, requested: str | None, has_work: bool) -> Choic
     reason = f"{target.name} has compute capability {major}.{minor}; {NO_SPEED_UP}"
     if requested:
         return Choice("ampere", f"asked for with backend={requested!r}; {reason}")
-    return Choice("ampere", reason, "16-bit inputs do not need the detour" if has_work else "")
+    return Choice("ampere", reason, NO_DETOUR if has_work else "")
+
+
+def choose_with_scores(target: Target, requested: str | None, has_work: bool = True) -> Choice:
+    """The 16-bit backend of e4m3 tensors with softcap, slopes or sinks, with advice where it is a kernel and FP8 could
+    have been meant. ``has_work`` says that there are queries and keys.
+
+    Raises:
+        ValueError: a kernel is asked for and cannot run.
+    """
+    choice = choose_backend(target, FP8_DTYPE, requested)
+    is_a_surprise = has_work and choice.backend != "reference" and requested != "ampere"
+    advice = NO_DETOUR if is_a_surprise else choice.advice
+    return replace(choice, reason=f"{choice.reason}; {NO_KERNEL_WITH_SCORES}", advice=advice)
 
 
 def _how_to_leave_the_emulation(target: Target, blocked: dict[str, str], has_work: bool) -> str:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.launch.dequantized import attend_dequantized
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.masks import MaskSpec
 from hopper_attention.quantizers import from_descales
-from hopper_attention.scores import Scores
+from hopper_attention.scores import NO_SCORES, Scores
 from hopper_attention.value_parts import attend_in_parts, needs_parts
 
 
@@ -86,16 +87,24 @@ def forward_fp8(
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
     ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
-    those of a ``MaskSpec``.
+    those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16 bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    descales = q_descale, k_descale, v_descale
+    if scores is not NO_SCORES:
+        whole = from_descales(q, k, v, *descales, FP8_OUT_DTYPE)
+        return attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
-        parts = from_descales(q, k, values, q_descale, k_descale, v_descale, FP8_OUT_DTYPE)
+        parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)
         return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin, window=window)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
@@ -117,6 +126,9 @@ def _(
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 

@@ -82,8 +82,8 @@ class Scores:
         softcap: c, above 0; 0 is none.
         alibi_slopes: float32 (heads,) or (batch, heads), or None: the bias of query i and key j is
             -slope |i + seqlen_k - seqlen_q - j|.
-        sinks: (heads,), float32 or of q's dtype, or None: a logit of each head, natural log, that joins the sum of a
-            row and has no value. The LSE includes it.
+        sinks: (heads,), float32 or of q's dtype, of the output's where q is e4m3, or None: a logit of each head,
+            natural log, that joins the sum of a row and has no value. The LSE includes it.
         dropout_p: how much of P is dropped, below 1; 0 is nothing. The LSE is that without dropout.
         philox: int64 (2,), seed and offset of the mask, or None without dropout.
     """
@@ -214,9 +214,11 @@ def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, dev
         checks.check_device("alibi_slopes", slopes.device, device)
     if scores.sinks is not None:
         sinks = TensorSpec.of(scores.sinks)
-        if sinks.dtype not in (torch.float32, dtype):
+        is_fp8 = dtype == checks.FP8_DTYPE
+        own, whose = (checks.FP8_OUT_DTYPE, "of the output") if is_fp8 else (dtype, "of q")
+        if sinks.dtype not in (torch.float32, own):
             raise TypeError(
-                f"sinks has dtype {sinks.dtype}, allowed: torch.float32 or the dtype of q, {dtype}"
+                f"sinks has dtype {sinks.dtype}, allowed: torch.float32 or the dtype {whose}, {own}"
             )
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, allowed: (heads,), ({heads},)")

@@ -293,12 +293,12 @@ def _call_operator(
     check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
     checks.check_descales_of((lengths.cu_seqlens_q.shape[0] - 1, k.shape[1]), q, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    if q.dtype == FP8_DTYPE:
-        features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, *flags[:2], *mask.sides
-        return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
+    if q.dtype == FP8_DTYPE:
+        features.check_fp8_scores(q.dtype, scores)
+        options_8 = mask.causal, *flags[:2], *mask.sides, *scores.changes
+        return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores.captured:
         call = VarlenCall(scale, mask, scores, *flags, lengths)
         return attend_with_functions(call, q, k, v)

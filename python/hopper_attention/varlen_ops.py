@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.launch.dequantized import attend_packed_dequantized
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import MaskSpec
 from hopper_attention.packed_quantization import from_packed_descales
-from hopper_attention.scores import Scores
+from hopper_attention.scores import NO_SCORES, Scores
 from hopper_attention.value_parts import Gradients, attend_in_parts, differentiate_in_parts, needs_parts
 
 
@@ -105,11 +106,21 @@ def forward_varlen_fp8(
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32."""
+    """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32.
+
+    From ``softcap`` on the arguments are those of ``Scores``, with which 16 bits compute.
+    """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
+    scores = Scores.of(softcap, alibi_slopes, sinks)
+    if scores is not NO_SCORES:
+        whole = from_packed_descales(q, k, v, descales, lengths, FP8_OUT_DTYPE)
+        return attend_packed_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
@@ -139,6 +150,9 @@ def _(
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]), dtype=FP8_OUT_DTYPE)

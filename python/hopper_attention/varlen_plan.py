@@ -11,14 +11,17 @@ from torch import Tensor
 from cute_kernels.plan.config import check_packed_size
 from hopper_attention import backward_rules, checks, features, forward_rules, fp8_rules
 from hopper_attention.api import Window
-from hopper_attention.backends import Choice, Target, choose_backend, target_of
+from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
+    DEQUANTIZED,
     NO_GRADIENT_WITH_QV,
     Plan,
     cast_by_autocast,
     check_inputs,
     check_margin,
+    choose_in_16_bits,
+    dequantized,
     describe_copies,
     describe_gradients,
     describe_scores,
@@ -29,9 +32,10 @@ from hopper_attention.dispatch import (
 )
 from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
-from hopper_attention.scores import check_scores
+from hopper_attention.scores import NO_SCORES, check_scores
 
 
 def explain_varlen(
@@ -97,18 +101,21 @@ def explain_varlen(
     checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
+    is_fp8 = whole["q"].dtype == checks.FP8_DTYPE
+    in_16_bits = is_fp8 and scores is not NO_SCORES
+    if in_16_bits:
+        whole = dequantized(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
     problem = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
-    is_fp8 = problem.dtype == checks.FP8_DTYPE
-    if is_fp8:
-        features.check_fp8_scores(problem.dtype, scores)
+    if is_fp8 and not in_16_bits:
         choice, config = _plan_fp8(problem, target, backend)
     else:
-        choice = choose_backend(target, problem.dtype, backend)
+        has_work = not is_empty(q, k, lengths)
+        choice = choose_in_16_bits(problem.dtype, in_16_bits, target, backend, has_work)
         config = forward_rules.select_for(problem, choice.backend, target.capability)
     if not isinstance(config, ReferenceConfig):
         totals = specs["q"].shape[0], specs["k"].shape[0]
@@ -129,8 +136,8 @@ def explain_varlen(
             width = first_part(whole)[0]["v"].shape[2]
             gradient = replace(problem, head_dim_v=width)
             notes += (_note_on_gradients(gradient, in_order, target, backend),)
-    copies = casts + describe_copies(config, specs, tensors)
-    return Plan(choice.backend, config, choice.reason, copies, notes)
+    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
+    return Plan(choice.backend, config, choice.reason, casts + copies, notes)
 
 
 def _plan_fp8(

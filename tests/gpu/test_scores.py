@@ -100,6 +100,35 @@ def plain_attention(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return attention_standard(*tensors, **options), attention_naive(*tensors, **options)[1]
 
 
+@pytest.mark.filterwarnings("ignore:FP8 attention in 16 bits")
+@pytest.mark.parametrize("names", ["softcap", "softcap alibi sinks"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_e4m3_tensors_give_the_bits_of_dequantized_ones(
+    draw, backend: str, head_dim: int, names: str
+) -> None:
+    x = draw(torch.bfloat16, 2, (130, 257), (4, 2), head_dim)
+    tensors = [y.to(torch.float8_e4m3fn) for y in (x.q, x.k, x.v)]
+    factors = {f"{name}_descale": 0.5 + torch.rand(2, 2, device="cuda") for name in "qkv"}
+    rules = rules_of(names, 2, 4, torch.float32) | {
+        "backend": backend,
+        "causal": True,
+        "return_attn_probs": True,
+    }
+    wide = [
+        factor.repeat_interleave(y.shape[2] // 2, 1)
+        for y, factor in zip(tensors, factors.values(), strict=True)
+    ]
+    exact = [(y.float() * z[:, None, :, None]).bfloat16() for y, z in zip(tensors, wide, strict=True)]
+    cu_q, cu_k = (n * torch.arange(3, dtype=torch.int32, device="cuda") for n in (130, 257))
+    packed = partial(
+        flash_attn_varlen_func, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=130, max_seqlen_k=257
+    )
+    for call, shaped in ((flash_attn_func, lambda y: y), (packed, lambda y: y.flatten(0, 1))):
+        found = call(*map(shaped, tensors), **factors, **rules)
+        wanted = call(*map(shaped, exact), **rules)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def gradients(x: Any, dout: Tensor, dlse: Tensor, dtype: torch.dtype, attend: Any, rules: dict) -> tuple:
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (x.q, x.k, x.v)]
     rules = dict(rules)

@@ -13,6 +13,7 @@ from hopper_attention import device_memory
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     backward,
+    dequantized,
     forward,
     fp8,
     packed_fp8,
@@ -65,7 +66,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
+    for module in (backward, dequantized, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

@@ -185,10 +185,8 @@ def test_descales_that_do_not_fit() -> None:
         ValueError, match=r"q_descale has shape \(3, 2\), allowed: \(batch, kv_heads\), \(4, 2\)"
     ):
         flash_attn_varlen_func(q, k, v, **lengths_of(case), q_descale=torch.ones(3, 2))
-    with pytest.raises(NotImplementedError, match="sinks is given: attention sinks of"):
-        flash_attn_varlen_func(q, k, v, **lengths_of(case), sinks=torch.ones(4))
-    with pytest.raises(NotImplementedError, match=r"softcap is 3\.0"):
-        explain_varlen(q, k, v, **lengths_of(case), softcap=3.0)
+    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.5: dropout of P of"):
+        explain_varlen(q, k, v, **lengths_of(case), dropout_p=0.5)
     q.requires_grad_()
     out = flash_attn_varlen_func(q, k, v, **lengths_of(case))
     with pytest.raises(NotImplementedError, match="which have no gradient"):

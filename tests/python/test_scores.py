@@ -351,33 +351,6 @@ def test_operators_check_too() -> None:
                 out.float().sum().backward()
 
 
-@pytest.mark.parametrize("function", [flash_attn_func, explain])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"softcap": 3.0},
-            "softcap is 3.0: tanh soft-capping of the scores of torch.float8_e4m3fn tensors is not",
-        ),
-        (
-            {"alibi_slopes": SLOPES},
-            "alibi_slopes is given: a bias of the scores (ALiBi) of torch.float8_e4m3fn",
-        ),
-        (
-            {"sinks": SINKS},
-            "sinks is given: attention sinks of torch.float8_e4m3fn tensors is not implemented yet",
-        ),
-    ],
-)
-def test_fp8_tensors_have_none_yet(
-    function: Callable[..., Any], options: dict[str, Any], message: str
-) -> None:
-    tensors = [x.to(torch.float8_e4m3fn) for x in qkv(head_dim_v=32)]
-    with pytest.raises(NotImplementedError, match=re.escape(message)) as caught:
-        function(*tensors, **options)
-    assert "; use 16-bit tensors, or " in str(caught.value)
-
-
 # Kernels
 
 

@@ -198,10 +198,7 @@ FP8 = {name: x.to(torch.float8_e4m3fn) for name, x in (("q", Q), ("k", KV), ("v"
 LONG = MAX_WINDOW_LENGTH + 1
 
 MISSING = [
-    (
-        FP8 | {"softcap": 2.0},
-        "softcap is 2.0: tanh soft-capping of the scores of torch.float8_e4m3fn tensors",
-    ),
+    (FP8 | {"dropout_p": 0.5}, "dropout_p is 0.5: dropout of P of torch.float8_e4m3fn tensors"),
     (
         {"attention_chunk": 5, "max_seqlen_q": LONG},
         "attention_chunk is given for 536870913 queries and 11 keys",
