@@ -26,12 +26,13 @@ from hopper_attention.forward_rules import (
     select_config,
     takes_wide_values,
 )
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
-from hopper_attention.scores import NO_SCORES, ScoreKind, ScoreSpec, check_scores
+from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -158,6 +159,9 @@ def explain(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
     backend: str | None = None,
@@ -185,6 +189,8 @@ def explain(
         pack_gqa=pack_gqa,
     )
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
@@ -220,7 +226,7 @@ def explain(
         config = select_config(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
-    notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores.spec) + notes
+    notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
     is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
@@ -281,8 +287,9 @@ def describe_window(mask: MaskSpec) -> tuple[str, ...]:
     return (f"window: a query sees {left} of the keys before its own and {right} after it", *notes)
 
 
-def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
+def describe_scores(scores: Scores) -> tuple[str, ...]:
     """A note on each thing that is done to scores."""
+    spec, functions = scores.spec, scores.captured.functions
     notes = (
         (spec.softcap != 0.0, f"softcap: a score s becomes {spec.softcap} tanh(s / {spec.softcap})"),
         (
@@ -293,6 +300,11 @@ def describe_scores(spec: ScoreSpec) -> tuple[str, ...]:
         (
             spec.dropout_p != 0.0,
             f"dropout_p: {STEPS - kept_steps(spec.dropout_p)} of {STEPS} elements of P are dropped",
+        ),
+        (functions.has_score, "score_mod: a function of yours, traced into the kernel, changes scores"),
+        (
+            functions.has_mask,
+            "mask_mod or block_mask: a function of yours, traced into the kernel, hides keys",
         ),
     )
     return tuple(note for is_there, note in notes if is_there)

@@ -32,6 +32,7 @@ from hopper_attention.dispatch import (
 )
 from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
+from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
@@ -65,6 +66,8 @@ def explain_varlen(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
@@ -85,6 +88,8 @@ def explain_varlen(
     check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
@@ -121,10 +126,7 @@ def explain_varlen(
         totals = specs["q"].shape[0], specs["k"].shape[0]
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
     notes = (
-        ((choice.advice,) if choice.advice else ())
-        + describe_window(mask)
-        + describe_scores(scores.spec)
-        + notes
+        ((choice.advice,) if choice.advice else ()) + describe_window(mask) + describe_scores(scores) + notes
     )
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv, sinks) if x is not None)
     if learned and problem.has_qv:

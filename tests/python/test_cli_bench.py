@@ -107,7 +107,7 @@ def test_features_of_small_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
     output = succeed("features", *run, "--inputs", "peaky").output
     data = json.loads(out.read_text())
-    assert data["kind"] == "features" and set(data["peers"]) == {"ours", "ours_dense", "fa3", "fa4"}
+    assert data["kind"] == "features" and {"ours", "ours_dense", "fa3", "fa4"} < set(data["peers"])
     assert [cell["name"].split("-")[1] for cell in data["cells"]] == ["packed", "1x50"]
     assert (
         all(cell["peers"]["ours"]["ok"] for cell in data["cells"])

@@ -209,7 +209,7 @@ def test_one_interrupt_ends_compiling_and_keeps_what_is_finished(tmp_path: Path,
             process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         output, errors = process.communicate(timeout=30)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 10
         assert process.returncode == 130
         last = errors.splitlines()[-1]
         assert (

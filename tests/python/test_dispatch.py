@@ -434,3 +434,13 @@ def test_describe_machine_names_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
     (item,) = describe_machine().missing
     assert item.what == "nvidia-cutlass-dsl and apache-tvm-ffi" and item.how == _kernels.INSTALL_DSL
+
+
+def test_functions_of_scores_are_named_with_their_kernel() -> None:
+    q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16)
+    plan = explain(q, q, q, score_mod=lambda s, b, h, i, j: s + i - j, device_capability=HOPPER)
+    plain = explain(q, q, q, device_capability=HOPPER)
+    assert plan.backend == "hopper" and plan.config.functions and plan.config.name != plain.config.name
+    assert any(note.startswith("score_mod: a function of yours") for note in plan.notes)
+    hidden = explain(q, q, q, mask_mod=lambda b, h, i, j: i >= j, device_capability=HOPPER)
+    assert any(note.startswith("mask_mod or block_mask") for note in hidden.notes)
