@@ -33,8 +33,10 @@ LEAST_OF_DENSE = 0.97
 LEAST_OVER_16_BITS = 1.3
 """Of FP8, over our kernels of 16 bits."""
 
-LEAST_RATIOS = {"softcap": 1.0, "alibi": 1.1, "sinks": LEAST_RATIO, "dropout": 1.2}
+LEAST_RATIOS = {"softcap": 1.0, "alibi": 1.1, "sinks": LEAST_RATIO}
 """The same where scores or P are changed, by what changes them."""
+
+LEAST_WITH_DROPOUT = {"forward": 1.5, "backward": 1.2}
 
 SHORT_WINDOW = 128
 MOST_US = {("forward", 128): 85.0, ("forward", 64): 110.0, ("backward", 128): 280.0}
@@ -150,6 +152,8 @@ def most_us(workload: Workload) -> float:
 
 def least_ratio(workload: Workload) -> float:
     """To the best peer."""
+    if workload.dropout:
+        return LEAST_WITH_DROPOUT[workload.direction]
     ratios = [least for name, least in LEAST_RATIOS.items() if getattr(workload, name)]
     return min(ratios, default=LEAST_RATIO)
 
