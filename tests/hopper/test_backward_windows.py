@@ -76,7 +76,6 @@ def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> l
         ("bfloat16", 128, False, (100, 200), (1, 1), (40, 20), True),
         ("float16", 128, True, (150, 200), (1, 1), (70, NO_LIMIT), True),
         ("bfloat16", 64, False, (200, 150), (2, 2), (100, NO_LIMIT), False),
-        ("float16", 64, True, (280, 280), (1, 1), (90, 7), False),
         ("float16", 64, True, (200, 200), (2, 1), (90, 7), True),
         ("bfloat16", 72, False, (100, 200), (1, 1), (NO_LIMIT, 25), False),
         ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT), True),
@@ -86,7 +85,7 @@ def test_gradients_in_a_window(dtype, head_dim, causal, seqlens, heads, sides, o
     check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1 + (seqlens == (200, 200)))
 
 
-@pytest.mark.parametrize("head_dim,ordered", [(64, False), (64, True), (128, True)])
+@pytest.mark.parametrize("head_dim,ordered", [(64, False), (128, True)])
 def test_keys_that_no_query_sees_have_zero_gradients(head_dim, ordered) -> None:
     check_keys_that_no_query_sees(head_dim, ordered)
 

@@ -76,7 +76,7 @@ def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> Non
 
 
 @pytest.mark.parametrize("pairs", [0, 5])
-@pytest.mark.parametrize("octaves", [1000.0, 3000.0, 2.0**15, 2.0**17])
+@pytest.mark.parametrize("octaves", [1000.0, 2.0**17])
 def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
     """A row whose maximum, scaled, is above or below all of float16, beside rows of common size."""
     q, k, v = draw(TILE, 3 * TILE)
@@ -95,7 +95,7 @@ def test_scores_that_float16_does_not_reach(octaves: float, pairs: int) -> None:
 
 
 @pytest.mark.parametrize("pairs", [0, 5])
-@pytest.mark.parametrize("octaves", [-240.0, -50.0, 14.0, 50.0, 240.0])
+@pytest.mark.parametrize("octaves", [-240.0, 14.0, 240.0])
 def test_scores_that_have_much_in_common(octaves: float, pairs: int) -> None:
     """Polynomials and MUFU give the same, and the LSE is off by no more than scores are rounded by."""
     q, k, v = draw(TILE, 3 * TILE)
@@ -130,7 +130,7 @@ def test_scales_of_which_float16_holds_few_digits(exponent: int) -> None:
     assert relative(out, exact) < 0.04
 
 
-@pytest.mark.parametrize("column", range(2, TILE, 7))
+@pytest.mark.parametrize("column", range(2, TILE, 13))
 def test_a_key_that_counts_alone_but_does_not_dominate(column: int) -> None:
     """In a later block, so that its P is any number, and by MUFU or by chords."""
     q, k, v = draw(TILE, 2 * TILE)

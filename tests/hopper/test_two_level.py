@@ -130,7 +130,7 @@ def same_schedule(config: Fp8ForwardConfig) -> Fp8ForwardConfig:
     return replace(config, two_level=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 256])
 def test_where_nothing_is_lost_one_level_gives_the_same(head_dim: int) -> None:
     """The machine's WGMMA adds in float32, so only the order of the additions differs, and the LSE not at all.
 
