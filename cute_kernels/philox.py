@@ -5,14 +5,15 @@ rounds are the fewest that pass the tests of BigCrush. All words are of 32 bits.
 
 The key. A launch is given ``philox``, int64 (2,): a seed and an offset, each of which is two words, the lower first.
 The key of the mask is the first two words of Philox with the two words of the seed as key and (lower word of the
-offset, higher word of the offset, 0, 0) as counter. So a mask is one of its seed and its offset.
+offset, higher word of the offset, 0, 0) as counter. So another seed or another offset gives another mask, unless two
+of 2^64 keys happen to be the same.
 
 The mask. Whether P of query i and key j is kept is decided by one random byte: it is if the byte is less than ``kept``,
 1 to 256. Both i and j count from the first of their sequence. So a mask depends on nothing but seed, offset, head of Q,
 and the number of the sequence in its batch: not on tiles, layout, backend or direction.
 
-The counter. One call of Philox makes four words, 16 bytes, for 16 elements: the queries i = 16 I + 2 a + {0, 1} + {0,
-8} and the keys j = 16 J + 2 b + {0, 1} + {0, 8}, with a and b from 0 to 3. Its counter is (4 J + b, 4 I + a, head,
+The counter. One call of Philox makes four words, 16 bytes, for 16 elements: those of the queries 16 I + 2 a + {0, 1, 8,
+9} with the keys 16 J + 2 b + {0, 1, 8, 9}, a and b being from 0 to 3. Its counter is (4 J + b, 4 I + a, head,
 sequence). Let y = i % 2, x = j % 2, h = i // 8 % 2 and l = j // 8 % 2. The element's byte is number 2 h + l, counted
 from the lowest, of word 2 (y ^ (J % 2)) + (x ^ (I % 2)).
 
