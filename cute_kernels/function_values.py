@@ -1,4 +1,4 @@
-"""Values of a user's functions in a kernel, each worked out where no more is known than it depends on."""
+"""Works out a user's functions in a kernel: each step once for all elements that share its value."""
 
 import math
 from collections import ChainMap
@@ -28,9 +28,16 @@ def select(condition: Boolean, a: Any, b: Any) -> Any:
 class FunctionValues(LoopInvariant):
     """The functions for one head of one sequence.
 
-    A tile has lines, of which a thread holds two, and what crosses them: ``along`` is the input that a line has one
-    of, "q_idx" or "kv_idx". Values that a line has one of, and those that all elements share, are worked out once.
-    ``with_slope`` asks for the derivative too.
+    A thread holds two rows of a tile, here lines, since they are queries in a forward kernel and keys in a backward
+    one: ``along`` is the input that has one value in a line, "q_idx" or "kv_idx". A step is worked out at one of four
+    levels, by the inputs that it depends on:
+
+    - "shared", once: on none, or on ``b`` and ``h`` alone, which ``place`` gives;
+    - "line", by ``on_line``, once for a line: on ``along`` besides;
+    - "across", by ``across``, once for what crosses the lines, so for both of them: on the other index besides;
+    - "element", by ``at``: on both indices, or on the score.
+
+    ``tensors`` are those that the steps load from. ``with_slope`` adds the derivative of the score function.
     """
 
     def __init__(
@@ -51,30 +58,30 @@ class FunctionValues(LoopInvariant):
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Steps that are asked for."""
+        """Numbers of the steps that are asked for: new score, slope and mask, as far as there are any."""
         f = self.functions
         return tuple(step for step in (f.score, f.slope, f.mask) if step != NOTHING)
 
     def on_line(self, index: Int32) -> Known:
-        """Values of a line."""
+        """What depends on the line alone: that of query, or key, ``index``."""
         known: Known = {}
         self._work_out("line", ChainMap(known, self._shared), {self.along: index})
         return known
 
     def across(self, index: Int32) -> Known:
-        """Values of what crosses the lines there."""
+        """What depends on the other index alone: key, or query, ``index``."""
         known: Known = {}
         self._work_out("across", ChainMap(known, self._shared), {self._across: index})
         return known
 
     def at(self, line: Known, across: Known, score: Float32) -> Mapping[int, Any]:
-        """Values of all outputs at an element."""
+        """All outputs at the element where both meet. ``score`` is scaled, in base e."""
         known = ChainMap({}, line, across, self._shared)
         self._work_out("element", known, {"score": score})
         return known
 
     def _sort_out(self) -> dict[str, list[int]]:
-        """The steps that outputs are made of, in order, by how much has to be known for them."""
+        """Numbers of the steps that outputs need, in order, by level."""
         steps = self.functions.steps
         wanted = set(self.outputs)
         for number in reversed(range(len(steps))):
@@ -126,7 +133,7 @@ def constant(kind: str, text: str) -> Any:
 
 
 def load(tensor: cute.Tensor, indices: list[Int32], kind: str) -> Any:
-    """An element; indices outside of the tensor are taken for the nearest inside."""
+    """An element; an index outside of the tensor is clamped to its first or last."""
     inside = tuple(
         maximum(minimum(i, size - 1), Int32(0)) for i, size in zip(indices, tensor.shape, strict=True)
     )
@@ -152,14 +159,14 @@ def floor_divide(a: Int32, b: Int32) -> Int32:
 
 
 def divide(a: Float32, b: Float32) -> Float32:
-    """Off by 2 of the last bits at most; rounded to the last one it would take several times as long."""
+    """``div.full``: within 2 units in the last place. The correctly rounded quotient takes several times as long."""
     return cute.arch.inline_ptx(
         "div.full.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 
 def float_floor_divide(a: Float32, b: Float32) -> Float32:
-    """Of the rounded quotient, so that whole numbers divide as they should."""
+    """Of the correctly rounded quotient, so that whole numbers give what they should."""
     return cute.math.floor(a / b)
 
 
@@ -168,7 +175,7 @@ def exp(x: Float32) -> Float32:
 
 
 def tanh(x: Float32) -> Float32:
-    """1 - 2 / (1 + e^2x), good to the last bits of 1."""
+    """1 - 2 / (1 + e^2x): the absolute error is some last bits of 1, and so the relative one grows towards x = 0."""
     return Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(Float32(1.0) + exp(x + x))
 
 
@@ -203,7 +210,7 @@ OF_INTS: dict[str, Callable[..., Any]] = {
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
 }
-"""Of truth values too."""
+"""Operations of integers and of truth values."""
 
 OF_ALL: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,

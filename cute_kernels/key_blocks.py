@@ -101,7 +101,7 @@ class KeyBlocks(LoopInvariant):
         return self.number_from(self.last)
 
     def number(self, n_block: Any) -> Any:
-        """Of the key block at a place of the walk: itself."""
+        """The number of the key block that the walk visits at place ``n_block``: here the same."""
         return n_block
 
     def number_from(self, n_block: Any) -> Any:
@@ -113,9 +113,9 @@ class KeyBlocks(LoopInvariant):
 class ListedBlocks(KeyBlocks):
     """Key blocks of one query tile that stand in a list, visited from its last to its first, at least one.
 
-    Places of the walk are those in the list, an int32 vector: how many there are, then the entries. Numbers of blocks
-    ascend in it, so that the end of the sequence is in the block that is visited first, or in none. An empty list has
-    an entry for one block that is hidden.
+    Places of the walk are places in the list, an int32 vector: how many blocks are visited, then an entry for each.
+    Numbers of blocks ascend in it, so that the end of the sequence is in the block that is visited first, or in none.
+    A tile that sees no block visits one all the same, whose entry says that it is hidden.
     """
 
     entries: Any = None
@@ -125,7 +125,7 @@ class ListedBlocks(KeyBlocks):
         return ListedBlocks(block_range, m_block, seqlens, maximum(entries[0], 1), 0, entries)
 
     def entry(self, place: Any) -> Any:
-        """The number of a block above ``ENTRY_BITS``, and below them what is seen of it."""
+        """The number of the block shifted by ``ENTRY_BITS``, and in the lower bits HIDDEN, PARTLY_SEEN or SEEN."""
         return self.entries[place + 1]
 
     def number(self, n_block: Any) -> Any:

@@ -27,9 +27,9 @@ LN_2 = math.log(2.0)
 class KeyRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
-    ``scale_log2`` is that of ``scale_in_base_2``. ``softcap`` has none or the one for all tiles, ``slopes`` none or the
-    tensor (batch, heads) of ALiBi, ``dropout`` none or that of P. ``functions`` are the user's, which read the tensors
-    ``captured``.
+    ``scale_log2`` is that of ``scale_in_base_2``. Each of these is empty or of one: ``softcap`` the one for all tiles,
+    ``slopes`` the tensor (batch, heads) of ALiBi, ``dropout`` that of P. ``functions`` are the user's, which read the
+    tensors ``captured``.
     """
 
     scale_log2: Float32
@@ -40,7 +40,7 @@ class KeyRules(LoopInvariant):
     captured: tuple[cute.Tensor, ...] = ()
 
     def for_head(self, mask: KeyMask, head: Int32, batch: Int32) -> "KeyScoreTile":
-        """Of a thread's keys and the queries of a head."""
+        """What is done to the scores of a thread's keys with the queries of a head of Q."""
         slopes_log2 = tuple(
             # Keys that belong to no sequence stand behind the last one.
             slopes[cutlass.min(batch, slopes.shape[0] - 1), head] * Float32(LOG2_E)
@@ -54,7 +54,7 @@ class KeyRules(LoopInvariant):
         return KeyScoreTile(mask, self.scale_log2, self.softcap, slopes_log2, dropout, functions)
 
     def dropout_of(self, mask: KeyMask, head: Int32, batch: Int32) -> tuple[RowDropout, ...]:
-        """That of a thread's keys, where there is some."""
+        """Dropout in the rows of a thread's keys; () without dropout."""
         return tuple(each.for_rows(mask.key, mask.col, head, batch, True) for each in self.dropout)
 
 
@@ -80,13 +80,13 @@ class BlockBias(LoopInvariant):
 
 @dataclass(frozen=True)
 class KeyScoreTile(LoopInvariant):
-    """What is done to the scores of a thread's two keys. Without softcap and slopes, of which there is one or none,
-    that is a mask and an exponential.
+    """What is done to the scores of a thread's two keys. Each tuple is empty or of one; with all of them empty that is
+    a mask and an exponential.
 
-    With a softcap c, a score s, scaled, becomes c t with t = tanh(s / c), so that dS = P (dP - delta) (1 - t^2), and dQ
-    and dK get the factor softmax_scale as ever. ``scale_log2`` is c log2(e) then. A bias joins the exponent, and not
-    the scores, which are t until they are probabilities. So do a user's ``functions``, which are given the natural
-    score, and whose slope is one more factor of dS.
+    With a softcap c, a scaled score s becomes c t with t = tanh(s / c), so that dS = P (dP - delta) (1 - t^2), and dQ
+    and dK get the factor softmax_scale as ever. ``scale_log2`` is c log2(e) then. The accumulator holds t until P takes
+    its place, so ALiBi's bias is added in the exponent. A user's ``functions`` are worked out there too: they are given
+    the scaled score in base e, and the derivative of the score function is one more factor of dS.
     """
 
     mask: KeyMask
@@ -103,7 +103,7 @@ class KeyScoreTile(LoopInvariant):
 
     @property
     def follows_from_probabilities(self) -> bool:
-        """Whether t follows from P, and with it the only factor that dS may have."""
+        """Whether t can be worked out again from P. Not behind a user's score function, whose inverse is not known."""
         return not any(values.functions.has_score for values in self.functions)
 
     def kept(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
@@ -111,7 +111,7 @@ class KeyScoreTile(LoopInvariant):
         return tuple(each.kept(m_block, self.mask.tile_m, columns) for each in self.dropout)
 
     def kept_anew(self, m_block: Int32, columns: int) -> tuple[Kept, ...]:
-        """The same, for a loop that has no registers for what is the same in all blocks."""
+        """The same, where the compiler may not keep what all blocks share in registers (``RowDropout.anew``)."""
         return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(m_block, columns)
 
     @property
@@ -146,8 +146,10 @@ class KeyScoreTile(LoopInvariant):
         clamps: bool = False,
         kept: tuple[Kept, ...] = (),
     ) -> None:
-        """P^T in 16 bits, as ``scores.round_into`` gives it, and in place P^T times the factors of dS, as 1 - t^2: what
-        ``scores.make_gradient`` takes. It needs no more registers for them."""
+        """P^T in 16 bits into ``rounded``, as ``scores.round_into`` does, without what is not ``kept``. ``acc_S``
+        becomes P^T times the factors of dS, such as 1 - t^2, in float32: what ``scores.make_gradient`` takes. So the
+        factors need no registers of their own. ``kept`` is empty where there are a user's functions: no call has
+        both."""
         if not self.has_factors:
             self.make_probabilities(acc_S, lse, m_block, clamps)
             scores.round_into(rounded, acc_S, kept)
@@ -185,9 +187,12 @@ class KeyScoreTile(LoopInvariant):
     def make_gradient_of_rounded(
         self, acc_dP: cute.Tensor, rounded: cute.Tensor, delta: cute.Tensor, lse: cute.Tensor, m_block: Int32
     ) -> None:
-        """dS^T in the place of dP^T, of nothing but P^T in 16 bits, as ``scores.make_gradient_of_rounded``. If capped,
-        t is worked out again from P^T: of a P that is 0 in 16 bits it does not matter. Else ``lse`` is not read. Where
-        it does not follow from P^T, ``rounded`` is that times the factors of dS."""
+        """dS^T in the place of dP^T, from P^T in 16 bits alone, as ``scores.make_gradient_of_rounded``.
+
+        With a softcap t is worked out again from P^T and ``lse``; where P^T is 0 in 16 bits dS is 0, whatever t is.
+        Where t does not follow from P^T (``follows_from_probabilities``), ``rounded`` has to be P^T times the factors
+        of dS. ``lse`` is read for a softcap alone.
+        """
         if not self.is_capped or not self.follows_from_probabilities:
             scores.make_gradient_of_rounded(acc_dP, rounded, delta)
             return
@@ -224,8 +229,9 @@ class KeyScoreTile(LoopInvariant):
 class FunctionBlock(LoopInvariant):
     """A user's functions at a thread's two keys and the queries from ``first`` on.
 
-    ``keys`` has what is known of each key, ``are_there`` whether it is one of the sequence. Rows and keys behind the
-    end have scores that functions may make anything of, so that they are hidden here whatever the block's mask does.
+    ``keys`` has the values that depend on the key alone, ``are_there`` whether it is one of the sequence. Behind the
+    end of the sequence scores are 0, of which functions may make anything: so queries and keys there are hidden here,
+    even in blocks that need no mask.
     """
 
     tile: KeyScoreTile
@@ -246,7 +252,8 @@ class FunctionBlock(LoopInvariant):
 
 @dataclass(frozen=True)
 class FunctionColumn(LoopInvariant):
-    """The same at one query; ``known`` is what is known of it, ``is_there`` whether it is one of the sequence."""
+    """The same at one query, ``offset`` behind the first: ``known`` has the values that depend on it alone,
+    ``is_there`` says whether it is one of the sequence."""
 
     block: FunctionBlock
     offset: int
@@ -257,7 +264,7 @@ class FunctionColumn(LoopInvariant):
         """P of key ``r``, and the factor of its dS; 0 both where the score is hidden. ``t`` is what the mask left of
         the accumulator, -inf for a hidden score."""
         block, tile, functions = self.block, self.block.tile, self.block.values.functions
-        # A bias is what the log-sum-exp lacks.
+        # ``without_biases`` subtracts biases, so of 0 it gives minus their sum.
         added = -without_biases(Float32(0.0), block.biases, r, self.offset) if block.biases else Float32(0.0)
         score_log2 = t * tile.scale_log2 + added
         known = block.values.at(block.keys[r], self.known, score_log2 * Float32(LN_2))

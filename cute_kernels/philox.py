@@ -1,21 +1,27 @@
-"""Philox4x32, a counter-based random generator (Salmon et al., SC 2011), and the mask of dropout that is made of it.
+"""Philox4x32, a counter-based random generator, and the mask of dropout that is made of it.
 
-Seven rounds are the fewest that pass BigCrush. All words are of 32 bits. A launch is given ``philox``, int64 (2,): a
-seed and an offset, both of two words, the lower first. The key of the mask is the first two words of Philox with the
-seed as key and (offset, offset, 0, 0) as counter. So any two pairs of seed and offset give masks of their own.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. By that paper seven
+rounds are the fewest that pass the tests of BigCrush. All words are of 32 bits.
 
-Whether P of query i and key j is kept is decided by one random byte: it is if the byte is less than ``kept``, 1 to 256.
-Both count from the first of their sequence. So a mask depends on nothing but seed, offset, head of Q, and the number of
-the sequence in its batch: not on tiles, layout, backend or direction.
+The key. A launch is given ``philox``, int64 (2,): a seed and an offset, each of which is two words, the lower first.
+The key of the mask is the first two words of Philox with the two words of the seed as key and (lower word of the
+offset, higher word of the offset, 0, 0) as counter. So another seed or another offset gives another mask, unless two
+of 2^64 keys happen to be the same.
 
-One call of Philox is for 16 elements: i of {0, 1} + {0, 8} + 2 a + 16 I and j of {0, 1} + {0, 8} + 2 b + 16 J. Its
-counter is (4 J + b, 4 I + a, head, sequence). With y and x the last bits of i and j, h and l those of i // 8 and j //
-8, the byte of an element is number 2 h + l, from the lowest, of word 2 (y ^ (J % 2)) + (x ^ (I % 2)).
+The mask. Whether P of query i and key j is kept is decided by one random byte: it is if the byte is less than ``kept``,
+1 to 256. Both i and j count from the first of their sequence. So a mask depends on nothing but seed, offset, head of Q,
+and the number of the sequence in its batch: not on tiles, layout, backend or direction.
 
-That suits the threads of a warp, which hold accumulators as in ``fragments``. A thread has four elements of 16 of each
-call, in two of its words, and needs no other bits of these, be its rows queries or keys. The lane 4 further on needs
-the other two words. The two take turns over blocks, and exchange two words in each, for which one gives away the first
-half of its words and the other the second: the last bits of I and J above let both keep the same.
+The counter. One call of Philox makes four words, 16 bytes, for 16 elements: those of the queries 16 I + 2 a + {0, 1, 8,
+9} with the keys 16 J + 2 b + {0, 1, 8, 9}, a and b being from 0 to 3. Its counter is (4 J + b, 4 I + a, head,
+sequence). Let y = i % 2, x = j % 2, h = i // 8 % 2 and l = j // 8 % 2. The element's byte is number 2 h + l, counted
+from the lowest, of word 2 (y ^ (J % 2)) + (x ^ (I % 2)).
+
+Why so. It suits the threads of a warp, which hold accumulators as in ``fragments``: eight of the 16 elements of a call
+are one thread's, whether its rows are queries or keys, and their bytes are two whole words. The other two words are for
+the lane that holds the neighbouring row, 4 lanes away. Of two neighbouring blocks of columns each of these lanes makes
+the call of one, and gives the other lane its two words. The terms J % 2 and I % 2 make both lanes keep the same two of
+their words and give away the same two, so that no thread has to select.
 """
 
 import cutlass.cute as cute
@@ -41,7 +47,7 @@ def philox(counter: Words, key: Words) -> Words:
 
 
 def _multiply(a: Uint32, b: int) -> tuple[Uint32, Uint32]:
-    """High and low word of a product: one instruction."""
+    """High and low word of a product, which is one wide multiplication."""
     product = cute.arch.mul_wide(a, Uint32(b))
     return Uint32(product >> 32), Uint32(product)
 

@@ -11,14 +11,14 @@ LAYOUTS = (DENSE, VARLEN)
 """Of a batch: sequences of one length, each with rows of its own; or of any lengths, packed behind each other."""
 
 SCORE_FEATURES = ("softcap", "alibi", "sinks", "dropout")
-"""Fields of a config for what is done to scores and P; a backward kernel finds sinks in the LSE, and has none for
-them."""
+"""Fields of a config for what is done to scores and P. The config of a backward kernel has no ``sinks``: they are in
+the LSE."""
 
 HIDDEN, PARTLY_SEEN, SEEN = range(3)
-"""What queries of a tile see of a key block in a list."""
+"""What the queries of a tile see of a key block in a list: nothing, what a mask function says, or all of it."""
 
 ENTRY_BITS = 2
-"""Of an entry of a list below the number of the block, for one of these."""
+"""The lower bits of an entry of a list, which say one of these; the number of the block is above them."""
 
 MAX_SEQLEN = 2**31 - 512
 MAX_TILES = 2**31 - 2**16

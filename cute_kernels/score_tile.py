@@ -46,7 +46,7 @@ class SoftCap(LoopInvariant):
 
 @dataclass(frozen=True)
 class Alibi(LoopInvariant):
-    """Adds -slope |i + seqlen_k - seqlen_q - j| to a scaled score (ALiBi).
+    """Adds -slope |i + seqlen_k - seqlen_q - j| to a scaled score: ALiBi, of Press et al., "Train short, test long".
 
     ``slope`` is divided by the scale that the softmax brings in. Under a causal mask no visible key is behind its
     query, so that the distance needs no absolute value.
@@ -69,7 +69,8 @@ class Alibi(LoopInvariant):
 
 @dataclass(frozen=True)
 class FunctionRules(LoopInvariant):
-    """A user's functions and the ``tensors`` that they read. ``scale`` makes natural scores of what they are given."""
+    """A user's functions and the ``tensors`` that they read. What the accumulator holds, times ``scale``, is a score
+    that is scaled and in base e, which is what they are given."""
 
     functions: UserFunctions
     tensors: tuple
@@ -84,8 +85,9 @@ class FunctionRules(LoopInvariant):
 
 @dataclass(frozen=True)
 class FunctionChange(LoopInvariant):
-    """Works out a user's functions at every element. A score function leaves natural scores, which the softmax is to
-    scale by nothing more than log2(e); what the mask function hides is -inf. ``rows`` has what is known of each row.
+    """Works out a user's functions at every element of a thread's rows. A score function leaves scaled scores in base
+    e, which the softmax multiplies by log2(e) alone (``scale_after_functions``); what the mask function hides becomes
+    -inf. ``rows`` has the values that depend on the row alone.
     """
 
     mask: TileMask
@@ -97,7 +99,8 @@ class FunctionChange(LoopInvariant):
         self.apply_listed(acc_S, n_block, None)
 
     def apply_listed(self, acc_S: cute.Tensor, n_block: Int32, kind: Int32 | None) -> None:
-        """The same of a block of which a list has the ``kind``, that says whether the mask function counts at all."""
+        """The same of a block from a list, of which ``kind`` is HIDDEN, PARTLY_SEEN or SEEN: the mask function counts
+        where it is seen in part. None for a block that is of no list."""
         functions, scores = self.values.functions, as_rows(acc_S)
         first = n_block * self.mask.tile_n + self.mask.col
         for j in range(scores.shape[1][1]):
@@ -120,9 +123,9 @@ class FunctionChange(LoopInvariant):
 class ScoreRules(LoopInvariant):
     """What a launch does to scores, made of its arguments.
 
-    ``softcap`` has none or the one for all tiles, ``slopes`` none or the tensor (batch, heads) of ALiBi;
-    ``inverse_scale`` is 1 / the scale that scores have until the user's ``functions`` see them, if there are any, else
-    that the softmax brings in. ``dropout`` has none or that of P.
+    Each tuple is empty or of one: ``softcap`` the one for all tiles, ``slopes`` the tensor (batch, heads) of ALiBi,
+    ``dropout`` that of P, ``functions`` the user's. ``inverse_scale`` is 1 / softmax_scale, or 1 / cap with a softcap:
+    the unit of what the accumulator holds when ALiBi is added, since the scale comes later.
     """
 
     softcap: tuple
@@ -154,12 +157,12 @@ class ScoreRules(LoopInvariant):
 def function_rules(
     functions: UserFunctions, tensors: tuple, scale_log2: Float32
 ) -> tuple[FunctionRules, ...]:
-    """Of a launch, if there are functions; ``scale_log2`` is that of ``scale_in_base_2``."""
+    """Those of a launch, or () without functions; ``scale_log2`` is that of ``scale_in_base_2``."""
     return (FunctionRules(functions, tensors, scale_log2 * Float32(1.0 / LOG2_E)),) if functions else ()
 
 
 def scale_after_functions(functions: UserFunctions, scale_log2: Float32) -> Float32:
-    """What the softmax brings in: score functions leave natural scores."""
+    """The factor that is left to the softmax: log2(e) after a score function, which leaves scaled scores in base e."""
     return Float32(LOG2_E) if functions.has_score else scale_log2
 
 
@@ -189,7 +192,7 @@ class ScoreTile(LoopInvariant):
         return tuple(each.kept(n_block, tile_n, tile_n) for each in self.dropout)
 
     def kept_anew(self, n_block: Int32) -> tuple[Kept, ...]:
-        """The same, for a loop that has no registers for what is the same in all blocks."""
+        """The same, where the compiler may not keep what all blocks share in registers (``RowDropout.anew``)."""
         return replace(self, dropout=tuple(each.anew() for each in self.dropout)).kept(n_block)
 
 

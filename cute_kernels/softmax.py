@@ -137,8 +137,8 @@ class RoundingSoftmax(OnlineSoftmax):
 
 
 class WithSinks(OnlineSoftmax):
-    """Mixin, to be put before a softmax: a logit a head joins the row sum and has no value. A row without keys has
-    nothing else.
+    """Mixin, to be put before a softmax: a logit a head joins the row sum and has no value (attention sinks, Xiao et
+    al., ICLR 2024; as a learned logit in gpt-oss). A row without keys has nothing else.
 
     ``sinks`` are float32 (heads,), in base e and not scaled. ``softmax`` is what the softmax behind it is made of.
     """

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 FLOAT, INT, BOOL = "float", "int", "bool"
-"""What a value is: float32, int32 or a truth value."""
+"""Kinds of values: float32, int32, and a truth value."""
 
 INPUTS = {"score": FLOAT, "b": INT, "h": INT, "q_idx": INT, "kv_idx": INT}
-"""What functions are of, and the kinds of these."""
+"""Arguments of FlexAttention's score_mod (score, b, h, q_idx, kv_idx) and mask_mod (b, h, q_idx, kv_idx), and their
+kinds. q_idx and kv_idx count from the first of their sequence."""
 
 NOTHING = -1
-"""In place of the number of a step."""
+"""Stands for the number of a step that is not there."""
 
 Step = tuple
 """(operation, kind, *arguments). Arguments are numbers of earlier steps, but for
@@ -30,7 +31,8 @@ Step = tuple
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What of a captured tensor decides on a kernel: the name of its dtype, and its dimensions, 1 or more."""
+    """What of a captured tensor decides on a kernel: the name of its dtype, and how many dimensions it has, 1 or
+    more."""
 
     dtype: str
     dimensions: int
@@ -38,13 +40,15 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """A score function, a mask function, or both; none of them is false.
+    """A score function, a mask function, or both. ``bool`` is False where there is neither.
 
     Attributes:
-        steps: of both.
-        score, mask: the steps with the new score, and with whether the query sees the key; NOTHING for no function.
-        slope: the step with the derivative of the new score by the old one, after ``with_slope``.
-        tensors: those that the steps load from.
+        steps: what both functions do, each step after those that it needs.
+        score: number of the step that gives the new score; NOTHING without a score function.
+        mask: number of the step that says whether the query sees the key; NOTHING without a mask function.
+        slope: number of the step that gives the derivative of the new score by the old one; NOTHING before
+            ``with_slope``.
+        tensors: kinds of the tensors that the steps load from, by number.
     """
 
     steps: tuple[Step, ...] = ()
@@ -66,12 +70,12 @@ class UserFunctions:
 
     @property
     def bends(self) -> bool:
-        """Whether the gradient of a score needs a factor: the slope is not 1 throughout."""
+        """Whether dS needs a factor: the derivative of the score function is not 1 everywhere, as that of a bias is."""
         return self.has_score and slope_step(self) != ONE
 
     @property
     def name(self) -> str:
-        """Short, and like that of no others; empty for none."""
+        """A short digest of these functions, part of a config's name; empty for none."""
         return _digest(self) if self else ""
 
     def with_slope(self) -> UserFunctions:
@@ -112,7 +116,7 @@ class Steps:
         self._numbers = {step: number for number, step in enumerate(self.all)}
 
     def add(self, operation: str, kind: str, *arguments: int | str) -> int:
-        """The number of the step, which may have been there."""
+        """The number of a step, which is written if it is not there yet."""
         step = (operation, kind, *arguments)
         if step not in self._numbers:
             self._numbers[step] = len(self.all)
@@ -153,10 +157,11 @@ class Steps:
 
 
 class Derivative:
-    """Derivatives by the score, forward: that of a step from those of its arguments.
+    """Derivatives by the score in forward mode: that of a step from those of its arguments, as further steps.
 
-    Of a comparison it is none, of ``floor`` and ``floordiv`` 0. Where the derivative jumps, it is the one on the right
-    for minimum, maximum and where, and 0 for abs.
+    Integers, truth values, constants, loads and the results of ``floor``, ``floordiv`` and ``cast`` have derivative 0.
+    "where" has that of the argument that is chosen. "min" and "max" of equal numbers have that of the second one; "abs"
+    has 0 at 0.
     """
 
     def __init__(self, steps: Steps):
@@ -182,7 +187,7 @@ class Derivative:
         if len(arguments) == 2:
             return self._of_two(operation, *arguments)
         inner = self.of(arguments[0])
-        # Not even worked out where it counts for nothing.
+        # The outer derivative becomes no step where the inner one is 0.
         return (
             inner if s.all[inner] == ZERO else s.product(self._slope(operation, arguments[0], number), inner)
         )
@@ -259,9 +264,11 @@ OPERATIONS = {
     "where": (FLOAT, INT, BOOL),
     "cast": (FLOAT, INT, BOOL),
 }
-"""What steps do beside inputs, constants and loads, and the kinds of what comes out. Integers divide as Python's do:
-quotients are rounded down, and a remainder has the sign of the divisor. The arguments of a comparison are of one kind,
-those of "where" a truth value and two of the kind of the result; all others are of that kind, but for that of a "cast".
+"""Operations of steps beside "input", "constant" and "load", and the kinds that their results may be of.
+
+Arguments are of the kind of the result, with three exceptions: those of a comparison are of one kind, the first of
+"where" is a truth value, and that of "cast" is of another kind. "floordiv" and "mod" are Python's: a quotient is
+rounded down, and a remainder has the sign of the divisor.
 """
 
 

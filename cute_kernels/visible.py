@@ -1,7 +1,10 @@
 """What a window comes to: the keys that a query sees, and the queries that see a key.
 
+A query i is level with key i + seqlen_k - seqlen_q (``Window``); ``level`` is the number of that key.
+
 Plain arithmetic on integers: the same functions serve the kernels (traced) and the host tests (Python ints). A result
-may be negative, or past the end of the sequence. Each asks for the side of the window that it is named for.
+may be negative, or past the end of the sequence. The window must have the side that a function is about: the left one
+for ``first_key`` and ``queries_end``, the right one for ``keys_end`` and ``first_query``.
 """
 
 from typing import Any
@@ -12,19 +15,19 @@ from cute_kernels.window import Window
 
 
 def first_key(window: Window, level: Any) -> Any:
-    """That the query sees which is level with key ``level``."""
+    """The first key that a query sees, which is level with key ``level``."""
     first = level - window.left
     return maximum(first, chunk_begin(window, level)) if window.has_chunk else first
 
 
 def keys_end(window: Window, level_end: Any) -> Any:
-    """One past the last key that the query sees which is level with the key before ``level_end``."""
+    """One past the last key that a query sees, which is level with key ``level_end`` - 1."""
     end = level_end + window.right
     return minimum(end, chunk_begin(window, level_end - 1) + window.chunk) if window.has_chunk else end
 
 
 def first_query(window: Window, key: Any, seqlens: SeqlenInfo) -> Any:
-    """That sees the key."""
+    """The first query that sees ``key``."""
     first = key - seqlens.seqlen_k + seqlens.seqlen_q - window.right
     if not window.has_chunk:
         return first
@@ -32,7 +35,7 @@ def first_query(window: Window, key: Any, seqlens: SeqlenInfo) -> Any:
 
 
 def queries_end(window: Window, key: Any, seqlens: SeqlenInfo) -> Any:
-    """One past the last that sees the key."""
+    """One past the last query that sees ``key``."""
     end = key - seqlens.seqlen_k + seqlens.seqlen_q + window.left + 1
     if not window.has_chunk:
         return end

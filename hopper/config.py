@@ -50,19 +50,18 @@ class Registers:
 class ForwardConfig:
     """Everything that is fixed when a forward kernel is compiled.
 
-    ``pipelined`` issues S = Q K_{j+1}^T before O += P_j V_j, so that a warpgroup's softmax runs under its
-    own second GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers,
-    so that one's softmax runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for
-    a new maximum not with the softmax that found it but under the next Q K^T, and not at all if a warp found none.
-    Without ``warp_specialized`` there is no producer warp: the first consumer warp loads between its own steps, and
-    all threads keep the registers of the launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory.
-    Such kernels are for comparison, as in the paper's ablation.
-    ``window`` is a sliding window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0.
-    With ``chunk`` it is given the keys of a chunk too, outside of which a query sees none.
-    ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a tanh,
-    ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes elements
-    of P. ``functions`` are a user's; with ``block_lists`` their mask is for the key blocks of a list, which are all
-    that is visited.
+    ``pipelined`` issues S = Q K_{j+1}^T before O += P_j V_j, so that a warpgroup's softmax runs under its own second
+    GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers, so that one's softmax
+    runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for a new maximum not with the softmax that
+    found it but under the next Q K^T, and not at all if a warp found none. Without ``warp_specialized`` there is no
+    producer warp: the first consumer warp loads between its own steps, and all threads keep the registers of the
+    launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory. Such kernels are for comparison, as
+    in the paper's ablation. ``window`` is a sliding window, whose sides the kernel is given when it runs; with
+    ``causal`` the right one is 0. With ``chunk`` it is given the keys of a chunk too, outside of which a query sees
+    none. ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a
+    tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes
+    elements of P. ``functions`` are a user's ``score_mod`` and ``mask_mod``. With ``block_lists`` the kernel visits the
+    key blocks of a list alone, and asks the mask function only in those that the list calls seen in part.
     """
 
     dtype: str
@@ -90,7 +89,8 @@ class ForwardConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
+        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one, and nothing
+        is done to scores or P."""
         return not self.window and self.layout == DENSE and not self.changes_scores
 
     @property

@@ -23,8 +23,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, softmax_scale)`` that launches on
-    torch's current stream, with num_ctas behind where ``config.is_persistent``, as many as there are SMs. Where the
-    config ``is_plain`` no more, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
+    torch's current stream, with num_ctas as one more argument where ``config.is_persistent``, as many as there are SMs.
+    Unless the config ``is_plain``, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
     sequences, softcap, alibi_slopes, philox, kept, *captured``, None for what the config has no use for
     (``BackwardOptions``).
 

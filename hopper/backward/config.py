@@ -58,7 +58,8 @@ class BackwardConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one."""
+        """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one, and nothing
+        is done to scores or P."""
         changes = self.softcap or self.alibi or self.dropout or self.functions
         return not (self.window or changes) and self.layout == DENSE
 
@@ -73,8 +74,8 @@ class BackwardConfig:
 
     @property
     def publishes_factors(self) -> bool:
-        """Whether a warpgroup that makes P also has to give what dS is made of, since it does not follow from P: P
-        times the slope of a score function."""
+        """Whether the warpgroup that makes P also has to hand on P times the factors of dS (the derivatives of a score
+        function and of a softcap before it), since these do not follow from P."""
         return self.functions.has_score and (self.functions.bends or self.softcap)
 
     @property
@@ -199,7 +200,8 @@ class PairedBackwardConfig(BackwardConfig):
 
     @property
     def buffers_of_p(self) -> int:
-        """One more with dropout, as dS needs P as it was before, or where dS is made of something else."""
+        """Buffers of P in shared memory: one more with dropout, since dV needs P after it and dS P before it, and where
+        the config ``publishes_factors``."""
         return self.stages_of("p") + (self.dropout or self.publishes_factors)
 
     @property

@@ -16,13 +16,16 @@ from hopper.backward.config import BackwardConfig
 
 @dataclass(frozen=True)
 class BackwardOptions(LoopInvariant):
-    """Each is empty for kernels that have no use for it.
+    """Arguments that only some backward kernels take; each is empty where the config has no use for it.
 
-    ``window`` are its sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
-    The keys of a chunk, 1 or more, come behind them.
-    ``plan`` is that of key tiles and the number of its sequences, one more than the caller's. ``softcap`` is the cap,
-    ``slopes`` those of ALiBi, float32 (batch, heads), ``dropout`` what ``Dropout.of`` takes. ``captured`` are the
-    tensors that the functions of the config read.
+    Attributes:
+        window: the sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
+            With a chunk its keys come last, 1 or more.
+        plan: that of key tiles, and the number of its sequences, one more than the caller's.
+        softcap: the cap.
+        slopes: those of ALiBi, float32 (batch, heads).
+        dropout: the arguments of ``Dropout.of``.
+        captured: the tensors that the functions of the config read.
     """
 
     window: tuple = ()

@@ -20,8 +20,8 @@ from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.wgmma import issue_gemm
 
 WHOLE_P = 1
-"""The buffer of what dS is made of: with dropout P^T as it was before, with a user's function P^T times its slope.
-There is one stage of P, the buffer before."""
+"""The second buffer of P, behind the only stage of the pipeline: what dS is made of where that is not what dV is made
+of. With dropout that is P^T before dropout, where the config ``publishes_factors`` P^T times the factors of dS."""
 
 
 class PairFragments(NamedTuple):
@@ -176,9 +176,11 @@ class PairConsumer(LoopInvariant):
 
 
 class ScoresConsumer(PairConsumer):
-    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, buffers): with
-    dropout first what dV is made of, and then P^T itself, which dS is made of; and so where the config
-    ``publishes_factors``, P^T times these."""
+    """The first warpgroup: S^T = K Q^T and P^T, which it writes to shared memory, ``sP`` (keys, queries, buffers).
+
+    Buffer 0 has what dV is made of, P^T after dropout. Where dS is made of something else, that is in buffer
+    ``WHOLE_P``.
+    """
 
     def __init__(self, sLSE: cute.Tensor, sP: cute.Tensor, *rest):
         super().__init__(*rest)

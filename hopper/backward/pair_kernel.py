@@ -45,7 +45,7 @@ class PairMmas(NamedTuple):
 
 
 class PairLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. Where the config
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. With dropout, and where the config
     ``publishes_factors``, ``p`` has one more: what dS is made of."""
 
     q: cute.ComposedLayout

@@ -24,19 +24,18 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, out, lse, tile_counter, softmax_scale, num_ctas)`` that launches on torch's
-    current stream. q (b, sq, h, d), k (b, sk, hk,
-    d), v (b, sk, hk, dv), out (b, sq, h, dv) in the
-    config's dtype with last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses;
-    lse float32 (b, h, sq), or (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a
-    positive float; num_ctas the size of the persistent grid, usually the number of SMs.
+    current stream. q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv) in the config's dtype with
+    last stride 1, other strides in multiples of 8 elements and 16-byte aligned addresses; lse float32 (b, h, sq), or
+    (b, h, 0) to have none written; tile_counter int32 (2,), zeros; softmax_scale a positive float; num_ctas the size of
+    the persistent grid, usually the number of SMs.
 
-    Where the config ``is_plain`` no more, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
+    Unless the config ``is_plain``, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
     window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, *captured, num_ctas)``,
     as ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and
     out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
     ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
     of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``);
-    captured are the tensors that the functions of the config read, and lists of blocks.
+    captured are the tensors that the functions of the config read, and with ``block_lists`` one more, the lists.
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -105,10 +104,10 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    Where the config ``is_plain`` no more, window_left, window_right, attention_chunk, plan and sequences stand before
+    Unless the config ``is_plain``, window_left, window_right, attention_chunk, plan and sequences stand before
     num_ctas, as for ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d),
-    vt (hk, dv, keys) with whole steps of 32 keys for each sequence, or (total_k, hk, dv), and lse (h, total_q or 0);
-    sizes of the batch are those of ``BlockScales``.
+    vt (hk, dv, keys) with whole steps of 32 keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h,
+    total_q or 0); sizes of the batch are those of ``BlockScales``.
     """
     c = config
     is_packed = c.layout == VARLEN

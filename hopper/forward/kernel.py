@@ -74,10 +74,13 @@ class KernelParts:
 
 @dataclass(frozen=True)
 class LaunchOptions(LoopInvariant):
-    """Arguments that only some kernels take: ``extras`` of its ``precision``, the ``plan`` and the number of sequences
-    that ``PackedBatch`` wants, the sides of a ``window`` and its chunk, the cap of ``softcap``, the ``slopes`` of
-    ALiBi, the words and the number of ``Dropout.of``, the tensors ``captured`` by a user's functions, and ``lists`` of
-    blocks."""
+    """Arguments that only some kernels take; each is empty where the config has no use for it.
+
+    ``extras`` are for the kernel's ``precision``; ``plan`` is the plan and its number of sequences, for
+    ``PackedBatch``; ``window`` the two sides, and then the chunk if there is one; ``softcap`` the cap; ``slopes`` those
+    of ALiBi; ``dropout`` the arguments of ``Dropout.of``; ``captured`` the tensors that a user's functions read;
+    ``lists`` the tensor of lists of blocks (``Work``).
+    """
 
     extras: tuple = ()
     plan: tuple = ()
@@ -438,7 +441,7 @@ class GeneralForwardKernel(ForwardKernel):
         heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
         the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,);
         ``philox`` and ``kept`` are those of ``Dropout.of``. Then come the tensors that the config's functions read,
-        with ``block_lists`` those (``Work``), num_ctas and the stream.
+        with ``block_lists`` the tensor of lists (``Work``), num_ctas and the stream.
         """
         c = self.config
         *captured, num_ctas, stream = captured_ctas_and_stream

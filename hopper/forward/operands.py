@@ -47,9 +47,9 @@ class Mmas(NamedTuple):
 
 @dataclass(frozen=True)
 class Work(LoopInvariant):
-    """The tiles of a launch: who hands them out, in which order, and which key blocks each visits, and
-    what is done to scores. ``lists`` has none, or the tensor (batch, heads, query tiles, 1 + key tiles) that
-    ``ListedBlocks`` are read from."""
+    """The tiles of a launch: who hands them out, in which order, which key blocks each visits, and what is done to
+    scores. ``lists`` is empty, or has the int32 tensor (batch, heads, query tiles, 1 + key tiles) from which
+    ``ListedBlocks`` are read."""
 
     scheduler: TileScheduler
     order: TileOrder | PackedTileOrder

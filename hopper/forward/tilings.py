@@ -26,7 +26,7 @@ one that covers it, the tail of a row being zero-filled by TMA on load and clipp
 ANY_LENGTH = 2**62
 
 PACKED_SEQLEN = 2048
-"""What packed sequences are taken for, where ``PACKED_TILINGS`` has no row."""
+"""The seqlen_k that tiles of packed sequences are chosen for, where ``PACKED_TILINGS`` has no row."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ FUNCTION_TILINGS: dict[tuple[int, int], Tiling] = {
     (192, 192): tiling(128, 112, 2, late_rescale=True),
     (256, 256): tiling(128, 64, 2, ping_pong=False, late_rescale=True),
 }
-"""The same where there are a user's functions, by (head_dim, head_dim_v): they need registers, which two warpgroups and
-narrow tiles leave."""
+"""The tiles where there are a user's functions, by (head_dim, head_dim_v), with any mask, layout and length: functions
+need registers, which two warpgroups and narrow tiles leave."""
 
 
 def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -154,7 +154,8 @@ def select_with_functions(
 
 
 def with_dropout(config: ForwardConfig) -> ForwardConfig:
-    """That which serves the same problem with dropout, whose mask is made for 32 keys at a time."""
+    """The config for the same problem with dropout: tile_n is rounded down to a multiple of 32, since the mask is made
+    for 32 keys at a time."""
     return replace(config, tile_n=config.tile_n // 32 * 32, dropout=True)
 
 

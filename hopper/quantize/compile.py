@@ -30,7 +30,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     With the layout "varlen" b is 1, sq and sk are rows of all sequences, and cu_seqlens_q, cu_seqlens_k int32 (batch +
     1,), seqused_q and seqused_k int32 (batch,) or (0,) stand before num_ctas. Blocks, and steps of 32 keys of vt8, are
     those that no two sequences share: x // rows + batch + 1 for x rows. Rows behind the last sequence are taken for
-    one more, and what is of none is not written.
+    one more sequence; rows and blocks that are of no sequence are not written.
 
     What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
     as many of V make no more than 2^30 items.

@@ -64,9 +64,10 @@ class Grid(LoopInvariant):
 
 @dataclass(frozen=True)
 class PackedSide(LoopInvariant):
-    """Packed sequences of Q, or of K and V: where their items of ``rows`` rows lie.
+    """Packed sequences of Q, or of K and V: which rows an item of ``rows`` rows has, by its number.
 
-    Items go by number as ``SeqlenInfo.first_key_block`` has it, so that some in between have no rows.
+    Those of sequence b begin with item cu_seqlens[b] // rows + b (``SeqlenInfo.first_key_block``), so that no item has
+    rows of two sequences, and some have none. ``total`` is the number of rows of the tensor.
     """
 
     cu_seqlens: cute.Tensor
@@ -76,7 +77,8 @@ class PackedSide(LoopInvariant):
 
     @cute.jit
     def find(self, item: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """(item of the sequence, sequence, its first row, its rows). Rows of no sequence follow the last."""
+        """(item of the sequence, sequence, its first row, its rows), the sequence by bisection of the offsets. Rows
+        behind the last sequence count as one more."""
         sequence, high = Int32(0), self.cu_seqlens.shape[0] - 1
         while sequence < high:
             middle = (sequence + high + 1) // 2

@@ -80,7 +80,7 @@ class DenseItems(LoopInvariant):
         return place[2]
 
     def first_row(self, place: tuple) -> Int32 | int:
-        """Of the sequence, in its entry."""
+        """The first row of the sequence in its entry."""
         return 0
 
     def first_unit(self, place: tuple, rows: int) -> Int32 | int:
@@ -88,11 +88,12 @@ class DenseItems(LoopInvariant):
         return 0
 
     def within(self, row: Int32, first_row: Int32 | int) -> Int32:
-        """A row that may be read in place of ``row``; both are counted from ``first_row`` of the entry."""
+        """``row``, or the nearest that lies in the tensor; both are counted from row ``first_row`` of the entry. It may
+        be negative where a packed sequence has no rows."""
         return row
 
     def is_own(self, block: Int32, of_all: Int32, rows: int, place: tuple) -> Boolean:
-        """Whether the sequence has this block of ``rows`` rows; ``of_all`` are those of an entry."""
+        """Whether the sequence has this block of ``rows`` rows; ``of_all`` is the number of blocks of an entry."""
         return block < of_all
 
 
@@ -116,7 +117,7 @@ class PackedItems(DenseItems):
         return maximum(row, -first_row)
 
     def is_own(self, block: Int32, of_all: Int32, rows: int, place: tuple) -> Boolean:
-        """One without rows has a block too, whose scale attention looks at."""
+        """A sequence without rows has a block too, since attention reads the scale of the first one."""
         return block * rows < maximum(place[4], 1)
 
 

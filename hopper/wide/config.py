@@ -18,7 +18,7 @@ HEAD_DIM = 64
 """Columns of the kernel's Q and K: the most that it takes."""
 
 STAGES = {256: 4, 512: 2}
-"""By the columns of V and QV that kernels have: key blocks in shared memory at a time."""
+"""Columns of V and QV that there are kernels for, and with each the key blocks that are in shared memory at a time."""
 
 CLUSTER = 2
 """CTAs that load their keys for each other: each loads half, so that L2 gives every key once to both."""
@@ -27,10 +27,11 @@ CONSUMERS = 2
 """Consumer warpgroups, each with half of the columns of O."""
 
 REGISTERS = Registers(consumer=232, producer=40)
-"""With packed sequences a producer of three more operands than others have does not get by on 24."""
+"""The producer keeps more than that of other kernels, QV and both halves of V: with packed sequences 24 registers do
+not do."""
 
 ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
-"""Of a float32 for each row, with which one warpgroup tells the other how to scale O."""
+"""Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class WideForwardConfig:
     """Everything that is fixed when the kernel for wide values is compiled.
 
     ``qv``: there is a second query, whose products with V join the scores. ``window``, ``chunk``, ``layout``,
-    ``softcap``, ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and key blocks of
-    ``tile_n`` keys. The ``cluster`` CTAs of a cluster share a tile, of neighbouring queries, and each loads a part of
-    the keys for all of them.
+    ``softcap``, ``alibi`` and ``sinks`` are as in ``ForwardConfig``. A CTA has 64 queries at a time, and visits
+    ``tile_n`` keys at a time. A tile is the 64 * ``cluster`` neighbouring queries of a cluster, of whose keys each CTA
+    loads a part for all.
     """
 
     dtype: str
@@ -87,7 +88,7 @@ class WideForwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Q, QV or O in its place, K and V of each stage, P and the row factors."""
+        """Q, QV (or O in its place), K and V of each stage, P, the row factors and the barriers."""
         rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
         keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
         return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
@@ -130,7 +131,7 @@ def validate_wide_config(config: WideForwardConfig) -> None:
 
 
 def why_not_wide(head_dim: int, head_dim_v: int) -> str:
-    """What keeps the kernels from a problem of these sizes; empty if nothing does."""
+    """Why these kernels do not take a problem of these sizes; empty if they do."""
     for name, size, most in (("head_dim", head_dim, HEAD_DIM), ("head_dim_v", head_dim_v, max(STAGES))):
         if size > most:
             return f"{name} is {size}, and the Hopper kernel with qv takes at most {most}"
@@ -146,7 +147,8 @@ def select_wide_config(
     layout: str = DENSE,
     **others: Any,
 ) -> WideForwardConfig:
-    """The config for these; narrower rows are filled with zeros by TMA. ``others`` are further fields."""
+    """The config for a problem with head_dim of at most 64, the narrowest that covers ``head_dim_v``: TMA fills rows
+    with zeros. ``others`` are further fields."""
     columns = min(size for size in STAGES if size >= head_dim_v)
     stages = STAGES[columns]
     config = WideForwardConfig(

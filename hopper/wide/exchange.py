@@ -32,9 +32,12 @@ def wait(barrier: WideBarrier) -> None:
 class Exchange(LoopInvariant):
     """P of a key block, and a factor of each row of O, from the first warpgroup to the second.
 
-    The first one writes when the second has READ what was there, and says WRITTEN. By SCORED it says that its scores
-    of the next block are done, so that the tensor cores have nothing else to do than P V of the second. No barrier is
-    arrived at twice before the other side has waited for it: each of the three lies between two of another.
+    The first one writes when the second has READ what was there, and says WRITTEN. By SCORED it says that the WGMMAs of
+    its next scores are nearly done, so that the tensor cores are free for P V of the second.
+
+    No barrier is arrived at twice before the other side has waited for it: the first one arrives at WRITTEN and SCORED
+    after a wait for READ, and the second one at READ after it has waited for both. At the end of a tile, when factors
+    are handed on without P, both sides leave out SCORED.
     """
 
     def __init__(self, smem: WideSmem, warp_in_group: Int32, lane: Int32):

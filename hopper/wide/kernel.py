@@ -75,8 +75,8 @@ class WideForwardKernel:
     |---|---|---|---|
     | q | 1 | Q and QV of a tile | O, staged in QV's place, has left |
     | k | `stages` | K of a block | S of all CTAs of the cluster has read it |
-    | v, first half | `stages` | half of the columns of V | so has S, and P V of the scores' warpgroups |
-    | v, second half | `stages` | the other half | so has S, and P V of the values' warpgroups |
+    | v, first half | `stages` | half of the columns of V | so has S with `qv`, and P V of the scores' warpgroups |
+    | v, second half | `stages` | the other half | so has S with `qv`, and P V of the values' warpgroups |
     | mailbox | 2 | the number of a tile | all consumer warps have read it; not in a cluster |
 
     | named barrier | id | threads | orders |
@@ -97,7 +97,7 @@ class WideForwardKernel:
     def __init__(self, config: WideForwardConfig):
         validate_wide_config(config)
         self.config, self.dtype = config, DSL_DTYPES[config.dtype]
-        # What these ask of a config, this one has too.
+        # ``WideForwardConfig`` has all that these read of a ``ForwardConfig``.
         self.batch = PackedBatch(config) if config.layout == VARLEN else DenseBatch(config)
         self.precision = SixteenBits(config)
 
@@ -135,7 +135,7 @@ class WideForwardKernel:
         queries = (mQV,) if const_expr(c.qv) else ()
         views = WideTensors(*(batch.view(t) for t in (mQ, mK, mV, mO)), tuple(batch.view(t) for t in queries))
         copies = self._make_copies(views)
-        # Scores that are capped come without a factor, which is the cap.
+        # Capped scores are tanh(s / cap) in the accumulator: what is left to multiply by is the cap.
         scale = given.softcap[0] if const_expr(c.softcap) else softmax_scale
         self.kernel(
             WideTensors(*(copy.atom for copy in copies[:4]), tuple(copy.atom for copy in copies.qv)),
@@ -301,7 +301,7 @@ class WideForwardKernel:
 
     @cute.jit
     def _sum_values(self, work: Work, consumer: ValuesConsumer, epilogue: WideEpilogue):
-        """The second one."""
+        """The second consumer warpgroup: sum P V of each tile and store its half."""
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
         q_phase = Int32(0)
@@ -319,7 +319,7 @@ class WideForwardKernel:
             mail_state.advance()
 
     def _make_pipelines(self, storage) -> WidePipelines:
-        """The docstring of the class has their table."""
+        """Those of the table in the docstring of the class, but the mailbox."""
         c, one, both = self.config, WARPS_PER_WARPGROUP, CONSUMERS * WARPS_PER_WARPGROUP
         queries = WARPGROUP_ROWS * (c.head_dim + (c.head_dim_v if c.qv else 0))
         barriers_v, keys = storage.barriers_v.data_ptr(), c.tile_n * c.half

@@ -33,7 +33,8 @@ class WideTensors(NamedTuple):
 class WidePipelines(NamedTuple):
     """From the producer to the consumers; the docstring of ``WideForwardKernel`` has their table.
 
-    ``v`` are those of both halves of V. K and both have the same stages at the same time.
+    ``v`` are those of both halves of V. K and both halves of a block have the same stage, so one state serves all
+    three.
     """
 
     q: PipelineTmaAsync
@@ -43,7 +44,7 @@ class WidePipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class Place(LoopInvariant):
-    """Of a CTA in its cluster of so many: its ``rank``. Without a cluster that is 0 when the kernel is compiled."""
+    """Where a CTA is in its cluster of ``cluster`` CTAs: its ``rank``, the int 0 without a cluster."""
 
     cluster: int
     rank: Int32 | int

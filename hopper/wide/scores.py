@@ -21,7 +21,7 @@ from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WidePipelines, WideTensors, tile_state
 
 LAST_STEPS = 4
-"""Of 16 columns each."""
+"""Of QV V^T, 16 columns deep each: a group of WGMMAs by themselves (``_continue_scores``)."""
 
 
 class ScoresConsumer(LoopInvariant):

@@ -34,8 +34,8 @@ class ClaimedTiles(LoopInvariant):
 
 @dataclass(frozen=True)
 class DealtTiles(LoopInvariant):
-    """Of clusters: dealt out in turn, so that the CTAs of a cluster need not tell each other. The longest come first,
-    so that all clusters get about as much."""
+    """Of clusters: dealt out in turn, so that the CTAs of a cluster know the next one without telling each other. The
+    longest tiles come first, so that all clusters get about as much work."""
 
     cluster: int
 

@@ -18,7 +18,8 @@ from hopper.wide.scores import values_operand
 
 
 class ValuesConsumer(LoopInvariant):
-    """P V of every block, once the scores of the block behind it are done. ``acc`` is its half of O."""
+    """P V of every block, issued when the scores of the block that is visited next are nearly done. ``acc`` is the
+    second half of the columns of O."""
 
     def __init__(
         self,

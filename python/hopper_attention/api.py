@@ -204,11 +204,12 @@ def flash_attn_func(
             the tensors that it reads. Not for float8_e4m3fn.
         mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, likewise, beside the other masks.
         block_mask: FlexAttention's BlockMask in place of a mask_mod, beside the other masks. Where there are none, and
-            its blocks are multiples of 128, the Hopper kernel of the forward pass visits no block that it hides.
+            its blocks are multiples of 128 queries and 64 keys, the Hopper kernel of the forward pass visits no block
+            that it hides.
         qv: (batch, seqlen_q, heads, head_dim_v), of q's dtype and device: a second query, which multiplies V: scores
-            are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default (attention
-            over a latent, MLA). 16 bits, forward only: a backward pass through the result raises. On the Hopper kernel
-            with a head_dim of at most 64; elsewhere with backend="reference".
+            are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default
+            (FlashAttention-3's, for attention over a latent, MLA). 16 bits, forward only: a backward pass through the
+            result raises. On the Hopper kernel with a head_dim of at most 64; elsewhere with backend="reference".
         dropout_p: this much of P is dropped, from 0 on, below 1, and what is kept is multiplied by 1 / (1 - p)
             (FlashAttention-2's). 1 - p is rounded to a multiple of 1/256. The mask comes from torch's generator of the
             device of q, which moves on; the same seed gives the same mask on every backend. The LSE is that without.

@@ -24,7 +24,7 @@ ATTRIBUTES = (
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """What a BlockMask says of blocks.
+    """What a BlockMask says of each block of queries and keys.
 
     Attributes:
         kinds: int32 (batch or 1, heads or 1, query blocks, key blocks), each HIDDEN, PARTLY_SEEN or SEEN.
@@ -37,7 +37,7 @@ class BlockTable:
 
     @staticmethod
     def of(block_mask: Any) -> BlockTable:
-        """That of a ``torch.nn.attention.flex_attention.BlockMask``. Nothing is read on the host.
+        """The table of a ``torch.nn.attention.flex_attention.BlockMask``. Nothing is read on the host.
 
         Raises:
             TypeError: it is no such thing.
@@ -70,7 +70,8 @@ class BlockTable:
             )
 
     def with_mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
-        """The mask function of the whole: ``mask_mod`` says what is seen of blocks that are seen in part."""
+        """A mask function for all blocks: what ``mask_mod`` says in those that are seen in part, else what the table
+        says."""
         kinds, rows, keys = self.kinds, self.rows, self.keys
 
         def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -110,5 +111,6 @@ def are_listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def is_no_mask(mask_mod: Any) -> bool:
-    """Whether it is torch's, which hides nothing and cannot be traced."""
+    """Whether it is the ``noop_mask`` that torch gives a BlockMask without one: it hides nothing and cannot be
+    traced."""
     return getattr(mask_mod, "__name__", "") == "noop_mask"

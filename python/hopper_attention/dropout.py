@@ -1,4 +1,4 @@
-"""Dropout of P: how much of it is kept, and the two words that its mask is made of."""
+"""Dropout of P: how much of it is kept, and the two words that its mask is made of (``cute_kernels/philox.py``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ WORDS = 2
 
 
 def kept_steps(dropout_p: float) -> int:
-    """How many of ``STEPS`` an element is kept in: those nearest to 1 - dropout_p, at least 1.
+    """For how many of the ``STEPS`` values of its byte an element is kept: (1 - dropout_p) STEPS rounded, at least 1.
 
-    What is kept is multiplied by STEPS / kept_steps, so that its mean is right whatever was rounded.
+    What is kept is multiplied by STEPS / kept_steps, so that the mean of P is right in spite of the rounding.
     """
     return max(1, math.floor(STEPS * (1.0 - dropout_p) + 0.5))
 
@@ -36,5 +36,5 @@ def draw_philox(device: torch.device) -> Tensor:
 
 
 def no_draw(device: torch.device) -> Tensor:
-    """What ``draw_philox`` gives but for its values: no generator moves."""
+    """A tensor as ``draw_philox`` gives it, with any values: no generator moves."""
     return torch.empty(WORDS, dtype=torch.int64, device=device)

@@ -37,7 +37,7 @@ class ReferenceConfig:
 
 
 SMALL_TILE = 64
-"""Keys of a tile that divides more blocks than those of the tables do."""
+"""Keys of a tile that goes into the blocks of a BlockMask where that of the tables does not."""
 
 Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
@@ -145,7 +145,8 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
 def _with_functions(
     problem: AttentionProblem, dtype: str, layout: str, fields: dict[str, Any]
 ) -> ForwardConfig:
-    """With lists of blocks where the kernel can go by them: they know of no other mask."""
+    """The config of a problem with a user's functions. It visits the blocks of a BlockMask alone (``block_lists``)
+    where tiles divide them, and where there is no other mask and nothing is packed; else all blocks."""
     p = problem
     options = dtype, p.head_dim, p.head_dim_v, p.causal, p.has_window, layout
     config = select_with_functions(*options, **fields)

@@ -25,7 +25,7 @@ from hopper_attention.value_parts import Gradients, differentiate_in_parts, need
 
 @dataclass(frozen=True, eq=False)
 class DenseCall:
-    """Everything of a call but tensors that autograd has to know of."""
+    """Everything of a call but q, k, v and sinks, which are differentiated."""
 
     softmax_scale: float
     mask: MaskSpec
@@ -36,11 +36,11 @@ class DenseCall:
 
     @property
     def constants(self) -> tuple[Tensor | None, ...]:
-        """Tensors without a gradient that the call has, None for some that are not there."""
+        """The call's tensors without a gradient, which autograd saves too; None for slopes that are not there."""
         return self.scores.alibi_slopes, *self.scores.captured.tensors
 
     def with_saved(self, sinks: Tensor | None, constants: Sequence[Tensor | None]) -> DenseCall:
-        """The same with tensors as autograd gives them back, which finds out if they were changed."""
+        """The same call with the tensors that autograd saved, and of which it says if they were changed in place."""
         return replace(self, scores=self._scores_with(sinks, constants))
 
     def _scores_with(self, sinks: Tensor | None, constants: Sequence[Tensor | None]) -> Scores:

@@ -14,23 +14,23 @@ from hopper_attention.block_masks import BlockTable, is_no_mask
 from hopper_attention.tracing import TensorReads, Trace, Value
 
 ScoreMod = Callable[..., Any]
-"""(score, b, h, q_idx, kv_idx) -> score."""
+"""(score, b, h, q_idx, kv_idx) -> score, as FlexAttention's (torch.nn.attention.flex_attention): of a scaled score."""
 
 MaskMod = Callable[..., Any]
-"""(b, h, q_idx, kv_idx) -> whether the query sees the key."""
-
+"""(b, h, q_idx, kv_idx) -> whether the query sees the key, as FlexAttention's."""
 
 ListedKind = tuple[tuple[UserFunctions, tuple[int, int]], ...]
-"""What of lists of blocks decides on a kernel: the functions in blocks that are seen in part, and queries and keys of a
-block; empty for none."""
+"""What of a BlockMask decides on a kernel that visits lists of blocks: the functions for blocks that are seen in part,
+and the queries and keys of a block. Empty without a BlockMask."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedFunctions:
-    """What was traced, and the tensors of its loads, in their order.
+    """What was traced, and the tensors that its steps load from, by number. ``bool`` is False where nothing was.
 
-    ``listed`` is empty, or what does the same for a kernel that visits listed blocks alone: functions for what is
-    listed, and the table of the blocks.
+    ``functions`` do on any kernel: the table of a BlockMask, if there is one, is part of their mask function.
+    ``listed`` is empty, or of one: the functions without that table, and the table, for a kernel that visits listed
+    blocks alone.
     """
 
     functions: UserFunctions = NO_FUNCTIONS
@@ -56,7 +56,12 @@ NO_CAPTURED = CapturedFunctions()
 
 @torch.compiler.disable
 def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFunctions:
-    """``trace_functions`` with FlexAttention's BlockMask as the mask."""
+    """``trace_functions`` with FlexAttention's BlockMask as the mask.
+
+    Raises:
+        TypeError: ``block_mask`` is no BlockMask, or as ``trace_functions``.
+        NotImplementedError: as ``trace_functions``.
+    """
     table = BlockTable.of(block_mask)
     mask_mod = (lambda *place: True) if is_no_mask(block_mask.mask_mod) else block_mask.mask_mod
     everywhere = trace_functions(score_mod, table.with_mask(mask_mod))
@@ -65,14 +70,16 @@ def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFun
 
 @torch.compiler.disable
 def trace_functions(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> CapturedFunctions:
-    """Call the functions once, on values that stand for those of an element.
+    """Call each function once, on values that stand for those of an element of S.
 
-    Tracing at every call is what makes a number or a tensor that a function captures count as it is now. What was
-    traced is data: functions that do the same share a kernel, whoever made them and however often.
+    This is done at every call of attention, so that a number or a tensor that a function captures counts as it is now.
+    What was traced is data: functions that do the same share a kernel, whoever made them and however often.
 
     Raises:
         TypeError: a function does what cannot be traced, or gives no value.
         NotImplementedError: it reads a tensor that requires a gradient.
+        ValueError: it reads a tensor without elements.
+        IndexError: it gives more indices to a tensor than that has dimensions.
     """
     trace = Trace()
     b, h, q_idx, kv_idx = (trace.input(name) for name in ("b", "h", "q_idx", "kv_idx"))

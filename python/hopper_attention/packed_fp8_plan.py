@@ -59,7 +59,7 @@ def plan_packed(
     c = with_packed_blocks(quantization, head_dims, call.two_level, call.mask)
     problem = _problem_of(q, head_dims, c, call)
     choice = fp8_rules.choose_for(problem, target, call.backend)
-    config = _config_of(problem, choice, target)
+    config = packed_config_of(problem, choice, target)
     if isinstance(config, ForwardConfig):
         totals, batch = (q.shape[0], k.shape[0]), lengths.cu_seqlens_q.shape[0] - 1
         check_packed_size("FP8 kernel", q.shape[1], batch, totals, config.tile_m)
@@ -95,7 +95,8 @@ def _problem_of(
     )
 
 
-def _config_of(problem: Fp8AttentionProblem, choice: Choice, target: Target) -> Config:
+def packed_config_of(problem: Fp8AttentionProblem, choice: Choice, target: Target) -> Config:
+    """The config of attention on packed e4m3 tensors; without WGMMA that of the 16-bit kernel on dequantized ones."""
     if choice.backend == "hopper":
         return fp8_rules.select_for(problem)
     if choice.backend == "reference":

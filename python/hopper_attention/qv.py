@@ -1,4 +1,4 @@
-"""A second query that multiplies V: FlashAttention-3's ``qv``, which attention over a latent (MLA) needs.
+"""A second query that multiplies V: FlashAttention-3's ``qv``, for attention over a latent (MLA, of DeepSeek-V2).
 
 Scores are softmax_scale (Q K^T + QV V^T): V is the values and, beside K, more columns of the keys.
 """
@@ -41,10 +41,10 @@ def check_qv(q: TensorSpec, v: TensorSpec, qv: TensorSpec) -> None:
 
 
 def folds_heads(q_shape: tuple[int, ...], kv_heads: int, mask: MaskSpec, scores: ScoreKind) -> bool:
-    """Whether the query heads of a key/value head become queries of one: of a single query, which no mask and nothing
-    else tells apart by head.
+    """Whether the query heads that share a key/value head can be given to the kernel as queries of one head.
 
-    A tile then has as many rows as there are such heads, and the keys are read once for all of them.
+    That is so where there is a single query a head, which sees all keys, and where no slope and no sink differs by
+    head. A tile then has as many rows as there are such heads, and the keys are read once for all of them.
     """
     _, seqlen_q, heads, _ = q_shape
     tells_apart = scores.has_alibi or scores.has_sinks
@@ -61,7 +61,7 @@ def fold(spec: TensorSpec, kv_heads: int) -> TensorSpec:
 
 
 def scale_with_qv(softmax_scale: Any, head_dim: int, head_dim_v: int) -> float:
-    """``softmax_scale`` checked; by default that of keys with the columns of K and V (FlashAttention-3's)."""
+    """``softmax_scale``, checked; by default (head_dim + head_dim_v) ** -0.5, as in FlashAttention-3."""
     if softmax_scale is None:
         return float((head_dim + head_dim_v) ** -0.5)
     return checks.check_scale(softmax_scale)

@@ -1,8 +1,9 @@
 """Traces a user's score and mask functions into steps (``cute_kernels.user_functions``), tensors they read included.
 
-A function is called once with values that stand for what a kernel has at an element. It may use Python's operators,
-:mod:`hopper_attention.mods`, the functions of torch that mean the same, and the elements of tensors that it reaches
-in whatever way. So functions written for FlexAttention are taken as they are.
+A function is called once, with values (``Value``) that stand for what a kernel has at an element of S, and that record
+what is done to them. It may use Python's operators, :mod:`hopper_attention.mods`, the functions of torch that mean the
+same, and elements of tensors, wherever it has these from. So functions written for FlexAttention
+(torch.nn.attention.flex_attention) are taken as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TENSOR_KINDS = {
 
 LARGEST_INT = 2**31 - 1
 LARGEST_POWER = 16
-"""Up to it powers are products."""
+"""The largest exponent of a power, which becomes so many products."""
 
 USE_INSTEAD = (
     "use + - * / // % ** with a constant, comparisons, & | ~, tensor[indices], hopper_attention.mods"
@@ -36,11 +37,13 @@ USE_INSTEAD = (
 
 
 class Trace:
-    """A function that is being traced: the steps so far, and the tensors that they load from.
+    """A score function and a mask function that are being traced: their steps so far, and the tensors they load from.
 
     Attributes:
-        name: what the function is called in messages, "score_mod" or "mask_mod".
-        originals, tensors: tensors as the function has them, and as kernels take them, with 1 dimension or more.
+        steps: of both functions.
+        name: what the function being traced is called in messages, "score_mod" or "mask_mod".
+        originals: the tensors as the functions have them, each once.
+        tensors: the same detached and with 1 dimension or more, as kernels take them.
     """
 
     def __init__(self) -> None:
@@ -124,7 +127,8 @@ class Trace:
         return self.apply("cast", kind, value)
 
     def arithmetic(self, operation: str, *arguments: Any, kinds: tuple[str, ...] = (INT, FLOAT)) -> Value:
-        """Of values brought to one kind: a float if one of them is, else an int; of ``kinds`` at least the first."""
+        """An operation on arguments that are cast to one kind, that of the result: FLOAT if one of them is, else INT;
+        the first of ``kinds`` where that is none of them."""
         values = [self.value(x) for x in arguments]
         kind = FLOAT if FLOAT in [x.kind for x in values] else INT
         kind = kind if kind in kinds else kinds[0]
@@ -172,7 +176,8 @@ class Trace:
 
 
 class Value:
-    """What a traced function computes with: a number, which it learns only in the kernel."""
+    """What a traced function computes with in place of a number, which only the kernel will know: step ``number`` of
+    ``trace``."""
 
     def __init__(self, trace: Trace, number: int) -> None:
         self.trace, self.number = trace, number
@@ -218,7 +223,7 @@ class PartlyIndexed:
 
 
 def element_of(trace: Trace, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
-    """The element of a tensor, or what is left to index of it."""
+    """An element of a captured tensor; a ``PartlyIndexed`` while indices are lacking."""
     for index in indices:
         is_number = isinstance(index, (Value, int)) and not isinstance(index, bool)
         if not is_number and not (isinstance(index, Tensor) and index.numel() == 1):
@@ -358,7 +363,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "bool": _cast(BOOL),
     "to": _to,
 }
-"""By name, what functions and methods of torch mean for values; those of operators too, without their underscores."""
+"""What functions and methods of torch do with values, by name; operators go by their names without underscores."""
 
 
 def _operator(name: str) -> Callable[..., Any]:

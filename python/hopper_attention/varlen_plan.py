@@ -35,6 +35,7 @@ from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.packed_fp8_plan import packed_config_of
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
 from hopper_attention.scores import NO_SCORES, check_scores
 
@@ -160,12 +161,7 @@ def _plan_fp8(
         transposes=True,
     )
     choice = fp8_rules.choose_for(kind, target, backend)
-    if choice.backend == "hopper":
-        return choice, fp8_rules.select_for(kind)
-    if choice.backend == "reference":
-        return choice, ReferenceConfig(fp8=True)
-    dequantized = replace(p, dtype=checks.FP8_OUT_DTYPE, out_dtype=checks.FP8_OUT_DTYPE)
-    return choice, forward_rules.select_for(dequantized, choice.backend, target.capability)
+    return choice, packed_config_of(kind, choice, target)
 
 
 def _note_on_gradients(

@@ -22,8 +22,9 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
 
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
     none; the right one counts for nothing in a causal kernel. With ``chunk`` its keys follow them, 1 or more. If the
-    config changes scores, four more come last, (softcap, alibi_slopes, philox, kept), with None for what it has no use
-    for: a positive float; float32 (b, h), whose first stride may be 0; int64 (2,); 1 to 256.
+    config changes scores, four more follow, (softcap, alibi_slopes, philox, kept), with None for what it has no use
+    for: a positive float; float32 (b, h), whose first stride may be 0; int64 (2,); 1 to 256. Last come the tensors that
+    the functions of the config read.
 
     With ``layout`` "varlen" it is ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, plan, sequences, softmax_scale,
     ...)``: q (total_q, h, d), k (total_k, hk, d), and so on. Sequence i has query tiles of its own, from ``offset_q //

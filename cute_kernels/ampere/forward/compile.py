@@ -21,8 +21,9 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
 
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
     none; the right one counts for nothing in a causal kernel. With ``chunk`` its keys follow them, 1 or more. If the
-    config changes scores, five more come last, (softcap, alibi_slopes, sinks, philox, kept), with None for what it has
-    no use for: a positive float; float32 (b, h), whose first stride may be 0; float32 (h,); int64 (2,); 1 to 256.
+    config changes scores, five more follow, (softcap, alibi_slopes, sinks, philox, kept), with None for what it has no
+    use for: a positive float; float32 (b, h), whose first stride may be 0; float32 (h,); int64 (2,); 1 to 256. Last
+    come the tensors that the functions of the config read.
 
     With ``layout`` "varlen" it is ``fn(q, k, v, out, lse, plan, sequences, softmax_scale, ...)``: q (total_q, h, d), k
     (total_k, hk, d), v (total_k, hk, dv), out (total_q, h, dv); lse (h, total_q), or (h, 0); plan int32, that of tiles

@@ -89,7 +89,7 @@ class GeneralFp8ForwardKernel(Fp8ForwardKernel):
         num_ctas: Int32,
         stream,
     ):
-        """Launch. What the config has no use for is None; what is not here is as for ``GeneralForwardKernel``.
+        """Launch. What the config has no use for is None; what is not said here is as for ``GeneralForwardKernel``.
 
         With the layout "varlen" mQ, mK, mO are (total, heads, head_dim), mV (kv_heads, head_dim_v, keys) or with
         ``v_rows`` (total_k, kv_heads, head_dim_v).

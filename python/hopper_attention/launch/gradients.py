@@ -1,4 +1,5 @@
-"""Gradients of dense attention, by whatever serves them: a kernel, the tiled reference, or no softmax at all."""
+"""Gradients of dense attention, by what serves a problem: a kernel, the tiled reference, or exactly where there is one
+key."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ class QvInputs(NamedTuple):
 
 
 QvLaunch = Callable[[QvInputs, float, Sides, Scores], tuple[Tensor, Tensor]]
-"""(inputs, softmax_scale, sides, scores) -> (out, lse), new contiguous tensors; sizes were checked, and none is 0.
-``sides`` are those of a ``MaskSpec``."""
+"""(inputs, softmax_scale, sides, scores) -> (out, lse), new contiguous tensors: out (batch, seqlen_q, heads,
+head_dim_v), lse float32 (batch, heads, seqlen_q). Sizes were checked, and none is 0. ``sides`` are a ``MaskSpec``'s."""
 
 PackedQvLaunch = Callable[[QvInputs, Lengths, float, Sides, Scores], tuple[Tensor, Tensor]]
-"""The same with the lengths of sequences, as for ``launch.varlen``."""
+"""The same with the lengths of packed sequences: out (total_q, heads, head_dim_v), lse (heads, total_q)."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ WideInputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class WideKernel(Launcher):
-    """A kernel for wide values; ``num_ctas`` are those of a persistent grid."""
+    """A kernel for wide values, ``head_dim_v`` as the caller has it, and the size ``num_ctas`` of its persistent
+    grid."""
 
     config: WideForwardConfig
     kernel: Kernel

@@ -16,7 +16,7 @@ ROUNDS = 7
 LOW = 0xFFFFFFFF
 
 BLOCK = 16
-"""Queries and keys of a block; of its rows and of its columns four make a pair of pairs, which share a call."""
+"""Queries and keys of a block. One call of Philox is for four of its rows, two pairs 8 apart, and four such columns."""
 
 PAIRS = 4
 """Pairs of rows, or of columns, in half a block."""

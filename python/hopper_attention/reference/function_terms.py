@@ -26,7 +26,7 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tiles of a problem stand; ``first`` is the number of its first sequence."""
+    """Numbers of head, query, key and sequence in the tiles of a problem; ``first`` is that of its first sequence."""
 
     shape: AttentionShape
     device: torch.device
@@ -59,7 +59,7 @@ class NoFunctions:
         return scores
 
     def slope(self, scores: Tensor, rows: Span, cols: Span) -> Tensor | float:
-        """Of the score function at these scores."""
+        """The derivative of the score function at these scores."""
         return 1.0
 
     def visible(self, visible: Tensor | None, rows: Span, cols: Span) -> Tensor | None:
@@ -169,7 +169,7 @@ def _number(kind: str, text: str) -> float | int | bool:
 
 
 def _load(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Elements; indices outside of the tensor are taken for the nearest inside."""
+    """Elements; an index outside of the tensor is clamped to its first or last."""
     sizes = zip(indices, tensor.shape, strict=True)
     return tensor[tuple(index.clamp(0, size - 1).long() for index, size in sizes)]
 
