@@ -228,8 +228,8 @@ def flash_attn_func(
     sides, scores = FULL_SIDES, NO_SCORES
     if (
         not features.is_full(window_size)
-        or attention_chunk != 0
-        or softcap != 0.0
+        or features.is_given(attention_chunk, 0)
+        or features.is_given(softcap, 0.0)
         or num_splits != 1
         or pack_gqa is not None
         or alibi_slopes is not None
@@ -248,12 +248,8 @@ def flash_attn_func(
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
-        for _, table in scores.captured.listed:
-            checks.check_are_tensors(q=q, k=k)
-            checks.check_dimensions("q", q.shape)
-            checks.check_dimensions("k", k.shape)
-            table.check(q, k)
-    if dropout_p != 0.0:
+        features.check_lists(scores, q, k)
+    if features.is_given(dropout_p, 0.0):
         scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)

@@ -191,6 +191,7 @@ def explain(
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
+        features.check_lists(scores, q, k)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)

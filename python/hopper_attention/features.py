@@ -58,7 +58,7 @@ def resolve_mask(
         ValueError, TypeError: an argument has no meaning.
     """
     check_hints(num_splits, pack_gqa)
-    if is_full(window_size) and _is_zero(attention_chunk):
+    if is_full(window_size) and not is_given(attention_chunk, 0):
         return MaskSpec(causal)
     checks.check_are_tensors(q=q, k=k)
     checks.check_dimensions("q", q.shape)
@@ -95,7 +95,7 @@ def resolve_packed_mask(
         NotImplementedError: a window or a chunk is given for too long ones.
         ValueError, TypeError: an argument has no meaning.
     """
-    if is_full(window_size) and _is_zero(attention_chunk):
+    if is_full(window_size) and not is_given(attention_chunk, 0):
         return MaskSpec(causal)
     chunk = _read_count("attention_chunk", attention_chunk)
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
@@ -146,6 +146,15 @@ def with_functions(
     return FunctionScores(*scores.values, trace_block_mask(score_mod, block_mask))
 
 
+def check_lists(scores: Scores, q: Any, k: Any) -> None:
+    """Raise ValueError or TypeError unless a block_mask fits these (batch, seqlen, heads, head_dim)."""
+    for _, table in scores.captured.listed:
+        checks.check_are_tensors(q=q, k=k)
+        checks.check_dimensions("q", q.shape)
+        checks.check_dimensions("k", k.shape)
+        table.check(q, k)
+
+
 def with_dropout(
     scores: Scores, dropout_p: Any, q: Any, draw: Callable[[torch.device], Tensor] = draw_philox
 ) -> Scores:
@@ -185,6 +194,12 @@ def check_hints(num_splits: Any, pack_gqa: Any) -> None:
         checks.check_flag("pack_gqa", pack_gqa)
 
 
+def is_given(value: Any, default: float) -> bool:
+    """Whether ``value`` is other than a number that asks for nothing, whose type it has. Nothing else is compared, as
+    an array or a tensor may not give a truth value."""
+    return type(value) is not type(default) or value != default
+
+
 def is_full(window_size: Any) -> bool:
     """Whether a ``window_size`` is the default, which hides nothing."""
     return type(window_size) is tuple and window_size == FULL_WINDOW
@@ -217,10 +232,6 @@ def _read_count(name: str, value: Any) -> int:
     if count < 0:
         raise ValueError(f"{name} is {count}, allowed: 0 or more")
     return count
-
-
-def _is_zero(attention_chunk: Any) -> bool:
-    return type(attention_chunk) is int and attention_chunk == 0
 
 
 def missing(name: str, value: Any, feature: str, instead: str) -> NotImplementedError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,13 +97,20 @@ def trace_functions(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Cap
 
 
 def _call(trace: Trace, name: str, function: Any, given: tuple[Value, ...], kind: str) -> Value:
+    names = tuple(INPUTS)[-len(given) :]
     if not callable(function):
-        raise TypeError(
-            f"{name} is a {type(function).__name__}, allowed: a function of {tuple(INPUTS)[-len(given) :]}"
-        )
+        raise TypeError(f"{name} is a {type(function).__name__}, allowed: a function of {names}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some functions that are not written in Python have none.
+        signature = inspect.Signature([inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL)])
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise TypeError(f"{name} takes {signature} ({error}), allowed: a function of {names}") from None
     trace.name = name
     result = function(*given)
-    if not isinstance(result, (Value, bool, int, float, Tensor)):
+    if not isinstance(result, (Value, numbers.Real, Tensor)):
         raise TypeError(
             f"{name} gives a {type(result).__name__}, allowed: what it worked out of its arguments"
         )

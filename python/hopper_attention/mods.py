@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hopper_attention.tracing import METHODS, first_value, is_traced
+from hopper_attention.tracing import first_value, is_traced
 
 __all__ = [
     "abs",
@@ -37,7 +37,7 @@ __all__ = [
 
 def _call(name: str, *values: Any) -> Any:
     if is_traced(values):
-        return METHODS[name](first_value(values).trace, *values)
+        return first_value(values).trace.call(name, values, {})
     device = next((x.device for x in values if isinstance(x, torch.Tensor)), None)
     return getattr(torch, name)(*(torch.as_tensor(x, device=device) for x in values))
 

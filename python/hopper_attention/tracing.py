@@ -8,6 +8,8 @@ same, and elements of tensors, wherever it has these from. So functions written 
 
 from __future__ import annotations
 
+import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ TENSOR_KINDS = {
 """Dtypes of tensors that functions may read, and the kinds of their elements."""
 
 LARGEST_INT = 2**31 - 1
+BITS = 32
 LARGEST_POWER = 16
 """The largest exponent of a power, which becomes so many products."""
 
@@ -67,10 +70,12 @@ class Trace:
             self.refuse(f"uses a tensor of shape {x.shape} as a number")
         if isinstance(x, (bool, float)):
             return Value(self, self.steps.constant(x))
-        if isinstance(x, int):
-            if abs(x) > LARGEST_INT:
-                self.refuse(f"uses {x}, which 32 bits do not hold")
-            return Value(self, self.steps.constant(x))
+        if isinstance(x, numbers.Integral):
+            if abs(int(x)) > LARGEST_INT:
+                self.refuse(f"uses {x}, which {BITS} bits do not hold")
+            return Value(self, self.steps.constant(int(x)))
+        if isinstance(x, numbers.Real):
+            return Value(self, self.steps.constant(float(x)))
         if isinstance(x, Tensor):
             if x.numel() != 1:
                 self.refuse(f"uses a tensor of shape {tuple(x.shape)} as a number")
@@ -80,19 +85,32 @@ class Trace:
     def refuse(self, what: str) -> NoReturn:
         raise TypeError(f"{self.name} {what}, which cannot be traced for a kernel; {USE_INSTEAD}")
 
+    def call(self, name: str, arguments: Any, options: dict[str, Any]) -> Any:
+        """One of ``METHODS``, for values among the arguments."""
+        try:
+            inspect.signature(METHODS[name]).bind(self, *arguments, **options)
+        except TypeError as error:
+            given = ", ".join([f"{len(arguments)} arguments", *options])
+            self.refuse(f"calls {name} with {given} ({error})")
+        return METHODS[name](self, *arguments, **options)
+
     def load(self, tensor: Tensor, indices: tuple[Any, ...]) -> Value:
         """The element of a captured tensor."""
         slot = self._slot(tensor)
-        numbers = []
+        chosen = []
         for index, size in zip(indices, tensor.shape, strict=True):
-            if isinstance(index, int) and not isinstance(index, bool) and -size <= index < 0:
-                index += size
+            if (
+                not isinstance(index, bool)
+                and isinstance(index, numbers.Integral)
+                and -size <= int(index) < 0
+            ):
+                index = int(index) + size
             value = self.value(index)
             if value.kind != INT:
                 self.refuse(f"indexes a tensor with a {value.kind}")
-            numbers.append(value.number)
-        numbers = numbers or [self.steps.constant(0)]
-        return Value(self, self.steps.add("load", TENSOR_KINDS[tensor.dtype], slot, *numbers))
+            chosen.append(value.number)
+        chosen = chosen or [self.steps.constant(0)]
+        return Value(self, self.steps.add("load", TENSOR_KINDS[tensor.dtype], slot, *chosen))
 
     def _slot(self, tensor: Tensor) -> int:
         for slot, other in enumerate(self.originals):
@@ -112,7 +130,9 @@ class Trace:
                 f"{self.name} reads a tensor of shape {tuple(tensor.shape)}, allowed: with elements"
             )
         self.originals.append(tensor)
-        self.tensors.append(tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach())
+        # A kernel reads memory, where a lazy sign is not.
+        values = tensor.detach().resolve_neg()
+        self.tensors.append(values.reshape(1) if tensor.dim() == 0 else values)
         return len(self.originals) - 1
 
     def apply(self, operation: str, kind: str, *values: Value) -> Value:
@@ -132,7 +152,13 @@ class Trace:
         values = [self.value(x) for x in arguments]
         kind = FLOAT if FLOAT in [x.kind for x in values] else INT
         kind = kind if kind in kinds else kinds[0]
+        if kind == INT and operation in ("floordiv", "mod") and self._constant_int(values[1]) == 0:
+            self.refuse("divides an integer by 0")
         return self.apply(operation, kind, *(self.cast(x, kind) for x in values))
+
+    def _constant_int(self, value: Value) -> int | None:
+        operation, kind, *arguments = self.steps.all[value.number]
+        return int(arguments[0]) if operation == "constant" and kind == INT else None
 
     def comparison(self, operation: str, a: Any, b: Any) -> Value:
         values = [self.value(x) for x in (a, b)]
@@ -145,7 +171,11 @@ class Trace:
         kinds = {x.kind for x in values}
         if FLOAT in kinds:
             self.refuse(f"uses & | ^ ~ or a shift on a {FLOAT}")
-        kind = BOOL if kinds == {BOOL} and operation not in ("shl", "shr") else INT
+        is_shift = operation in ("shl", "shr")
+        places = self._constant_int(values[1]) if is_shift else None
+        if places is not None and not 0 <= places < BITS:
+            self.refuse(f"shifts by {places}, which integers of {BITS} bits do not allow")
+        kind = BOOL if kinds == {BOOL} and not is_shift else INT
         return self.apply(operation, kind, *(self.cast(x, kind) for x in values))
 
     def where(self, condition: Any, a: Any, b: Any) -> Value:
@@ -158,6 +188,8 @@ class Trace:
     def power(self, base: Any, exponent: Any) -> Value:
         if isinstance(exponent, (int, float)) and exponent == 0.5:
             return self.arithmetic("sqrt", base, kinds=(FLOAT,))
+        if isinstance(exponent, Value):
+            self.refuse("raises to a power that only the kernel knows, where there are exp2 and exp")
         if not isinstance(exponent, int) or not 1 <= abs(exponent) <= LARGEST_POWER:
             self.refuse(
                 f"raises to the power of {exponent!r}; allowed are 0.5 and ints up to {LARGEST_POWER}"
@@ -169,6 +201,8 @@ class Trace:
         return result if exponent > 0 else self.arithmetic("div", 1.0, result, kinds=(FLOAT,))
 
     def clamp(self, x: Any, lowest: Any = None, highest: Any = None, **bounds: Any) -> Value:
+        if not bounds.keys() <= {"min", "max"}:
+            self.refuse(f"calls clamp with {', '.join(bounds)}")
         lowest, highest = bounds.get("min", lowest), bounds.get("max", highest)
         value = self.value(x)
         value = value if lowest is None else self.arithmetic("max", value, lowest)
@@ -192,7 +226,10 @@ class Value:
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
-            return lambda *arguments, **options: METHODS[name](self.trace, self, *arguments, **options)
+            return lambda *arguments, **options: self.trace.call(name, (self, *arguments), options)
+        if name == "device":
+            # That of whatever the function makes for it: a value is in the kernel.
+            return None
         raise AttributeError(
             f"{self.trace.name} uses .{name} of a value that is traced for a kernel; {USE_INSTEAD}"
         )
@@ -225,7 +262,7 @@ class PartlyIndexed:
 def element_of(trace: Trace, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
     """An element of a captured tensor; a ``PartlyIndexed`` while indices are lacking."""
     for index in indices:
-        is_number = isinstance(index, (Value, int)) and not isinstance(index, bool)
+        is_number = isinstance(index, (Value, numbers.Integral)) and not isinstance(index, bool)
         if not is_number and not (isinstance(index, Tensor) and index.numel() == 1):
             trace.refuse(f"indexes a tensor with a {type(index).__name__}")
     if len(indices) > tensor.dim():
@@ -269,11 +306,18 @@ def call_traced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return element_of(trace, tensor, index if isinstance(index, tuple) else (index,))
     if name not in METHODS:
         trace.refuse(f"calls torch.{name}")
-    return METHODS[name](trace, *args, **kwargs)
+    return trace.call(name, args, kwargs)
+
+
+OF_ONE = ("neg", "abs", "exp", "log", "sqrt", "tanh", "floor", "not")
+"""Operations of one value; others have two."""
 
 
 def _arithmetic(operation: str, *kinds: str) -> Callable[..., Value]:
-    return lambda trace, *values: trace.arithmetic(operation, *values, kinds=kinds or (INT, FLOAT))
+    allowed = kinds or (INT, FLOAT)
+    if operation in OF_ONE:
+        return lambda trace, x: trace.arithmetic(operation, x, kinds=allowed)
+    return lambda trace, a, b: trace.arithmetic(operation, a, b, kinds=allowed)
 
 
 def _comparison(operation: str, swaps: bool = False) -> Callable[..., Value]:
@@ -283,11 +327,18 @@ def _comparison(operation: str, swaps: bool = False) -> Callable[..., Value]:
 
 
 def _logic(operation: str) -> Callable[..., Value]:
-    return lambda trace, *values: trace.logic(operation, *values)
+    if operation in OF_ONE:
+        return lambda trace, x: trace.logic(operation, x)
+    return lambda trace, a, b: trace.logic(operation, a, b)
 
 
 def _truth(operation: str) -> Callable[..., Value]:
-    return lambda trace, *values: trace.logic(operation, *(trace.cast(trace.value(x), BOOL) for x in values))
+    def truth(trace: Trace, x: Any) -> Value:
+        return trace.cast(trace.value(x), BOOL)
+
+    if operation in OF_ONE:
+        return lambda trace, x: trace.logic(operation, truth(trace, x))
+    return lambda trace, a, b: trace.logic(operation, truth(trace, a), truth(trace, b))
 
 
 def _cast(kind: str) -> Callable[..., Value]:
@@ -298,6 +349,17 @@ def _to(trace: Trace, x: Any, dtype: Any) -> Value:
     if dtype not in TENSOR_KINDS:
         trace.refuse(f"converts to {dtype}")
     return trace.cast(trace.value(x), TENSOR_KINDS[dtype])
+
+
+def _new(truth: bool) -> Callable[..., Value]:
+    """Of a truth value alone, as and_masks and or_masks of FlexAttention begin with."""
+
+    def new(trace: Trace, x: Any, size: Any = None, dtype: Any = None, device: Any = None) -> Value:
+        if size != () or dtype != torch.bool:
+            trace.refuse(f"makes a tensor of shape {size} and dtype {dtype}")
+        return trace.value(truth)
+
+    return new
 
 
 def _exp2(trace: Trace, x: Any) -> Value:
@@ -348,7 +410,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "logical_or": _truth("or"),
     "logical_xor": _truth("xor"),
     "logical_not": _truth("not"),
-    "where": lambda trace, *values: trace.where(*values),
+    "where": lambda trace, condition, a, b: trace.where(condition, a, b),
     "clamp": lambda trace, *values, **bounds: trace.clamp(*values, **bounds),
     "pow": lambda trace, base, exponent: trace.power(base, exponent),
     "square": lambda trace, x: trace.power(x, 2),
@@ -362,12 +424,18 @@ METHODS: dict[str, Callable[..., Any]] = {
     "long": _cast(INT),
     "bool": _cast(BOOL),
     "to": _to,
+    "new_ones": _new(True),
+    "new_zeros": _new(False),
 }
 """What functions and methods of torch do with values, by name; operators go by their names without underscores."""
 
 
 def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *others: METHODS[name](self.trace, self, *others)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    return lambda self, *others: self.trace.refuse(f"uses Python's {name}")
 
 
 def _reflected(name: str) -> Callable[..., Any]:
@@ -380,3 +448,8 @@ for _name in (*REFLECTED, "pow", "neg", "abs", "invert", "lt", "le", "gt", "ge",
 for _name in REFLECTED:
     setattr(Value, f"__r{_name}__", _reflected(_name))
     METHODS[f"r{_name}"] = (lambda name: lambda trace, a, b: METHODS[name](trace, b, a))(_name)
+for _name in ("round", "divmod", "matmul"):
+    for _prefix in ("", "r"):
+        setattr(Value, f"__{_prefix}{_name}__", _refused(_name))
+setattr(Value, "__rpow__", _reflected("pow"))  # noqa: B010
+setattr(Value, "__pos__", lambda self: self)  # noqa: B010

@@ -208,11 +208,11 @@ def flash_attn_varlen_func(
     check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
-    if softcap != 0.0 or alibi_slopes is not None or sinks is not None:
+    if features.is_given(softcap, 0.0) or alibi_slopes is not None or sinks is not None:
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
-    if dropout_p != 0.0:
+    if features.is_given(dropout_p, 0.0):
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
     mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)

@@ -252,6 +252,8 @@ def test_packed_forms() -> None:
         ("0.1", TypeError, "dropout_p is a str, '0.1', allowed: a number"),
         (None, TypeError, "dropout_p is a NoneType, None, allowed: a number"),
         (True, TypeError, "dropout_p is a bool, True, allowed: a number"),
+        (False, TypeError, "dropout_p is a bool, False, allowed: a number"),
+        (torch.zeros(2), TypeError, "dropout_p is a Tensor, .*, allowed: a number"),
     ],
 )
 def test_wrong_probabilities(dropout_p: Any, error: type[Exception], message: str) -> None:

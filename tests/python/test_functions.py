@@ -7,13 +7,20 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    noop_mask,
+    or_masks,
+)
 
 from cute_kernels.user_functions import FLOAT, OPERATIONS, UserFunctions
-from hopper_attention import compile_cache, flash_attn_func, flash_attn_varlen_func, mods
+from hopper_attention import compile_cache, explain, flash_attn_func, flash_attn_varlen_func, mods
 from hopper_attention.functions import trace_functions
 from hopper_attention.launch import backward, forward
 from hopper_attention.reference import attention_naive, attention_tiled
@@ -255,7 +262,8 @@ def branches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         (lambda s, b, h, q, k: s + N[h, q], IndexError, "score_mod gives 2 indices"),
         (lambda s, b, h, q, k: s + N[s], TypeError, "score_mod indexes a tensor with a float"),
         (lambda s, b, h, q, k: s + N[h:], TypeError, "score_mod asks in Python for a value"),
-        (lambda s, b, h, q, k: s**q, TypeError, "score_mod raises to the power of"),
+        (lambda s, b, h, q, k: s**1.7, TypeError, "score_mod raises to the power of"),
+        (lambda s, b, h, q, k: 2**q, TypeError, "score_mod raises to a power that only the kernel knows"),
         (lambda s, b, h, q, k: s & 1, TypeError, "score_mod uses & | "),
         (lambda s, b, h, q, k: s + 2**40, TypeError, "which 32 bits do not hold"),
         (lambda s, b, h, q, k: s + "a", TypeError, "score_mod uses a str"),
@@ -268,6 +276,18 @@ def branches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             "that score_mod or mask_mod reads is on meta",
         ),
         (7, TypeError, "score_mod is a int, allowed: a function"),
+        (lambda s: s, TypeError, r"score_mod takes \(s\).*allowed: a function of \('score', 'b', 'h'"),
+        (
+            lambda s, b, h, q, k: torch.add(s, q, alpha=2),
+            TypeError,
+            "score_mod calls add with 2 arguments, alpha",
+        ),
+        (lambda s, b, h, q, k: s.sub(2, q), TypeError, "score_mod calls sub with 3 arguments"),
+        (lambda s, b, h, q, k: s.clamp(least=1), TypeError, "score_mod calls clamp with least"),
+        (lambda s, b, h, q, k: s + q // 0, TypeError, "score_mod divides an integer by 0"),
+        (lambda s, b, h, q, k: s + (q << 32), TypeError, "score_mod shifts by 32"),
+        (lambda s, b, h, q, k: s + k.new_ones(3), TypeError, "score_mod makes a tensor of shape 3"),
+        (lambda s, b, h, q, k: round(s), TypeError, "score_mod uses Python's round"),
     ],
 )
 def test_what_cannot_be_traced_is_named(score_mod: Any, error: type[Exception], message: str) -> None:
@@ -328,6 +348,52 @@ def test_functions_of_flex_attention_are_taken_as_they_are() -> None:
     inputs = qkv(33, 33)
     close(flash_attn_func(*inputs, **vars(example)), attention_naive(*inputs, **vars(example))[0])
     assert trace_functions(example.score_mod, None).functions.steps[-1][:2] == ("where", FLOAT)
+
+
+@pytest.mark.parametrize("combine", [and_masks, or_masks])
+def test_masks_that_flex_attention_combines(combine: Callable[..., Any]) -> None:
+    inputs, near = qkv(33, 40), (lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 9)
+    mask_mod = combine(near, noop_mask, lambda b, h, q_idx, kv_idx: h + b > 1)
+    out = flash_attn_func(*inputs, mask_mod=mask_mod)
+    close(out, attention_naive(*inputs, mask_mod=mask_mod)[0])
+    assert torch.equal(flash_attn_func(*inputs, mask_mod=noop_mask), flash_attn_func(*inputs))
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda s, b, h, q, k: (q + k) % 3,
+        lambda s, b, h, q, k: q > k,
+        lambda s, b, h, q, k: k * 0.1,
+        lambda s, b, h, q, k: 0.25,
+        lambda s, b, h, q, k: -math.inf,
+        lambda s, b, h, q, k: torch.tensor(0.25),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_may_be_left_out(score_mod: Any, causal: bool) -> None:
+    inputs = qkv()
+    results = flash_attn_func(*inputs, causal=causal, score_mod=score_mod, return_attn_probs=True)
+    wanted = attention_naive(*inputs, causal=causal, score_mod=score_mod)
+    close(results[0], wanted[0])
+    assert torch.equal(results[1] == -math.inf, wanted[1] == -math.inf)
+    dq, dk, dv = torch.autograd.grad(results[0].sum(), inputs)
+    assert not dq.any() and not dk.any()
+    close(dv, torch.autograd.grad(wanted[0].sum(), inputs[2])[0])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    inputs, bias = qkv(), torch.rand(2, 4)
+    ours = flash_attn_func(
+        *inputs, score_mod=lambda s, b, h, q, k: np.float32(2.0) * s * np.float32(0.5) + bias[np.int64(-1), h]
+    )
+    assert torch.equal(ours, flash_attn_func(*inputs, score_mod=lambda s, b, h, q, k: s + bias[1, h]))
+
+
+def test_a_lazy_sign_is_no_lazy_sign_for_a_kernel() -> None:
+    lazy = torch.randn(4, dtype=torch.complex64).conj().imag
+    (tensor,) = trace_functions(lambda s, b, h, q, k: s + lazy[h], None).tensors
+    assert lazy.is_neg() and not tensor.is_neg() and torch.equal(tensor, lazy)
 
 
 # BlockMask
@@ -407,9 +473,10 @@ def test_block_masks_that_do_not_fit_are_named() -> None:
     blocks = block_mask_of(in_documents, (200, 300))
     with pytest.raises(ValueError, match="mask_mod is given beside block_mask"):
         flash_attn_func(*inputs, block_mask=blocks, mask_mod=in_documents)
-    with pytest.raises(
-        ValueError, match=r"block_mask is for batch 3 and 1 heads, allowed: 1 or 2, and 1 or 4"
-    ):
-        flash_attn_func(*inputs, block_mask=block_mask_of(in_documents, (200, 300), 3))
-    with pytest.raises(ValueError, match="block_mask is for 256 queries and 256 keys, allowed: at least"):
-        flash_attn_func(*inputs, block_mask=block_mask_of(in_documents, (200, 200)))
+    for call in (flash_attn_func, explain):
+        with pytest.raises(
+            ValueError, match=r"block_mask is for batch 3 and 1 heads, allowed: 1 or 2, and 1 or 4"
+        ):
+            call(*inputs, block_mask=block_mask_of(in_documents, (200, 300), 3))
+        with pytest.raises(ValueError, match="block_mask is for 256 queries and 256 keys, allowed: at least"):
+            call(*inputs, block_mask=block_mask_of(in_documents, (200, 200)))

@@ -80,7 +80,10 @@ class TracedFunctions(NoFunctions):
 
     def changed(self, scores: Tensor, rows: Span, cols: Span) -> Tensor:
         f = self.captured.functions
-        return self._value(f, f.score, scores, rows, cols) if f.has_score else scores
+        if not f.has_score:
+            return scores
+        # A function that leaves the score out gives what only broadcasts to it.
+        return self._value(f, f.score, scores, rows, cols).expand_as(scores)
 
     def slope(self, scores: Tensor, rows: Span, cols: Span) -> Tensor | float:
         f = self.captured.functions.with_slope()
