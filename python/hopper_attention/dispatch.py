@@ -207,6 +207,7 @@ def explain(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
+    features.check_fp8_scores(whole["q"].dtype, scores)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     in_16_bits = is_fp8 and scores is not NO_SCORES
