@@ -214,7 +214,7 @@ def explain(
     if in_16_bits:
         whole = dequantized(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
+    problem = problem_of(whole["q"], whole["k"], whole["v"], causal, mask.sides, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
     if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
@@ -446,7 +446,7 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
     scores = problem.scores
-    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout):
+    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout or scores.functions):
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     return describe_gradients(
         lambda: backward_rules.choose_backward(problem, target, requested),
