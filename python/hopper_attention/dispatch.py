@@ -207,13 +207,14 @@ def explain(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     check_scores(scores, q.shape[0], q.shape[2], whole["q"].dtype, q.device)
+    features.check_fp8_scores(whole["q"].dtype, scores)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
     in_16_bits = is_fp8 and scores is not NO_SCORES
     if in_16_bits:
         whole = dequantized(whole)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    problem = problem_of(whole["q"], whole["k"], whole["v"], causal)
+    problem = problem_of(whole["q"], whole["k"], whole["v"], causal, mask.sides, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
     if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
@@ -445,7 +446,7 @@ def _notes(advice: str, tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _note_on_gradients(problem: BackwardProblem, target: Target, requested: str | None) -> str:
     scores = problem.scores
-    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout):
+    if problem.k_shape[1] == 1 and not (scores.has_sinks or scores.has_dropout or scores.functions):
         return "the backward pass is PyTorch's: with one key P is 1, and scores have a gradient through the LSE alone"
     return describe_gradients(
         lambda: backward_rules.choose_backward(problem, target, requested),

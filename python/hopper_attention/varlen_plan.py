@@ -104,6 +104,7 @@ def explain_varlen(
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
     check_inputs(whole, scores.kind, partial(check_packed, lengths=lengths.specs))
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
+    features.check_fp8_scores(whole["q"].dtype, scores)
     checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)

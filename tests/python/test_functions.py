@@ -295,6 +295,25 @@ def test_what_cannot_be_traced_is_named(score_mod: Any, error: type[Exception], 
         flash_attn_func(*qkv(), score_mod=score_mod)
 
 
+def test_explain_says_what_runs_with_one_key_and_with_wide_values(
+    kernel_calls: list[tuple[Any, ...]],
+) -> None:
+    def twice(s: Any, *place: Any) -> Any:
+        return s * 2.0
+
+    inputs = qkv(21, 1)
+    torch.autograd.grad(flash_attn_func(*inputs, backend="hopper", score_mod=twice).sum(), inputs)
+    names = [config.name for config, _ in kernel_calls]
+    plan = explain(*inputs, backend="hopper", device_capability=(9, 0), score_mod=twice)
+    assert plan.config.name == names[0] and any(names[2] in note for note in plan.notes)
+    wide = [x.detach() for x in qkv(21, 33, head_dim_v=264)]
+    for options in ({"score_mod": twice}, {"mask_mod": near}, {"dropout_p": 0.5}):
+        kernel_calls.clear()
+        flash_attn_func(*wide, backend="hopper", **options)
+        plan = explain(*wide, backend="hopper", device_capability=(9, 0), **options)
+        assert len(kernel_calls) == 2 and plan.config == kernel_calls[0][0]
+
+
 def test_gradients_of_what_functions_read_are_refused() -> None:
     bias = torch.rand(4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="requires a gradient"):
@@ -350,9 +369,13 @@ def test_functions_of_flex_attention_are_taken_as_they_are() -> None:
     assert trace_functions(example.score_mod, None).functions.steps[-1][:2] == ("where", FLOAT)
 
 
+def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx).abs() < 9
+
+
 @pytest.mark.parametrize("combine", [and_masks, or_masks])
 def test_masks_that_flex_attention_combines(combine: Callable[..., Any]) -> None:
-    inputs, near = qkv(33, 40), (lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 9)
+    inputs = qkv(33, 40)
     mask_mod = combine(near, noop_mask, lambda b, h, q_idx, kv_idx: h + b > 1)
     out = flash_attn_func(*inputs, mask_mod=mask_mod)
     close(out, attention_naive(*inputs, mask_mod=mask_mod)[0])
