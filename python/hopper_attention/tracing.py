@@ -241,6 +241,7 @@ class Value:
         )
 
     __bool__ = __int__ = __float__ = __index__ = __iter__ = __len__ = _unknown
+    # Values compare to traced values, so that no dictionary may hold them; object's type says it has a function.
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -451,5 +452,6 @@ for _name in REFLECTED:
 for _name in ("round", "divmod", "matmul"):
     for _prefix in ("", "r"):
         setattr(Value, f"__{_prefix}{_name}__", _refused(_name))
+# As those above, though the names are constants (B010): mypy knows no method that is assigned to a class.
 setattr(Value, "__rpow__", _reflected("pow"))  # noqa: B010
 setattr(Value, "__pos__", lambda self: self)  # noqa: B010

@@ -72,6 +72,7 @@ def test_lists_of_blocks() -> None:
     """The table decides over the function that goes with it."""
     kinds = torch.tensor([[[[0, 2, 1], [0, 0, 0]], [[1, 0, 2], [0, 1, 0]]]], dtype=torch.int32)
     table, documents = BlockTable(kinds, 128, 128), torch.arange(300) // 70
+    # E731: a lambda, as users write it.
     mask_mod = lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]  # noqa: E731
     bias = relative_bias(heads=2).score_mod
     captured = trace_functions(bias, mask_mod)

@@ -219,6 +219,7 @@ def test_tensors_reach_kernels_as_they_are_now(backend: str, kernel_calls: list[
     inputs, flags, bias = qkv(), torch.rand(33) > 0.5, torch.rand(4, 9).half().t()
 
     def attend(n: int) -> Tensor:
+        # E731: a lambda, as users write it, made anew each time.
         score_mod = lambda s, b, h, q, k: s * 2.0 + bias[q, h] + n  # noqa: E731
         return flash_attn_func(
             *inputs, backend=backend, score_mod=score_mod, mask_mod=lambda b, h, q, k: flags[k]

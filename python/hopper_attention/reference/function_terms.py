@@ -74,7 +74,7 @@ class TracedFunctions(NoFunctions):
     captured: CapturedFunctions
     places: Places
 
-    @property
+    @property  # in the place of a class attribute, which mypy does not take
     def changes_scores(self) -> bool:  # type: ignore[override]
         return self.captured.functions.has_score
 
@@ -111,7 +111,7 @@ class PlainFunctions(NoFunctions):
     mask_mod: MaskMod | None
     places: Places
 
-    @property
+    @property  # in the place of a class attribute, which mypy does not take
     def changes_scores(self) -> bool:  # type: ignore[override]
         return self.score_mod is not None
 
