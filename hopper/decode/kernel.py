@@ -1,0 +1,268 @@
+"""The Hopper decode kernel: few queries, many keys, which lie in a cache."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fragments import first_column_of_thread
+from cute_kernels.integers import divide
+from cute_kernels.problem import VARLEN
+from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax
+from cute_kernels.window import sides_of, window_of
+from hopper.config import WARPGROUP_ROWS
+from hopper.decode.batch import CacheBatch
+from hopper.decode.config import BOX_COLUMNS, DecodeConfig, validate_decode_config
+from hopper.decode.consumer import Consumer, RowMask
+from hopper.decode.operands import Keys, Work
+from hopper.decode.producer import Producer
+from hopper.decode.results import Results
+from hopper.decode.rows import HeadRows, TileRows
+from hopper.decode.schedule import Pieces
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+
+ONE_WARPGROUP = (1, 1, 1)
+
+
+class DecodeKernel:
+    """softmax(softmax_scale Q K^T) V of the queries of a decoding step, K and V in a cache, on sm_90a.
+
+    | role | warps | does |
+    |---|---|---|
+    | consumer | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
+    | producer | 4 | TMA loads of K and V |
+
+    | pipeline | stages | bytes of a full stage | arrivals that empty it |
+    |---|---|---|---|
+    | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
+    | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4` |
+
+    Named barrier 1 is among the consumer's 128 threads. Registers are not shared out: 160 threads have enough.
+
+    The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
+    of them. Every CTA reads as many keys as the others (``schedule``), and both roles walk over them alike.
+    """
+
+    def __init__(self, config: DecodeConfig):
+        validate_decode_config(config)
+        self.config, self.dtype = config, DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor,
+        leftpad: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        parts: cute.Tensor,
+        counters: cute.Tensor,
+        softmax_scale: Float32,
+        max_splits: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
+        softcap: Float32 | None,
+        sinks: cute.Tensor | None,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch.
+
+        mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
+        (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``,
+        ``leftpad``, ``table``, ``parts`` and ``counters`` are described at ``CacheBatch``, ``Producer`` and
+        ``Results``. What the config has no use for is None.
+        """
+        c = self.config
+        caps = (softcap,) if const_expr(c.softcap) else ()
+        is_packed = c.layout == VARLEN
+        atoms, caches = [], []
+        for cache in (mK, mV):
+            view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+            atom, tensor = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                view,
+                swizzled_layout(c.box_rows, BOX_COLUMNS, 1, self.dtype),
+                (c.box_rows, BOX_COLUMNS),
+            )
+            atoms.append(atom)
+            caches.append(tensor)
+        self.kernel(
+            tuple(atoms),
+            tuple(caches),
+            mQ,
+            mO,
+            mLSE,
+            lengths,
+            table,
+            (leftpad,) if const_expr(c.leftpad) else (),
+            (cu_seqlens_q,) if const_expr(is_packed) else (),
+            parts,
+            counters,
+            scale_in_base_2(softmax_scale, caps),
+            tuple(softmax_scale / cap for cap in caps),
+            max_splits,
+            sides_of(c, window_left, window_right, attention_chunk),
+            (sinks,) if const_expr(c.sinks) else (),
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        caches: tuple,
+        mQ: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor,
+        leftpad: tuple,
+        cu_seqlens_q: tuple,
+        parts: cute.Tensor,
+        counters: cute.Tensor,
+        scale_log2: Float32,
+        cap_factors: tuple,
+        max_splits: Int32,
+        sides: tuple,
+        sinks: tuple,
+    ):
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
+        k, v = self._keys(storage, atoms, caches)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        kv_heads, page_size = caches[0].shape[2], caches[0].shape[0]
+        is_packed = const_expr(c.layout == VARLEN)
+        heads, queries = (mQ.shape[1], mQ.shape[0]) if const_expr(is_packed) else (mQ.shape[2], mQ.shape[1])
+        batch = CacheBatch(
+            c,
+            window_of(c.causal, sides),
+            lengths,
+            leftpad,
+            cu_seqlens_q,
+            queries,
+            table.shape[1] * page_size,
+            kv_heads,
+            divide(heads, kv_heads),
+        )
+        cta = cute.arch.block_idx()[0]
+        pieces = Pieces(batch.all_units(lane), cute.arch.grid_dim()[0])
+        work = Work(batch, pieces, max_splits, cta)
+        if warp == WARPS_PER_WARPGROUP:
+            Producer(c, work, k, v, table, page_size, lane).run()
+        else:
+            softmax = OnlineSoftmax(scale_log2)
+            if const_expr(self.dtype is Float16):
+                softmax = RoundingSoftmax(scale_log2, self.dtype)
+            softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
+            thread = warp * cute.arch.WARP_SIZE + lane
+            consumer = Consumer(c, self._tiled_mmas(), k, v, softmax, softcaps, thread)
+            flag = storage.flag.get_tensor(cute.make_layout(1))
+            results = Results(c, mO, mLSE, sinks, parts, counters, flag, cta, thread)
+            self._consume(work, consumer, results, mQ, warp, lane)
+
+    @cute.jit
+    def _consume(
+        self, work: Work, consumer: Consumer, results: Results, mQ: cute.Tensor, warp: Int32, lane: Int32
+    ):
+        """Every tile of which this CTA has a part."""
+        c = self.config
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        unit, piece_end = work.pieces.begin(work.cta), work.pieces.begin(work.cta + 1)
+        sequence, start = work.batch.locate(unit, lane)
+        tile = Int32(0)
+        if sequence < work.batch.batch:
+            blocks = work.batch.blocks(work.batch.seqlens(sequence)).count
+            tile = divide(unit - start, blocks)
+            start += tile * blocks
+        while start < piece_end:
+            seqlens = work.batch.seqlens(sequence)
+            blocks = work.batch.blocks(seqlens)
+            parts = work.parts(start, blocks.count)
+            first, end = parts.begin(work.cta), parts.begin(work.cta + 1)
+            if first < end:
+                row_tiles = work.batch.row_tiles(seqlens)
+                head = divide(tile, row_tiles)
+                first_row = (tile - head * row_tiles) * c.tile_m
+                rows = HeadRows(TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+                consumer.load_queries(mQ, rows)
+                mask = RowMask(
+                    work.batch.window, c.tile_n, seqlens, first_row, first_column_of_thread(lane), rows.levels()
+                )
+                edges = blocks.left_masked_end, blocks.unmasked_end
+                state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
+                results.leave(consumer, rows, parts)
+            start += blocks.count
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    def _keys(self, storage, atoms: tuple, caches: tuple) -> tuple[Keys, Keys]:
+        c = self.config
+        found = []
+        memory = (storage.sK, storage.barriers_k, c.head_dim), (storage.sV, storage.barriers_v, c.head_dim_v)
+        for atom, cache, (smem, barriers, columns) in zip(atoms, caches, memory, strict=True):
+            layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
+            pipe = PipelineTmaAsync.create(
+                num_stages=c.stages,
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP),
+                tx_count=c.tile_n * columns * c.element_bytes,
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+            found.append(Keys(atom, cache, smem.get_tensor(layout.outer, swizzle=layout.inner), pipe))
+        return found[0], found[1]
+
+    def _shared_storage(self) -> type:
+        c = self.config
+
+        @cute.struct
+        class SharedStorage:
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            flag: cute.struct.MemRange[Int32, 1]
+            sK: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim], 1024
+            ]
+            sV: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim_v], 1024
+            ]
+
+        return SharedStorage
+
+    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """Q K^T and P V, their first operands in registers."""
+        c = self.config
+        return tuple(
+            hopper_helpers.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                OperandMajorMode.K,
+                major,
+                Float32,
+                ONE_WARPGROUP,
+                (WARPGROUP_ROWS, columns),
+                a_source=warpgroup.OperandSource.RMEM,
+            )
+            for major, columns in ((OperandMajorMode.K, c.tile_n), (OperandMajorMode.MN, c.head_dim_v))
+        )
