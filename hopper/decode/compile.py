@@ -13,10 +13,10 @@ from hopper.decode.kernel import DecodeKernel
 def compile_decode(config: DecodeConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(q, k, v, out, lse, lengths, table, leftpad, cu_seqlens_q, parts, counters,
+    Returns a TVM FFI function ``fn(q, k, v, out, lse, lengths, table, leftpad, cu_seqlens_q, parts,
     softmax_scale, max_splits, window_left, window_right, attention_chunk, softcap, sinks, num_ctas)``, as
     ``DecodeKernel`` has them, that launches on torch's current stream. Strides of q, k, v and out are multiples of 8
-    elements and the last one is 1; parts float32 (2 num_ctas, part_floats), counters int32 zeros (num_ctas,).
+    elements and the last one is 1; parts float32 (2 num_ctas, part_floats).
     """
     c = config
     dtype = DSL_DTYPES[c.dtype]
@@ -35,7 +35,6 @@ def compile_decode(config: DecodeConfig, options: str = ""):
         words(b) if c.leftpad else None,
         words(cute.sym_int()) if is_packed else None,
         strided(Float32, (cute.sym_int(), c.part_floats), 4),
-        words(cute.sym_int()),
         Float32(0.0),
         Int32(0),
         *((Int32(0), Int32(0)) if c.window else (None, None)),

@@ -10,6 +10,9 @@ from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_T
 
 WARP_THREADS = 32
 
+PRODUCER_WARPS = 2
+"""One for K, one for V."""
+
 BOX_COLUMNS = 64
 """16-bit columns that one box of TMA has: a swizzled row of 128 bytes."""
 
@@ -31,8 +34,9 @@ unfinished."""
 class DecodeConfig:
     """Everything that is fixed when a decode kernel is compiled.
 
-    A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. It visits
-    ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page. ``layout`` is that of Q
+    A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. 32 rows stand in
+    the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
+    softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page. ``layout`` is that of Q
     and O. With ``leftpad`` a sequence begins behind the first row of its cache. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
     """
 
@@ -43,6 +47,7 @@ class DecodeConfig:
     tile_n: int
     stages: int
     box_rows: int
+    tile_m: int = 32
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
@@ -50,9 +55,13 @@ class DecodeConfig:
     softcap: bool = False
     sinks: bool = False
 
-    tile_m = WARPGROUP_ROWS
-    threads = WARPGROUP_THREADS + WARP_THREADS
+    threads = WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
     element_bytes = 2
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a tile of which a thread of the consumer has a part."""
+        return 2 * self.tile_m // WARPGROUP_ROWS
 
     @property
     def boxes(self) -> int:
@@ -75,7 +84,7 @@ class DecodeConfig:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
         parts = ["hopper_decode", SHORT_NAMES[self.dtype], f"d{self.head_dim}"]
         parts += [] if self.head_dim_v == self.head_dim else [f"v{self.head_dim_v}"]
-        parts += ["causal" if self.causal else "full", f"n{self.tile_n}s{self.stages}b{self.box_rows}"]
+        parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}"]
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -92,6 +101,8 @@ def validate_decode_config(config: DecodeConfig) -> None:
     for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
         if size not in HEAD_DIMS:
             raise ValueError(f"{name} is {size}, allowed: {', '.join(map(str, HEAD_DIMS))}")
+    if c.tile_m not in (32, 64):
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: 32 or 64")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 128:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 128")
     if c.box_rows not in BOX_ROWS or c.tile_n % c.box_rows:

@@ -14,17 +14,16 @@ from cute_kernels.fragments import first_column_of_thread
 from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
-from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax
-from cute_kernels.window import sides_of, window_of
+from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.batch import CacheBatch
 from hopper.decode.config import BOX_COLUMNS, DecodeConfig, validate_decode_config
 from hopper.decode.consumer import Consumer, RowMask
-from hopper.decode.operands import Keys, Work
+from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
+from hopper.decode.operands import CacheLists, Keys, Outputs, Work
 from hopper.decode.producer import Producer
-from hopper.decode.results import Results
+from hopper.decode.results import PartialResults, Results
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.schedule import Pieces
+from hopper.decode.softmax import RowSoftmax
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -36,17 +35,17 @@ class DecodeKernel:
     | role | warps | does |
     |---|---|---|
     | consumer | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
-    | producer | 4 | TMA loads of K and V |
+    | producers | 4 and 5 | TMA loads of K, and of V |
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
     | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
     | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4` |
 
-    Named barrier 1 is among the consumer's 128 threads. Registers are not shared out: 160 threads have enough.
+    Named barrier 1 is among the consumer's 128 threads. Registers are not shared out: 192 threads have enough.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
-    of them. Every CTA reads as many keys as the others (``schedule``), and both roles walk over them alike.
+    of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -66,7 +65,6 @@ class DecodeKernel:
         leftpad: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         parts: cute.Tensor,
-        counters: cute.Tensor,
         softmax_scale: Float32,
         max_splits: Int32,
         window_left: Int32 | None,
@@ -80,9 +78,8 @@ class DecodeKernel:
         """Launch.
 
         mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
-        (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``,
-        ``leftpad``, ``table``, ``parts`` and ``counters`` are described at ``CacheBatch``, ``Producer`` and
-        ``Results``. What the config has no use for is None.
+        (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
+        and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``. What the config has no use for is None.
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
@@ -98,28 +95,31 @@ class DecodeKernel:
             )
             atoms.append(atom)
             caches.append(tensor)
-        self.kernel(
-            tuple(atoms),
-            tuple(caches),
-            mQ,
-            mO,
-            mLSE,
+        lists = CacheLists(
             lengths,
-            table,
             (leftpad,) if const_expr(c.leftpad) else (),
             (cu_seqlens_q,) if const_expr(is_packed) else (),
-            parts,
-            counters,
-            scale_in_base_2(softmax_scale, caps),
-            tuple(softmax_scale / cap for cap in caps),
+            table.shape[1] * mK.shape[1],
+            mK.shape[2],
             max_splits,
             sides_of(c, window_left, window_right, attention_chunk),
-            (sinks,) if const_expr(c.sinks) else (),
-        ).launch(
+        )
+        outputs = Outputs(mO, mLSE, (sinks,) if const_expr(c.sinks) else (), parts)
+        scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
+        self.kernel(tuple(atoms), tuple(caches), mQ, table, lists, outputs, scale_log2, factors).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+        )
+        rows = c.tile_m
+        if const_expr(not is_packed):
+            rows = cutlass.min(mQ.shape[1] * (mQ.shape[2] // mK.shape[2]), rows)
+        self.combine(mQ, lists, outputs, num_ctas).launch(
+            grid=(num_ctas, rows, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -128,20 +128,13 @@ class DecodeKernel:
         atoms: tuple,
         caches: tuple,
         mQ: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        lengths: cute.Tensor,
         table: cute.Tensor,
-        leftpad: tuple,
-        cu_seqlens_q: tuple,
-        parts: cute.Tensor,
-        counters: cute.Tensor,
+        lists: CacheLists,
+        outputs: Outputs,
         scale_log2: Float32,
         cap_factors: tuple,
-        max_splits: Int32,
-        sides: tuple,
-        sinks: tuple,
     ):
+        """A CTA for each piece of the row of blocks."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         if warp == 0:
@@ -152,35 +145,36 @@ class DecodeKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        kv_heads, page_size = caches[0].shape[2], caches[0].shape[0]
-        is_packed = const_expr(c.layout == VARLEN)
-        heads, queries = (mQ.shape[1], mQ.shape[0]) if const_expr(is_packed) else (mQ.shape[2], mQ.shape[1])
-        batch = CacheBatch(
-            c,
-            window_of(c.causal, sides),
-            lengths,
-            leftpad,
-            cu_seqlens_q,
-            queries,
-            table.shape[1] * page_size,
-            kv_heads,
-            divide(heads, kv_heads),
-        )
+        # The kernel that puts parts together may come as soon as there is room for it, and waits for this one.
+        cute.arch.griddepcontrol_launch_dependents()
+        page_size = caches[0].shape[0]
         cta = cute.arch.block_idx()[0]
-        pieces = Pieces(batch.all_units(lane), cute.arch.grid_dim()[0])
-        work = Work(batch, pieces, max_splits, cta)
+        work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
         if warp == WARPS_PER_WARPGROUP:
-            Producer(c, work, k, v, table, page_size, lane).run()
+            Producer(c, work, k, table, page_size, lane).run()
+        elif warp == WARPS_PER_WARPGROUP + 1:
+            Producer(c, work, v, table, page_size, lane).run()
         else:
-            softmax = OnlineSoftmax(scale_log2)
-            if const_expr(self.dtype is Float16):
-                softmax = RoundingSoftmax(scale_log2, self.dtype)
+            softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
             softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
             thread = warp * cute.arch.WARP_SIZE + lane
             consumer = Consumer(c, self._tiled_mmas(), k, v, softmax, softcaps, thread)
-            flag = storage.flag.get_tensor(cute.make_layout(1))
-            results = Results(c, mO, mLSE, sinks, parts, counters, flag, cta, thread)
+            parts = PartialResults(c, outputs.parts)
+            results = Results(c, outputs.o, outputs.lse, outputs.sinks, parts, cta)
             self._consume(work, consumer, results, mQ, warp, lane)
+
+    @cute.kernel
+    def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
+        """A CTA for each piece and for each row of the tile that may be begun in it."""
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        smem = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
+        )
+        piece, row, _ = cute.arch.block_idx()
+        work = lists.work(c, mQ, piece, num_pieces, lane)
+        parts = PartialResults(c, outputs.parts)
+        Combine(c, work, parts, outputs.o, outputs.lse, outputs.sinks, smem, warp, lane).run(row)
 
     @cute.jit
     def _consume(
@@ -205,7 +199,7 @@ class DecodeKernel:
                 row_tiles = work.batch.row_tiles(seqlens)
                 head = divide(tile, row_tiles)
                 first_row = (tile - head * row_tiles) * c.tile_m
-                rows = HeadRows(TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+                rows = HeadRows(c, TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
                 consumer.load_queries(mQ, rows)
                 mask = RowMask(
                     work.batch.window, c.tile_n, seqlens, first_row, first_column_of_thread(lane), rows.levels()
@@ -240,7 +234,6 @@ class DecodeKernel:
         class SharedStorage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            flag: cute.struct.MemRange[Int32, 1]
             sK: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim], 1024
             ]

@@ -1,4 +1,4 @@
-"""The producer warp of the decode kernel: brings the key blocks of its CTA, box by box."""
+"""The producer warps of the decode kernel: bring K or V of the key blocks of their CTA, box by box."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from hopper.decode.operands import Keys, Work
 
 @dataclass(frozen=True)
 class Producer(LoopInvariant):
-    """Loads K and V of every block that this CTA visits, the last of a tile first.
+    """Loads K, or V, of every block that this CTA visits, the last of a tile first.
 
     ``table`` int32 (batch, pages) has the page of each ``page_size`` keys. Its entries are looked up a block ahead, by
     a lane for each box, so that no load of a number stands between two loads of keys.
@@ -24,8 +24,7 @@ class Producer(LoopInvariant):
 
     config: DecodeConfig
     work: Work
-    k: Keys
-    v: Keys
+    keys: Keys
     table: cute.Tensor
     page_size: Int32
     lane: Int32
@@ -54,8 +53,7 @@ class Producer(LoopInvariant):
             for _ in cutlass.range(maximum(block + 1 - first, 0), unroll=1):
                 block -= 1
                 next_page, next_row = self._look_up(sequence, maximum(block, first), first_row, keys)
-                self._load(self.k, self.config.head_dim, head, page, row, state)
-                self._load(self.v, self.config.head_dim_v, head, page, row, state)
+                self._load(head, page, row, state)
                 page, row = next_page, next_row
                 state.advance()
             start += blocks.count
@@ -71,21 +69,14 @@ class Producer(LoopInvariant):
         if key < keys:
             place = divide(first_row + key, self.page_size)
             row = first_row + key - place * self.page_size
-            last = self.k.cache.shape[3] - 1
+            last = self.keys.cache.shape[3] - 1
             page = minimum(maximum(self.table[sequence, place], 0), last)
         return page, row
 
     @cute.jit
-    def _load(
-        self,
-        keys: Keys,
-        columns: cutlass.Constexpr[int],
-        head: Int32,
-        page: Int32,
-        row: Int32,
-        state: pipeline.PipelineState,
-    ):
-        """A block of K or V, whose boxes lie where the lanes say."""
+    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
+        """A block, whose boxes lie where the lanes say."""
+        keys = self.keys
         keys.pipe.producer_acquire(state)
         barrier = keys.pipe.producer_get_barrier(state)
         stage = keys.smem[None, None, state.index]
@@ -93,7 +84,7 @@ class Producer(LoopInvariant):
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, head, cute.arch.shuffle_sync(page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(row, offset=i), 0), of_page)
-            for part in cutlass.range_constexpr(columns // BOX_COLUMNS):
+            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // BOX_COLUMNS):
                 target, found = cpasync.tma_partition(
                     keys.atom,
                     0,

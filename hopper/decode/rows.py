@@ -6,7 +6,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.fragments import ROW_STRIDE, ROWS_PER_THREAD, first_row_of_thread
+from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE
 from cute_kernels.integers import divide, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
@@ -50,14 +50,17 @@ class TileRows(LoopInvariant):
 
 @dataclass(frozen=True)
 class HeadRows(LoopInvariant):
-    """The two rows of a thread of the warpgroup."""
+    """The rows of a thread of the warpgroup: one in the upper 8 rows of its warp, and one in the lower 8 where a tile
+    has 64 rows."""
 
+    config: DecodeConfig
     tile: TileRows
     warp: Int32
     lane: Int32
 
     def row(self, r: int) -> Int32:
-        return first_row_of_thread(self.warp, self.lane) + r * ROW_STRIDE
+        of_warp = ROW_STRIDE * self.config.rows_per_thread
+        return self.warp * of_warp + self.lane // LANES_PER_ROW + r * ROW_STRIDE
 
     def exists(self, r: int) -> Any:
         return self.row(r) < self.tile.count
@@ -68,4 +71,4 @@ class HeadRows(LoopInvariant):
     def levels(self) -> tuple[Int32, ...]:
         """The keys that they are level with."""
         shift = self.tile.seqlens.seqlen_k - self.tile.seqlens.seqlen_q
-        return tuple(self.tile.place(self.row(r))[0] + shift for r in range(ROWS_PER_THREAD))
+        return tuple(self.tile.place(self.row(r))[0] + shift for r in range(self.config.rows_per_thread))
