@@ -84,6 +84,14 @@ class CacheBatch(LoopInvariant):
         return cute.arch.warp_reduction_sum(units)
 
     @cute.jit
+    def units_before(self, sequence: Int32, lane: Int32) -> Int32:
+        """Of all sequences before one, by the lanes of a warp."""
+        units = Int32(0)
+        for i in cutlass.range(lane, sequence, LANES, unroll=1):
+            units += self.units(i)
+        return cute.arch.warp_reduction_sum(units)
+
+    @cute.jit
     def locate(self, unit: Int32, lane: Int32) -> tuple[Int32, Int32]:
         """The sequence that has a block, and the first block of that sequence; (batch, all blocks) for one behind
         all."""

@@ -25,6 +25,9 @@ HEAD_DIMS = (64, 128, 192, 256)
 REGISTERS = 255
 """A thread may have: 160 threads leave more than there can be named."""
 
+COMBINE_BYTES = 12_288
+"""Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
+
 PARTS_PER_CTA = 2
 """Partial results that a CTA leaves at most: of the tile that it begins in the middle of, and of the one that it leaves
 unfinished."""
@@ -134,7 +137,7 @@ def select_decode_config(
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
-    stages = (SMEM_BYTES - BARRIER_BYTES) // (tile_n * (d + dv) * DecodeConfig.element_bytes)
+    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (tile_n * (d + dv) * DecodeConfig.element_bytes)
     config = DecodeConfig(dtype, d, dv, causal, tile_n, stages, box_rows, **others)
     validate_decode_config(config)
     return config

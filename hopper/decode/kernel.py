@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cutlass.utils import hopper_helpers
@@ -27,6 +27,14 @@ from hopper.decode.softmax import RowSoftmax
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 
 ONE_WARPGROUP = (1, 1, 1)
+
+COMBINING_CTAS = 256
+"""That put parts together, or a little more: starting many takes longer than what they do."""
+
+
+def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
+    """Tiles of so many K/V heads, each of so many rows."""
+    return kv_heads * cute.ceil_div(rows, tile_m)
 
 
 class DecodeKernel:
@@ -112,13 +120,17 @@ class DecodeKernel:
             stream=stream,
             min_blocks_per_mp=1,
         )
-        rows = c.tile_m
+        ctas, rows = num_ctas, Int32(c.tile_m)
         if const_expr(not is_packed):
-            rows = cutlass.min(mQ.shape[1] * (mQ.shape[2] // mK.shape[2]), rows)
+            of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
+            ctas = cutlass.min(num_ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
+            rows = cutlass.min(of_head, rows)
+        row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
         self.combine(mQ, lists, outputs, num_ctas).launch(
-            grid=(num_ctas, rows, 1),
+            grid=(ctas, row_ctas, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
+            min_blocks_per_mp=1,
             use_pdl=True,
         )
 
@@ -174,7 +186,12 @@ class DecodeKernel:
         piece, row, _ = cute.arch.block_idx()
         work = lists.work(c, mQ, piece, num_pieces, lane)
         parts = PartialResults(c, outputs.parts)
-        Combine(c, work, parts, outputs.o, outputs.lse, outputs.sinks, smem, warp, lane).run(row)
+        by_tile = Boolean(False)
+        if const_expr(c.layout != VARLEN):
+            of_head = mQ.shape[1] * work.batch.group
+            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
+        combine = Combine(c, work, parts, outputs.o, outputs.lse, outputs.sinks, smem, warp, lane)
+        combine.run(by_tile, row, cute.arch.grid_dim()[1])
 
     @cute.jit
     def _consume(
@@ -195,11 +212,13 @@ class DecodeKernel:
             blocks = work.batch.blocks(seqlens)
             parts = work.parts(start, blocks.count)
             first, end = parts.begin(work.cta), parts.begin(work.cta + 1)
-            if first < end:
-                row_tiles = work.batch.row_tiles(seqlens)
-                head = divide(tile, row_tiles)
-                first_row = (tile - head * row_tiles) * c.tile_m
-                rows = HeadRows(c, TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+            row_tiles = work.batch.row_tiles(seqlens)
+            head = divide(tile, row_tiles)
+            first_row = (tile - head * row_tiles) * c.tile_m
+            rows = HeadRows(c, TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+            if first >= end:
+                results.leave_nothing(rows)
+            else:
                 consumer.load_queries(mQ, rows)
                 mask = RowMask(
                     work.batch.window, c.tile_n, seqlens, first_row, first_column_of_thread(lane), rows.levels()

@@ -107,6 +107,14 @@ class Results(LoopInvariant):
         else:
             self._leave_part(consumer, rows, self.parts.slot(self.cta, first == 0))
 
+    @cute.jit
+    def leave_nothing(self, rows: HeadRows):
+        """Say that this CTA has none of the blocks of a tile which it finds begun, where its part would be."""
+        sums = self.parts.sums(self.parts.slot(self.cta, Boolean(False)))
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            if rows.lane % LANES_PER_ROW == 0:
+                sums[1, rows.row(r)] = Float32(0.0)
+
     def _sum_of(self, consumer: Consumer, r: int) -> RowSum:
         softmax = consumer.softmax
         total = cute.arch.warp_reduction_sum(softmax.row_sum[r], threads_in_group=LANES_PER_ROW)
