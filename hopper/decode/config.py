@@ -51,6 +51,7 @@ class DecodeConfig:
     stages: int
     box_rows: int
     tile_m: int = 32
+    ctas_per_sm: int = 1
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
@@ -88,6 +89,7 @@ class DecodeConfig:
         parts = ["hopper_decode", SHORT_NAMES[self.dtype], f"d{self.head_dim}"]
         parts += [] if self.head_dim_v == self.head_dim else [f"v{self.head_dim_v}"]
         parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}"]
+        parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)

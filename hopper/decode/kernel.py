@@ -118,7 +118,8 @@ class DecodeKernel:
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=None if c.ctas_per_sm == 1 else 100,
         )
         ctas, rows = num_ctas, Int32(c.tile_m)
         if const_expr(not is_packed):
