@@ -101,6 +101,16 @@ def resolve_packed_mask(
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
+def hides_keys(causal: bool, window_size: Any, attention_chunk: Any) -> bool:
+    """Whether a causal mask, a window or a chunk is asked for, even one that hides nothing of short sequences.
+
+    Raises:
+        ValueError, TypeError: an argument has no meaning.
+    """
+    has_window = not is_full(window_size) and _read_window(window_size) != FULL_WINDOW
+    return causal or has_window or _read_count("attention_chunk", attention_chunk) > 0
+
+
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     """What is done to scores with these arguments; ``check_scores`` says whether it fits a q.
 
