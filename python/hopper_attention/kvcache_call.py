@@ -25,7 +25,7 @@ from hopper_attention.kvcache_checks import (
 )
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.lengths import check_max_seqlen
-from hopper_attention.plain_calls import is_plain_call
+from hopper_attention.plain_calls import are_plain_constants, is_plain_call
 from hopper_attention.qv import scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
@@ -81,7 +81,8 @@ def read_call(given: CacheTensors, options: CacheOptions) -> CheckedCall:
     every = (*others.values(), *extras.values())
     check_no_gradient(every)
     tensors = _cast(given)
-    is_plain = all(is_plain_call(x, tensors.q, tensors.k_cache) for x in every)
+    # A meta tensor has no numbers, and the operator knows its results without them.
+    is_plain = is_plain_call(*tensors[:3]) and are_plain_constants(*every) and not tensors.q.is_meta
     causal = checks.check_flag("causal", options.causal)
     hides = features.hides_keys(causal, options.window_size, options.attention_chunk)
     shape = _shape_of(tensors, _longest_q(tensors, options.max_seqlen_q), length, is_plain)
@@ -90,8 +91,13 @@ def read_call(given: CacheTensors, options: CacheOptions) -> CheckedCall:
             check_rotary_rows(length, tensors.rotary_cos.shape[0], shape, hides)
         lengths = torch.full((shape.batch,), length, dtype=torch.int32, device=shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)
+    # A single query is the last, and sees all keys under a causal mask.
     mask = features.resolve_packed_mask(
-        causal, options.window_size, options.attention_chunk, shape.seqlen_q, shape.seqlen_k
+        causal and shape.seqlen_q > 1,
+        options.window_size,
+        options.attention_chunk,
+        shape.seqlen_q,
+        shape.seqlen_k,
     )
     scores = NO_SCORES
     if (

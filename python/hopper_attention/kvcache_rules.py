@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hopper_attention.backends import Target
+from cute_kernels.plan.config import check_packed_size
+from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
 from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.problem import AttentionProblem
+from hopper_attention.value_parts import needs_parts, part_widths
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,34 @@ def choose_path(call: CacheCall, target: Target, rules: tuple[Rule, ...] = RULES
             return PathChoice(rule.path, rule.what, refused)
         refused += (f"{rule.path}: {reason}",)
     raise NotImplementedError(f"no way to attend to this cache: {'; '.join(refused)}")
+
+
+def choose_in_general(call: CacheCall, target: Target) -> tuple[Choice, AttentionProblem, Config]:
+    """What attends to sequences of one tensor: backend, the problem of a launch, and its config.
+
+    Raises:
+        ValueError: the backend that is asked for cannot run there.
+        NotImplementedError: it has no kernel for the problem, or one that cannot count its sizes.
+    """
+    shape = call.shape
+    choice = choose_backend(target, shape.out_dtype, call.backend)
+    problem = AttentionProblem(
+        shape.out_dtype,
+        shape.out_dtype,
+        shape.head_dim,
+        shape.head_dim_v,
+        call.mask.causal,
+        has_window=call.mask.has_window,
+        has_chunk=call.mask.attention_chunk > 0,
+        is_packed=True,
+        scores=call.scores,
+        has_qv=shape.has_qv,
+    )
+    in_parts = not shape.has_qv and needs_parts(shape.head_dim_v)
+    if in_parts and not takes_wide_values(problem, target, call.backend):
+        problem = replace(problem, head_dim_v=part_widths(shape.head_dim_v)[0])
+    config = select_for(problem, choice.backend, target.capability)
+    if not isinstance(config, ReferenceConfig):
+        totals = shape.total_q, shape.batch * shape.capacity
+        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    return choice, problem, config

@@ -14,8 +14,8 @@ from torch import Tensor
 from hopper_attention.backends import target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
-from hopper_attention.kvcache_rules import choose_path
-from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.kvcache_rules import choose_in_general, choose_path
+from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
 from hopper_attention.lengths import Lengths
@@ -54,9 +54,11 @@ def serve(
         out and lse (float32), of ``CacheShape.out_shape`` and ``.lse_shape``. Without ``CacheCall.wants_lse`` the lse
         has no elements.
     """
+    # Found before a cache is written: what no path can run leaves it as it was.
+    path = find_path(call)
     if call.shape.has_new:
         tensors = append(call, tensors)
-    result, lse = PATHS[find_path(call)](call, tensors, scores)
+    result, lse = PATHS[path](call, tensors, scores)
     if out is not None:
         result = out.copy_(result)
     return result, lse if call.wants_lse else lse.new_empty(0)
@@ -64,7 +66,17 @@ def serve(
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_path(call: CacheCall) -> str:
-    return choose_path(call, target_of(call.shape.device)).path
+    """The name of the way that serves a call.
+
+    Raises:
+        ValueError, NotImplementedError: the backend cannot run it, or ``sm_margin`` leaves it no multiprocessor.
+    """
+    device = call.shape.device
+    target = target_of(device)
+    choice, _, _ = choose_in_general(call, target)
+    if choice.backend != "reference":
+        count_ctas(index_of(device), call.sm_margin)
+    return choose_path(call, target).path
 
 
 def append(call: CacheCall, tensors: CacheTensors) -> CacheTensors:
