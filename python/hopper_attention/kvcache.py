@@ -14,7 +14,7 @@ from torch import Tensor
 from hopper_attention import checks, features
 from hopper_attention.api import Window
 from hopper_attention.checks import FULL_WINDOW, Result
-from hopper_attention.kvcache_call import CacheOptions, read_call
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheTensors
 from hopper_attention.kvcache_ops import call_operator
 from hopper_attention.launch.kvcache import serve
@@ -144,12 +144,9 @@ def flash_attn_with_kvcache(
         pack_gqa,
         sm_margin,
         return_softmax_lse,
-        sinks,
-        alibi_slopes,
-        out,
         backend,
     )
-    call, tensors, scores, is_plain = read_call(given, options)
+    call, tensors, scores, is_plain = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
     if is_plain:
         result, lse = serve(call, tensors, scores, out)
     else:

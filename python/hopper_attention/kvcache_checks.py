@@ -179,6 +179,10 @@ class CacheCall:
     sm_margin: int = 0
     wants_lse: bool = False
 
+    def __hash__(self) -> int:
+        """Cheap: calls that are alike are one object, mostly, as they are remembered."""
+        return hash((self.shape.total_q, self.shape.capacity, self.softmax_scale))
+
 
 def read_shape(specs: Specs, max_seqlen_q: int, max_seqlen_k: int) -> CacheShape:
     """The shape of a call with tensors like these, checked; ``specs`` are ``CacheTensors.specs``.
@@ -432,19 +436,17 @@ def _check_vector(name: str, spec: TensorSpec, wanted: str, count: int | None = 
         )
 
 
-def check_no_gradient(tensors: tuple[Tensor, ...]) -> None:
+def check_no_gradient(tensors: tuple[Tensor | None, ...]) -> None:
     """Raise NotImplementedError where autograd would record the call."""
-    if needs_gradient(*tensors):
+    if torch.is_grad_enabled() and needs_gradient(*[x for x in tensors if x is not None]):
         raise NotImplementedError(
             "a tensor requires a gradient: attention on a key/value cache has none, as caches are written in place; "
             "call it under torch.no_grad(), or use flash_attn_varlen_func, which is differentiable"
         )
 
 
-def check_out(out: Tensor, shape: CacheShape) -> None:
+def check_out(spec: TensorSpec, shape: CacheShape) -> None:
     """Raise unless ``out`` can hold the output of a call."""
-    checks.check_are_tensors(out=out)
-    spec = TensorSpec.of(out)
     if spec.dtype != shape.out_dtype:
         raise TypeError(f"out has dtype {spec.dtype}, allowed with q of {shape.dtype}: {shape.out_dtype}")
     if tuple(spec.shape) != shape.out_shape:

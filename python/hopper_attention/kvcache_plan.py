@@ -19,7 +19,7 @@ from hopper_attention.dispatch import (
     imagined_target,
 )
 from hopper_attention.forward_rules import Config
-from hopper_attention.kvcache_call import CacheOptions, read_call
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_in_general, choose_path
 
@@ -139,12 +139,9 @@ def explain_kvcache(
         pack_gqa,
         sm_margin,
         return_softmax_lse,
-        sinks,
-        alibi_slopes,
-        out,
         backend,
     )
-    call, tensors, scores, _ = read_call(given, options)
+    call, tensors, scores, _ = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     path = choose_path(call, target)
     choice, problem, config = choose_in_general(call, target)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_attention import flash_attn_with_kvcache, kvcache_ops
 from hopper_attention.backends import Target
-from hopper_attention.kvcache_call import CacheOptions, read_call
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheTensors
 from hopper_attention.kvcache_rules import RULES, Rule, choose_path
 from hopper_attention.launch import kvcache as launch
@@ -32,8 +32,9 @@ def clean(call: dict[str, Any]) -> dict[str, Any]:
 
 def arguments(call: dict[str, Any], **options: Any) -> tuple[CacheCall, CacheTensors, Scores]:
     tensors = CacheTensors(**{name: x for name, x in call.items() if name in NAMES})
-    others = {name: x for name, x in call.items() if name not in NAMES}
-    return read_call(tensors, CacheOptions(**(others | options)))[:3]
+    others = {name: x for name, x in call.items() if name not in NAMES} | options
+    extras = CacheExtras(**{name: others.pop(name) for name in CacheExtras._fields if name in others})
+    return read_call(tensors, extras, CacheOptions(**others))[:3]
 
 
 @pytest.mark.parametrize(
