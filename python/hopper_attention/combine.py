@@ -2,6 +2,7 @@
 # No `from __future__ import annotations`: custom_op reads the annotations of its function.
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +13,37 @@ from hopper_attention.plain_calls import is_plain_call, needs_gradient
 
 OUT_DTYPES = (torch.float32, *HALF_DTYPES)
 MOST_SPLITS = 256
+
+
+@overload
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True] = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    *,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: bool = ...,
+) -> Result: ...
 
 
 def flash_attn_combine(

@@ -6,7 +6,7 @@ Merging of partial results is in ``combine``.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,126 @@ from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheTensors
 from hopper_attention.kvcache_ops import call_operator
 from hopper_attention.launch.kvcache import serve
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    qv: Tensor | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ...,
+    pack_gqa: bool | None = ...,
+    sm_margin: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+    *,
+    sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    out: Tensor | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    qv: Tensor | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ...,
+    pack_gqa: bool | None = ...,
+    sm_margin: int = ...,
+    *,
+    return_softmax_lse: Literal[True],
+    sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    out: Tensor | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    qv: Tensor | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k_new: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool | int = ...,
+    window_size: Window = ...,
+    attention_chunk: int = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    scheduler_metadata: Tensor | None = ...,
+    num_splits: int = ...,
+    pack_gqa: bool | None = ...,
+    sm_margin: int = ...,
+    return_softmax_lse: bool = ...,
+    *,
+    sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    out: Tensor | None = ...,
+    backend: str | None = ...,
+) -> Result: ...
 
 
 def flash_attn_with_kvcache(
