@@ -24,7 +24,7 @@ def compile_append(config: AppendConfig, options: str = ""):
     K and V are divided by descales, float32 (b, hk). cos and sin are (positions, rotary_dim / 2); the first new token
     of a sequence has position first_positions[b], or cache_seqlens[b] where that is (0,). q (b, sq, h, d), or (1,
     total_q, h, d) with cu_seqlens_q (b + 1,) and not (0,), is rotated into ``rotated``: its first query has that
-    position too, the others are ``query_step`` apart.
+    position too, the others are ``query_step`` apart; rows of no sequence become zeros.
 
     What it does not check, and its callers must: batch and heads of the tensors agree, columns of Q and K are at least
     rotary_dim, that is a multiple of ROTARY_STEP, pages x page_size and numbers of rows fit 31 bits, the tables have a

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.append.config import (
     INTERLEAVED,
@@ -216,8 +216,8 @@ class AppendKernel:
         """A sequence for each thread: its tokens are those that there were and the new ones, if there is room."""
         sequence = row * THREADS + cute.arch.thread_idx()[0]
         if sequence < keys.batch:
-            start = minimum(maximum(places.cache_seqlens[sequence], 0), places.capacity())
-            mNewLengths[sequence] = start + minimum(keys.length(sequence), places.capacity() - start)
+            length = Int64(places.cache_seqlens[sequence]) + Int64(keys.length(sequence))
+            mNewLengths[sequence] = Int32(minimum(maximum(length, Int64(0)), Int64(places.capacity())))
 
     @cute.jit
     def _append(
@@ -271,20 +271,24 @@ class AppendKernel:
         row: Int32,
         part: Int32,
     ):
-        """A chunk of Q for each thread, whose position is ``step`` behind that of the query before it."""
+        """A chunk of Q for each thread, whose position is ``step`` behind that of the query before it; zeros in rows of
+        no sequence."""
         turn, first_positions = rotary
         sequence, number = asked.find(row)
         head, chunk = self._chunk(asked.rows, part)
         if row < asked.count() and head < asked.rows.shape[2]:
+            entry, index = asked.place(row, sequence, number)
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            values.fill(0.0)
             if sequence < asked.batch:
-                entry, index = asked.place(row, sequence, number)
                 source = asked.rows[entry, index, head, None]
                 own, other = load(source, chunk, VECTOR), load(source, turn.partner(chunk), VECTOR)
                 first = self._first_position(first_positions, places.cache_seqlens[sequence], sequence)
                 angles = turn.angles(first + number * step, chunk)
-                values = widen(own)
+                values.store(own.load().to(Float32))
                 turn.turn(values, widen(other), angles, chunk)
-                store(values, None, cute.local_tile(mRotated[entry, index, head, None], (VECTOR,), (chunk,)))
+            target = cute.local_tile(mRotated[entry, index, head, None], (VECTOR,), (chunk,))
+            store(values, None, target)
 
     @staticmethod
     def _chunk(rows: cute.Tensor, part: Int32) -> tuple[Int32, Int32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def parts_of(x: Tensor) -> int:
 @dataclass(frozen=True)
 class Written:
     """What an append should do, in float64: new values of the caches by place, of those that it writes, new lengths,
-    and rotated queries, of which rows of no sequence are missing."""
+    and rotated queries by row, but for those of no sequence, which are zeros."""
 
     k: dict[tuple[int, int], Tensor]
     v: dict[tuple[int, int], Tensor]
@@ -150,8 +151,7 @@ def expected(case: Case) -> Written:
                 k = turned(case.rotation, k, first + i)
                 written.k[place] = k if case.k_descale is None else k / case.k_descale[b, :, None].double()
                 written.v[place] = v if case.v_descale is None else v / case.v_descale[b, :, None].double()
-        start = min(max(old, 0), case.capacity)
-        written.lengths.append(min(start + len(tokens), case.capacity))
+        written.lengths.append(min(max(old + len(tokens), 0), case.capacity))
         if case.rotation is not None:
             for i, row in enumerate(rows_of(case.q, case.cu_seqlens_q, b)):
                 position = first + i * int(case.per_query_position)
@@ -248,5 +248,5 @@ def check(case: Case, before: Case, lengths: Tensor, rotated: Tensor | None) -> 
     check_cache(case.k_cache, before.k_cache, wanted.k, case.rotation is None and not is_scaled)
     check_cache(case.v_cache, before.v_cache, wanted.v, not is_scaled)
     if rotated is not None:
-        for row, exact in wanted.q.items():
-            check_rounded(rotated[row], exact)
+        for row in product(*(range(size) for size in rotated.shape[:-2])):
+            check_rounded(rotated[row], wanted.q.get(row, torch.zeros(rotated.shape[-2:]).double()))

@@ -86,9 +86,8 @@ def append_to_cache(
         if descale is not None:
             rows = rows.float() / descale[sequence].unsqueeze(-1)
         _bytes_of(cache)[page[kept], slot[kept]] = _bytes_of(rounded(rows[kept], cache.dtype))
-    start = cache_seqlens.long().clamp(0, capacity)
     new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.long().diff().clamp(min=0)
-    return (start + new).clamp(max=capacity).int()
+    return (cache_seqlens.long() + new).clamp(0, capacity).int()
 
 
 def rotate_queries(
