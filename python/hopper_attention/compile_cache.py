@@ -30,6 +30,7 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.combine.config import CombineConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
@@ -222,7 +223,7 @@ def get_quantize(config: QuantizeConfig) -> Kernel:
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_serving(config: AppendConfig) -> Kernel:
+def get_serving(config: AppendConfig | CombineConfig) -> Kernel:
     """A kernel that serves a KV cache beside attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 

@@ -14,6 +14,7 @@ from hopper_attention.backends import Target
 from hopper_attention.launch import (
     append,
     backward,
+    combine,
     dequantized,
     forward,
     fp8,
@@ -30,6 +31,7 @@ SMS = 132
 REMEMBERING = (
     append,
     backward,
+    combine,
     dequantized,
     forward,
     fp8,
