@@ -1,7 +1,6 @@
 """Merging of partial results by their LSE: FlashAttention-3's ``flash_attn_combine``."""
 # No `from __future__ import annotations`: custom_op reads the annotations of its function.
 
-import math
 from typing import Literal, overload
 
 import torch
@@ -9,7 +8,9 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import HALF_DTYPES, Result, TensorSpec
+from hopper_attention.launch.combine import combine as combine_by_kernel
 from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.reference.combine import combine_parts
 
 OUT_DTYPES = (torch.float32, *HALF_DTYPES)
 MOST_SPLITS = 256
@@ -84,8 +85,11 @@ def flash_attn_combine(
             "out_partial or lse_partial requires a gradient: merging has none; call it under torch.no_grad()"
         )
     is_plain = is_plain_call(out_partial, lse_partial, out_partial if out is None else out)
-    merged, lse = (merge if is_plain else combine)(out_partial, lse_partial, dtype)
-    result = merged if out is None else out.copy_(merged)
+    if is_plain:
+        result, lse = merge(out_partial, lse_partial, dtype, out)
+    else:
+        merged, lse = combine(out_partial, lse_partial, dtype)
+        result = merged if out is None else out.copy_(merged)
     return (result, lse) if wants_lse else result
 
 
@@ -101,15 +105,18 @@ def _(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Ten
     return out_partial.new_empty(shape, dtype=dtype), out_partial.new_empty(shape[:-1])
 
 
-def merge(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out and lse of checked parts, in PyTorch."""
-    top = lse_partial.amax(0)
-    weights = torch.exp(lse_partial - top.masked_fill(top == -math.inf, 0.0))
-    total = weights.sum(0)
-    shares = (weights / total.masked_fill(total == 0.0, 1.0)).unsqueeze(-1)
-    # Not a product alone: an empty part may hold NaN.
-    merged = torch.where(shares > 0.0, shares * out_partial, 0.0).sum(0)
-    return merged.to(dtype).contiguous(), (total.log() + top).contiguous()
+def merge(
+    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of checked parts, by the kernel where there is one for them; ``out`` is where the output goes."""
+    if out_partial.is_cuda:
+        try:
+            return combine_by_kernel(out_partial, lse_partial, dtype, out)
+        except NotImplementedError:
+            # Its way to say that it does not do this one.
+            pass
+    merged, lse = combine_parts(out_partial, lse_partial, dtype)
+    return merged.contiguous() if out is None else out.copy_(merged), lse.contiguous()
 
 
 def _check_parts(out: TensorSpec, lse: TensorSpec) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.api import Window
-from hopper_attention.backends import target_of
+from hopper_attention.backends import Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     NOTE_ON_QV,
@@ -22,6 +22,8 @@ from hopper_attention.forward_rules import Config
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_in_general, choose_path
+from hopper_attention.launch.append import append_facts, select_append_config, why_not_append
+from hopper_attention.reference.append import Rotation
 
 
 @dataclass(frozen=True)
@@ -152,20 +154,29 @@ def explain_kvcache(
         notes += first_part({"v": TensorSpec.of(tensors.v_cache)})[1]
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
-    steps = (*_append_steps(call), *_copy_steps(call.shape))
+    steps = (*_append_steps(call, tensors, target, choice.backend), *_copy_steps(call.shape))
     return CachePlan(path.path, path.what, path.refused, choice.backend, config, choice.reason, steps, notes)
 
 
-def _append_steps(call: CacheCall) -> tuple[str, ...]:
-    shape = call.shape
-    if not shape.has_new:
+def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backend: str) -> tuple[str, ...]:
+    shape, t = call.shape, tensors
+    if t.k is None or t.v is None:
         return ()
-    how = f"{shape.total_new} new tokens are written into the cache, by PyTorch"
-    if not shape.has_rotary:
-        return (how,)
-    pairs = "2i and 2i + 1" if call.rotary_interleaved else f"i and i + {shape.rotary_dim // 2}"
-    whose = "each for a position of its own" if call.rotates_each_query else "all for one position"
-    return f"{how}, their keys rotated in columns {pairs}", f"queries are rotated, {whose}"
+    rotation, pairs = None, ""
+    steps: tuple[str, ...] = ()
+    if t.rotary_cos is not None and t.rotary_sin is not None:
+        rotation = Rotation(t.rotary_cos, t.rotary_sin, call.rotary_interleaved, t.rotary_seqlens)
+        other = "2i and 2i + 1" if call.rotary_interleaved else f"i and i + {shape.rotary_dim // 2}"
+        pairs = f", their keys rotated in columns {other}"
+        whose = "each for a position of its own" if call.rotates_each_query else "all for one position"
+        steps = (f"queries are rotated, {whose}",)
+    how = "by PyTorch"
+    if backend != "reference":
+        q = None if rotation is None else t.q
+        facts = append_facts(t.k, t.v, t.k_cache, t.v_cache, t.page_table, rotation, q)
+        reason = why_not_append(facts, target)
+        how = f"by PyTorch, as {reason}" if reason else f"by {select_append_config(facts, target).name}"
+    return f"{shape.total_new} new tokens are written into the cache{pairs}, {how}", *steps
 
 
 def _copy_steps(shape: CacheShape) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +16,13 @@ from hopper_attention.backends import target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_in_general, choose_path
+from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
 from hopper_attention.lengths import Lengths
-from hopper_attention.reference.kvcache import (
-    CacheRows,
-    Tokens,
-    as_stored,
-    dequantized,
-    gather_rows,
-    rotate,
-    write_rows,
-)
+from hopper_attention.reference.append import Rotation, rounded, tokens_of
+from hopper_attention.reference.kvcache import CacheRows, as_stored, dequantized, gather_rows, write_rows
 from hopper_attention.scores import NO_SCORES, Scores
 
 Results = tuple[Tensor, Tensor]
@@ -55,18 +50,25 @@ def serve(
         has no elements.
     """
     # Found before a cache is written: what no path can run leaves it as it was.
-    path = find_path(call)
+    way = find_way(call)
     if call.shape.has_new:
-        tensors = append(call, tensors)
-    result, lse = PATHS[path](call, tensors, scores)
+        tensors = append(call, tensors, way.backend)
+    result, lse = PATHS[way.path](call, tensors, scores)
     if out is not None:
         result = out.copy_(result)
     return result, lse if call.wants_lse else lse.new_empty(0)
 
 
+class Way(NamedTuple):
+    """How a call is served: the name of a path, and the backend."""
+
+    path: str
+    backend: str
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
-def find_path(call: CacheCall) -> str:
-    """The name of the way that serves a call.
+def find_way(call: CacheCall) -> Way:
+    """How a call is served.
 
     Raises:
         ValueError, NotImplementedError: the backend cannot run it, or ``sm_margin`` leaves it no multiprocessor.
@@ -76,41 +78,19 @@ def find_path(call: CacheCall) -> str:
     choice, _, _ = choose_in_general(call, target)
     if choice.backend != "reference":
         count_ctas(index_of(device), call.sm_margin)
-    return choose_path(call, target).path
+    return Way(choose_path(call, target).path, choice.backend)
 
 
-def append(call: CacheCall, tensors: CacheTensors) -> CacheTensors:
+def append(call: CacheCall, tensors: CacheTensors, backend: str) -> CacheTensors:
     """Write the new tokens, rotated, into the caches, and rotate q: what an ``Attend`` takes.
 
     Token i of sequence b goes to row cache_seqlens[b] + i, leftpad or not, and nowhere if the cache has no such row.
     """
-    shape, begin = call.shape, _given(tensors.cache_seqlens).long()
-    k, v = (_as_rows(_given(x), shape.is_packed_new) for x in (tensors.k, tensors.v))
-    if shape.is_packed_new:
-        starts = _given(tensors.cu_seqlens_k_new).long()
-        counts = (starts[1:] - starts[:-1]).clamp(min=0)
-    else:
-        counts = torch.full_like(begin, shape.seqlen_new)
-    q = tensors.q
-    positions = begin if tensors.rotary_seqlens is None else tensors.rotary_seqlens.long()
-    if shape.has_rotary and shape.total_q and shape.batch:
-        tokens = _tokens_of_q(shape, tensors)
-        at = positions[tokens.sequence] + (tokens.rank if call.rotates_each_query else 0)
-        q = _rotate(call, tensors, _as_rows(q, shape.is_packed_q), at).view(q.shape)
-    if shape.total_new and shape.batch and shape.capacity:
-        tokens = Tokens.dense(shape.batch, shape.seqlen_new, shape.device)
-        if shape.is_packed_new:
-            tokens = Tokens.packed(_given(tensors.cu_seqlens_k_new), k.shape[0])
-        if shape.has_rotary:
-            k = _rotate(call, tensors, k, positions[tokens.sequence] + tokens.rank)
-        places = _rows_of(shape, tensors).locate(tokens.sequence, begin[tokens.sequence] + tokens.rank)
-        places = places._replace(is_inside=places.is_inside & tokens.is_token)
-        for cache, values, descale in (
-            (tensors.k_cache, k, tensors.k_descale),
-            (tensors.v_cache, v, tensors.v_descale),
-        ):
-            write_rows(cache, places, as_stored(values, cache.dtype, descale, tokens.sequence))
-    lengths = (begin + counts).clamp(0, shape.capacity).int()
+    rotation = None
+    if call.shape.has_rotary:
+        tables = _given(tensors.rotary_cos), _given(tensors.rotary_sin)
+        rotation = Rotation(*tables, call.rotary_interleaved, tensors.rotary_seqlens)
+    lengths, q = _append(call, tensors, rotation, backend)
     return tensors._replace(
         q=q,
         k=None,
@@ -121,6 +101,78 @@ def append(call: CacheCall, tensors: CacheTensors) -> CacheTensors:
         cu_seqlens_k_new=None,
         cache_seqlens=lengths,
     )
+
+
+def _append(
+    call: CacheCall, t: CacheTensors, rotation: Rotation | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The lengths with new tokens, and q as it attends; by the kernel where there is one for this."""
+    if backend == "reference":
+        return append_in_pytorch(call, t, rotation)
+    k, v = _given(t.k), _given(t.v)
+    try:
+        lengths, rotated = append_by_kernel(
+            k,
+            v,
+            t.k_cache,
+            t.v_cache,
+            _given(t.cache_seqlens),
+            cu_seqlens_k_new=t.cu_seqlens_k_new,
+            cache_batch_idx=t.cache_batch_idx,
+            page_table=t.page_table,
+            k_descale=t.k_descale,
+            v_descale=t.v_descale,
+            rotation=rotation,
+            q=None if rotation is None else t.q,
+            cu_seqlens_q=t.cu_seqlens_q,
+            per_query_position=call.rotates_each_query,
+        )
+    except NotImplementedError:
+        # Its way to say that it does not do this one.
+        return append_in_pytorch(call, t, rotation)
+    return lengths, t.q if rotated is None else rotated
+
+
+def append_in_pytorch(
+    call: CacheCall, tensors: CacheTensors, rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    """``launch.append.append`` of any call: int32 (batch,) lengths, within the cache, and q, rotated."""
+    shape, begin = call.shape, _given(tensors.cache_seqlens).long()
+    q, new = tensors.q, torch.full_like(begin, shape.seqlen_new)
+    if tensors.cu_seqlens_k_new is not None:
+        new = tensors.cu_seqlens_k_new.long().diff().clamp(min=0)
+    if shape.batch:
+        if rotation is not None:
+            rows = _as_rows(q, shape.is_packed_q)
+            sequence, number = tokens_of(q, tensors.cu_seqlens_q, shape.batch)
+            sequence = sequence.clamp(max=shape.batch - 1)
+            first = rotation.first(begin).long()[sequence]
+            turned = rotation(rows, first + number if call.rotates_each_query else first)
+            q = rounded(turned, q.dtype).view(q.shape)
+        if shape.total_new and shape.capacity:
+            _write(shape, tensors, rotation, begin)
+    return (begin + new).clamp(0, shape.capacity).int(), q
+
+
+def _write(shape: CacheShape, tensors: CacheTensors, rotation: Rotation | None, begin: Tensor) -> None:
+    """The new tokens into the caches; ``begin`` are cache_seqlens."""
+    k, v = _given(tensors.k), _given(tensors.v)
+    sequence, number = tokens_of(k, tensors.cu_seqlens_k_new, shape.batch)
+    is_token = sequence < shape.batch
+    sequence = sequence.clamp(max=shape.batch - 1)
+    places = _rows_of(shape, tensors).locate(sequence, begin[sequence] + number)
+    places = places._replace(is_inside=places.is_inside & is_token)
+    # Tokens of the cache's own dtype are in its scale already.
+    is_scaled = k.dtype == tensors.k_cache.dtype
+    k, v = (_as_rows(x, shape.is_packed_new) for x in (k, v))
+    if rotation is not None:
+        k = rotation(k, rotation.first(begin).long()[sequence] + number)
+    for cache, values, descale in (
+        (tensors.k_cache, k, tensors.k_descale),
+        (tensors.v_cache, v, tensors.v_descale),
+    ):
+        stored = as_stored(values, cache.dtype, None if is_scaled else descale, sequence)
+        write_rows(cache, places, stored)
 
 
 def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
@@ -162,7 +214,8 @@ def _query(shape: CacheShape, tensors: CacheTensors) -> Tensor:
     if tensors.q_descale is None or not shape.batch:
         return q.to(shape.out_dtype)
     descale = tensors.q_descale.repeat_interleave(shape.heads // shape.kv_heads, 1)
-    sequence = _tokens_of_q(shape, tensors).sequence
+    sequence, _ = tokens_of(tensors.q, tensors.cu_seqlens_q, shape.batch)
+    sequence = sequence.clamp(max=shape.batch - 1)
     return (q.float() * descale[sequence][:, :, None]).to(shape.out_dtype)
 
 
@@ -206,18 +259,6 @@ def _first_rows(shape: CacheShape, tensors: CacheTensors) -> Tensor:
 def _rows_of(shape: CacheShape, tensors: CacheTensors) -> CacheRows:
     page_size = shape.page_size or shape.capacity
     return CacheRows(shape.pages, page_size, shape.capacity, tensors.page_table, tensors.cache_batch_idx)
-
-
-def _tokens_of_q(shape: CacheShape, tensors: CacheTensors) -> Tokens:
-    """Of 1 sequence or more."""
-    if tensors.cu_seqlens_q is None:
-        return Tokens.dense(shape.batch, shape.seqlen_q, shape.device)
-    return Tokens.packed(tensors.cu_seqlens_q, shape.total_q)
-
-
-def _rotate(call: CacheCall, tensors: CacheTensors, x: Tensor, positions: Tensor) -> Tensor:
-    tables = _given(tensors.rotary_cos), _given(tensors.rotary_sin)
-    return rotate(x, *tables, positions, call.rotary_interleaved)
 
 
 def _as_rows(x: Tensor, is_packed: bool) -> Tensor:

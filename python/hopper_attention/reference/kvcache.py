@@ -1,7 +1,8 @@
-"""A key/value cache in plain PyTorch, on any device: where rows lie, rotary embedding, writing, gathering.
+"""A key/value cache in plain PyTorch, on any device: where rows lie, writing them, gathering them.
 
 Nothing is read on the host, so all of it goes into a CUDA graph. Lengths, page numbers and indices that lead out of the
-cache are clamped where it is read, and where it is written nothing is written for them.
+cache are clamped where it is read, and where it is written nothing is written for them. Rotary embedding is in
+``append``.
 """
 
 from __future__ import annotations
@@ -12,37 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FP8_DTYPE = torch.float8_e4m3fn
-LARGEST_E4M3 = 448.0
-
-
-class Tokens(NamedTuple):
-    """Rows of a tensor (total, ...): the sequence of each, its number there, and whether it is of any.
-
-    Attributes:
-        sequence, rank: int64 (total,).
-        is_token: bool (total,).
-    """
-
-    sequence: Tensor
-    rank: Tensor
-    is_token: Tensor
-
-    @classmethod
-    def dense(cls, batch: int, seqlen: int, device: torch.device) -> Tokens:
-        """Of (batch, seqlen, ...), its first two dimensions as one."""
-        rows = torch.arange(batch * seqlen, device=device)
-        return cls(rows // max(seqlen, 1), rows % max(seqlen, 1), torch.ones_like(rows, dtype=torch.bool))
-
-    @classmethod
-    def packed(cls, cu_seqlens: Tensor, total: int) -> Tokens:
-        """Of (total, ...), where sequence b, of at least one, has the rows from cu_seqlens[b] on."""
-        rows = torch.arange(total, device=cu_seqlens.device)
-        starts = cu_seqlens.long()
-        sequence = torch.searchsorted(starts, rows, right=True) - 1
-        is_token = (sequence >= 0) & (rows < starts[-1:])
-        sequence = sequence.clamp(0, starts.shape[0] - 2)
-        return cls(sequence, rows - starts[sequence], is_token)
+from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.reference.append import rounded
 
 
 class Places(NamedTuple):
@@ -89,45 +61,12 @@ class CacheRows:
         return Places(page.clamp(0, self.pages - 1), row, is_inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotary embedding of the first columns of x, computed in float32 and rounded once to the dtype of x.
-
-    Args:
-        x: (total, heads, columns).
-        cos, sin: (seqlen, rotary_dim / 2): of each position, for each pair of columns.
-        positions: int64 (total,); those outside of cos are clamped.
-        interleaved: a pair is columns 2i and 2i + 1, else i and i + rotary_dim / 2.
-    """
-    half = cos.shape[1]
-    positions = positions.clamp(0, cos.shape[0] - 1)
-    c, s = (table.index_select(0, positions)[:, None, :].float() for table in (_wider(cos), _wider(sin)))
-    rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    pairs = rotated.unflatten(-1, (half, 2)) if interleaved else rotated.unflatten(-1, (2, half)).mT
-    first, second = pairs.unbind(-1)
-    turned = torch.stack((first * c - second * s, first * s + second * c), -1)
-    turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
-    return torch.cat((_rounded(turned, x.dtype), rest), -1)
-
-
-def _wider(table: Tensor) -> Tensor:
-    """An e4m3 table in float32."""
-    return table.float() if table.dtype == FP8_DTYPE else table
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype``; what is too large for e4m3 becomes its largest number, on any device."""
-    return (x.clamp(-LARGEST_E4M3, LARGEST_E4M3) if dtype == FP8_DTYPE else x).to(dtype)
-
-
 def as_stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Tensor) -> Tensor:
-    """New tokens (total, kv_heads, columns) as a cache of ``dtype`` holds them: itself, or divided by its descale.
+    """New tokens (total, kv_heads, columns) as a cache of ``dtype`` holds them: divided by their descale, rounded once.
 
-    ``descale`` is float32 (batch, kv_heads) or None for ones. Tokens that have the cache's dtype are taken as they are.
+    ``descale`` is float32 (batch, kv_heads), or None for ones; ``sequence`` is that of each token.
     """
-    if x.dtype == dtype:
-        return x
-    x = x.float()
-    return _rounded(x if descale is None else x / descale[sequence][:, :, None], dtype)
+    return rounded(x if descale is None else x.float() / descale[sequence][:, :, None], dtype)
 
 
 def write_rows(cache: Tensor, places: Places, values: Tensor) -> None:
