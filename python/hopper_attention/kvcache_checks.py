@@ -69,6 +69,7 @@ class CacheShape:
     Attributes:
         dtype, cache_dtype: of q, and of both caches: q's, or e4m3.
         device: of all tensors.
+        caches: shape and strides of k_cache and v_cache.
         batch: sequences.
         total_q: rows of q, of all sequences.
         seqlen_q: no sequence has more queries; all have so many where q is not packed.
@@ -87,6 +88,7 @@ class CacheShape:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
+    caches: tuple[TensorSpec, TensorSpec]
     batch: int
     total_q: int
     seqlen_q: int
@@ -249,6 +251,7 @@ def _of_q_and_cache(named: dict[str, TensorSpec], max_seqlen_q: int) -> CacheSha
         dtype=q.dtype,
         cache_dtype=k.dtype,
         device=q.device,
+        caches=(k, v),
         batch=batch,
         total_q=q.shape[0] if is_packed else q.shape[0] * q.shape[1],
         seqlen_q=max_seqlen_q if is_packed else q.shape[1],

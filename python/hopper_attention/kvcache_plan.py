@@ -21,7 +21,7 @@ from hopper_attention.dispatch import (
 from hopper_attention.forward_rules import Config
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
-from hopper_attention.kvcache_rules import choose_in_general, choose_path
+from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append_facts, select_append_config, why_not_append
 from hopper_attention.reference.append import Rotation
 
@@ -145,17 +145,26 @@ def explain_kvcache(
     )
     call, tensors, scores, _ = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
-    path = choose_path(call, target)
-    choice, problem, config = choose_in_general(call, target)
+    chosen = choose_path(call, target)
+    choice, rule, selection = chosen.backend, chosen.rule, chosen.selection
     notes = ((choice.advice,) if choice.advice else ()) + describe_window(call.mask) + describe_scores(scores)
     if call.shape.has_qv:
         notes += (NOTE_ON_QV,)
-    elif problem.head_dim_v < call.shape.head_dim_v:
+    elif selection.problem.head_dim_v < call.shape.head_dim_v:
         notes += first_part({"v": TensorSpec.of(tensors.v_cache)})[1]
     if choice.backend != "reference":
         notes += check_margin(sm_margin, target, q.device)
-    steps = (*_append_steps(call, tensors, target, choice.backend), *_copy_steps(call.shape))
-    return CachePlan(path.path, path.what, path.refused, choice.backend, config, choice.reason, steps, notes)
+    steps = (*_append_steps(call, tensors, target, choice.backend), *_copy_steps(call.shape, rule.path))
+    return CachePlan(
+        rule.path,
+        rule.what,
+        chosen.refused,
+        choice.backend,
+        selection.config,
+        choice.reason,
+        steps,
+        notes,
+    )
 
 
 def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backend: str) -> tuple[str, ...]:
@@ -179,7 +188,9 @@ def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backen
     return f"{shape.total_new} new tokens are written into the cache{pairs}, {how}", *steps
 
 
-def _copy_steps(shape: CacheShape) -> tuple[str, ...]:
+def _copy_steps(shape: CacheShape, path: str) -> tuple[str, ...]:
+    if path != "general":
+        return ()
     reasons = [
         (shape.is_paged, f"lie in pages of {shape.page_size}"),
         (shape.has_batch_idx, "are of a choice of the cache's sequences"),

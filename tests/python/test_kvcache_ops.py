@@ -15,7 +15,7 @@ from hopper_attention import flash_attn_with_kvcache, kvcache_ops
 from hopper_attention.backends import Target
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheTensors
-from hopper_attention.kvcache_rules import RULES, Rule, choose_path
+from hopper_attention.kvcache_rules import RULES, choose_path
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.scores import Scores
 from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
@@ -125,14 +125,18 @@ HERE = Target("a GPU", (9, 0), assume_installed=True)
 
 
 def test_the_first_path_without_a_reason_serves() -> None:
+    def takes_one(call: CacheCall, target: Target, backend: str) -> str:
+        return f"it takes one query on {backend}" if call.shape.seqlen_q > 1 else ""
+
+    faster = replace(RULES[-1], path="faster", why_not=takes_one)
     call, _, _ = arguments(NEW.build(torch.bfloat16))
-    faster = Rule("faster", "", lambda call, target: "it takes one query" if call.shape.seqlen_q > 1 else "")
     chosen = choose_path(call, HERE, (faster, *RULES))
-    assert chosen.path == "general" and chosen.refused == ("faster: it takes one query",)
+    assert chosen.rule.path == RULES[-1].path == "general" and chosen.backend.backend == "hopper"
+    assert chosen.refused[0] == "faster: it takes one query on hopper"
     call, _, _ = arguments(replace(NEW, queries=(1, 1, 1)).build(torch.bfloat16))
-    assert choose_path(call, HERE, (faster, *RULES)).path == "faster"
+    assert choose_path(call, HERE, (faster, *RULES)).rule.path == "faster"
     with pytest.raises(NotImplementedError, match="no way to attend to this cache: faster: no"):
-        choose_path(call, HERE, (replace(faster, why_not=lambda call, target: "no"),))
+        choose_path(call, HERE, (replace(faster, why_not=lambda call, target, backend: "no"),))
 
 
 def test_every_rule_has_a_path() -> None:

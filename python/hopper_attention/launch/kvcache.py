@@ -15,7 +15,7 @@ from torch import Tensor
 from hopper_attention.backends import target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
-from hopper_attention.kvcache_rules import choose_in_general, choose_path
+from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
@@ -74,11 +74,10 @@ def find_way(call: CacheCall) -> Way:
         ValueError, NotImplementedError: the backend cannot run it, or ``sm_margin`` leaves it no multiprocessor.
     """
     device = call.shape.device
-    target = target_of(device)
-    choice, _, _ = choose_in_general(call, target)
-    if choice.backend != "reference":
+    chosen = choose_path(call, target_of(device))
+    if chosen.backend.backend != "reference":
         count_ctas(index_of(device), call.sm_margin)
-    return Way(choose_path(call, target).path, choice.backend)
+    return Way(chosen.rule.path, chosen.backend.backend)
 
 
 def append(call: CacheCall, tensors: CacheTensors, backend: str) -> CacheTensors:
