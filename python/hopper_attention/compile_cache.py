@@ -28,7 +28,9 @@ import platformdirs
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
+from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.combine.config import CombineConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
@@ -218,6 +220,11 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
 
 def get_quantize(config: QuantizeConfig) -> Kernel:
     """The quantizer of ``config``, ready to be called; see ``hopper.quantize.compile.compile_quantize``."""
+    return _cache_in(folder_of(config)).get(config)
+
+
+def get_serving(config: AppendConfig | CombineConfig) -> Kernel:
+    """A kernel that serves a KV cache beside attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 
