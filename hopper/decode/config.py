@@ -39,8 +39,10 @@ class DecodeConfig:
 
     A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. 32 rows stand in
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
-    softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page. ``layout`` is that of Q
-    and O. With ``leftpad`` a sequence begins behind the first row of its cache. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
+    softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
+    boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
+    ``leftpad`` a sequence begins behind the first row of its cache. ``causal``, ``window``, ``chunk``, ``softcap`` and
+    ``sinks`` are as in ``ForwardConfig``.
     """
 
     dtype: str
@@ -88,7 +90,10 @@ class DecodeConfig:
         """Short unique name: kernel entry in profilers, file stem in the compile cache."""
         parts = ["hopper_decode", SHORT_NAMES[self.dtype], f"d{self.head_dim}"]
         parts += [] if self.head_dim_v == self.head_dim else [f"v{self.head_dim_v}"]
-        parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}"]
+        parts += [
+            "causal" if self.causal else "full",
+            f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
+        ]
         parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
@@ -111,15 +116,22 @@ def validate_decode_config(config: DecodeConfig) -> None:
     if c.tile_n % 16 or not 16 <= c.tile_n <= 128:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 128")
     if c.box_rows not in BOX_ROWS or c.tile_n % c.box_rows:
-        raise ValueError(f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}")
+        raise ValueError(
+            f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
+        )
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
-TILE_N = {64: 128, 128: 64, 192: 64, 256: 32}
-"""Keys of a block, by the larger of the two head_dims: some 32 KB of K and V."""
+TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
+"""Keys of a block, by the larger of the two head_dims."""
+
+
+def tile_n_of(head_dim: int, head_dim_v: int) -> int:
+    """Keys of a block of the kernel for a problem."""
+    return TILE_N[min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))]
 
 
 def box_rows_of(tile_n: int, page_size: int, pages: int) -> int | None:
@@ -131,15 +143,29 @@ def box_rows_of(tile_n: int, page_size: int, pages: int) -> int | None:
 
 
 def select_decode_config(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_size: int, pages: int, **others: Any
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    page_size: int,
+    pages: int,
+    rows: int = 1,
+    **others: Any,
 ) -> DecodeConfig | None:
-    """The config for a problem, the narrowest that covers its head_dims; None if pages are too small for TMA."""
+    """The config for a problem, the narrowest that covers its head_dims; None if pages are too small for TMA.
+
+    Args:
+        page_size, pages: rows of a page, and pages of a sequence.
+        rows: query rows that share a K/V head.
+        others: further fields.
+    """
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
-    tile_n = TILE_N[max(d, dv)]
+    tile_n = tile_n_of(head_dim, head_dim_v)
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
     stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (tile_n * (d + dv) * DecodeConfig.element_bytes)
-    config = DecodeConfig(dtype, d, dv, causal, tile_n, stages, box_rows, **others)
+    tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS
+    config = DecodeConfig(dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, **others)
     validate_decode_config(config)
     return config

@@ -16,9 +16,9 @@ from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
+from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
 from hopper.decode.config import BOX_COLUMNS, DecodeConfig, validate_decode_config
 from hopper.decode.consumer import Consumer, RowMask
-from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
 from hopper.decode.operands import CacheLists, Keys, Outputs, Work
 from hopper.decode.producer import Producer
 from hopper.decode.results import PartialResults, Results
@@ -87,7 +87,8 @@ class DecodeKernel:
 
         mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
         (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
-        and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``. What the config has no use for is None.
+        and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``.
+        What the config has no use for is None.
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
@@ -222,7 +223,12 @@ class DecodeKernel:
             else:
                 consumer.load_queries(mQ, rows)
                 mask = RowMask(
-                    work.batch.window, c.tile_n, seqlens, first_row, first_column_of_thread(lane), rows.levels()
+                    work.batch.window,
+                    c.tile_n,
+                    seqlens,
+                    first_row,
+                    first_column_of_thread(lane),
+                    rows.levels(),
                 )
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
@@ -254,12 +260,8 @@ class DecodeKernel:
         class SharedStorage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            sK: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim], 1024
-            ]
-            sV: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim_v], 1024
-            ]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * c.tile_n * c.head_dim_v], 1024]
 
         return SharedStorage
 

@@ -73,9 +73,7 @@ class PartialResults(LoopInvariant):
     def rows(self, slot: Int32) -> cute.Tensor:
         """(head_dim_v, tile_m)"""
         c = self.config
-        return cute.make_tensor(
-            self.tensor[slot, None].iterator, cute.make_layout((c.head_dim_v, c.tile_m))
-        )
+        return cute.make_tensor(self.tensor[slot, None].iterator, cute.make_layout((c.head_dim_v, c.tile_m)))
 
     def sums(self, slot: Int32) -> cute.Tensor:
         """(4, tile_m)"""

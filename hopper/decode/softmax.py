@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, const_expr
 
-from cute_kernels.fast_math import exp2, max_over_lanes, maximum_of, multiply_rounded
+from cute_kernels.fast_math import max_over_lanes, maximum_of, multiply_rounded
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 from cute_kernels.softmax import LEAST, RoundingSoftmax, scale_row
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cute_kernels.plan.config import check_packed_size
+from hopper.decode.config import DecodeConfig
 from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.problem import AttentionProblem
@@ -18,7 +20,7 @@ class Selection:
     """What a way runs: the problem of a launch, whose values may be a part of them, and the config that serves it."""
 
     problem: AttentionProblem
-    config: Config
+    config: Config | DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,31 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
     return Selection(problem, config)
 
 
+def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
+    """The decode kernel."""
+    shape = call.shape
+    problem = AttentionProblem(
+        shape.out_dtype,
+        shape.out_dtype,
+        shape.head_dim,
+        shape.head_dim_v,
+        call.mask.causal,
+        has_window=call.mask.has_window,
+        has_chunk=call.mask.attention_chunk > 0,
+        is_packed=shape.is_packed_q,
+        scores=call.scores,
+    )
+    return Selection(problem, select_decode(call))
+
+
 RULES = (
+    Rule(
+        "decode",
+        "a kernel shares all keys out over the GPU, wherever sequences end, reads them where they lie, and has the "
+        "query heads of a K/V head as the rows of a tile",
+        why_not_decode,
+        select_decode_kernel,
+    ),
     Rule(
         "general",
         "keys and values become sequences of one tensor, copied from the cache where they do not lie so, and the "

@@ -18,6 +18,7 @@ from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
+from hopper_attention.launch.decode import find_decode, is_aligned
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
 from hopper_attention.lengths import Lengths
@@ -201,7 +202,14 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
     return out, lse
 
 
-PATHS: dict[str, Attend] = {"general": attend_in_general}
+def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the decode kernel, but for caches that begin where TMA cannot, which nothing but their address tells."""
+    if not is_aligned(tensors):
+        return attend_in_general(call, tensors, scores)
+    return find_decode(call)(tensors, scores)
+
+
+PATHS: dict[str, Attend] = {"decode": attend_by_decode, "general": attend_in_general}
 """By the names of ``kvcache_rules.RULES``."""
 
 
