@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import tanh, tanh_approx
@@ -114,9 +114,15 @@ class FunctionChange(LoopInvariant):
                     if functions.has_mask:
                         is_seen = known[functions.mask]
                         if kind is not None:
-                            is_seen = (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
+                            is_seen = seen_in_block(is_seen, kind)
                         score = select(is_seen, score, -Float32.inf)
                     scores[r, (e, j)] = score
+
+
+def seen_in_block(is_seen: Boolean, kind: Int32) -> Boolean:
+    """Whether an element of a listed block is seen of which the mask function says ``is_seen``; the block is of
+    ``kind`` HIDDEN, PARTLY_SEEN or SEEN."""
+    return (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
 
 
 @dataclass(frozen=True)

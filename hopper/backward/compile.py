@@ -2,6 +2,7 @@
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
@@ -26,7 +27,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     torch's current stream, with num_ctas as one more argument where ``config.is_persistent``, as many as there are SMs.
     Unless the config ``is_plain``, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
     sequences, softcap, alibi_slopes, philox, kept, *captured``, None for what the config has no use for
-    (``BackwardOptions``).
+    (``BackwardOptions``), and with ``config.block_lists`` by the lists (``BackwardWork``).
 
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
@@ -61,9 +62,17 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
+        *([_block_lists()] if c.block_lists else []),
         *ctas,
         options=options,
     )
+
+
+def _block_lists():
+    """int32 (b, h, key tiles, 1 + query tiles, 2), rows of 8 bytes, of which the first two strides may be 0."""
+    shape = (*(cute.sym_int() for _ in range(4)), 2)
+    strides = (*(cute.sym_int(64, divisibility=2) for _ in range(3)), 2, 1)
+    return make_fake_tensor(Int32, shape, strides, assumed_align=8)
 
 
 def _dense_tensors(config: BackwardConfig) -> tuple:

@@ -23,6 +23,7 @@ from hopper_attention.backends import (
     why_not_ampere,
     why_not_hopper,
 )
+from hopper_attention.block_masks import is_divided
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
@@ -149,7 +150,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     # A sink is in the LSE, which is all that a backward kernel sees of it.
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper":
-        return replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        return _by_lists(replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk), p)
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -160,3 +161,16 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     config = select_ampere_backward_config(*options, arch, *features)
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
     return replace(config, **fields, chunk=p.has_chunk)
+
+
+def _by_lists(config: BackwardConfig, problem: GradientProblem) -> BackwardConfig:
+    """The config of a problem with a BlockMask, whose kernel visits what the lists name (``block_lists``), where there
+    is no other mask and nothing is packed; else ``config``. A tile that has parts of several blocks needs the functions
+    that know the table (``CapturedFunctions.for_tiles``)."""
+    p = problem
+    if p.causal or p.has_window or p.is_packed:
+        return config
+    for functions, block in p.scores.listed:
+        is_part = is_divided(block, (config.tile_m, config.tile_n))
+        return replace(config, functions=functions if is_part else config.functions, block_lists=True)
+    return config
