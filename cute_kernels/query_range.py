@@ -155,8 +155,29 @@ class ListedQueries(Visit):
         numbers that visit it."""
         return self.entries[place + 1, 1]
 
+    def at(self, place: Any, is_seen: bool) -> "ListedQuery":
+        """The query tile at a place; ``is_seen``: of ``unmasked`` or behind it."""
+        return ListedQuery(self, place, is_seen)
+
     def masked(self, scores: Any, place: Any) -> Any:
         return scores.seen_as(self.kind(place))
 
     def fully_seen(self, scores: Any) -> Any:
         return scores.fully_seen()
+
+
+@dataclass(frozen=True)
+class ListedQuery(LoopInvariant):
+    """One query tile of a list."""
+
+    queries: ListedQueries
+    place: Any
+    is_seen: bool
+
+    @property
+    def turn(self) -> Any:
+        return self.queries.turn(self.place)
+
+    def scores(self, scores: Any) -> Any:
+        """What is done to its scores (``KeyScoreTile``)."""
+        return self.queries.fully_seen(scores) if self.is_seen else self.queries.masked(scores, self.place)

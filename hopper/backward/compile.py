@@ -2,7 +2,6 @@
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
@@ -10,6 +9,7 @@ from cute_kernels.arguments import (
     compile_for_torch,
     philox_argument,
     plan_argument,
+    query_lists_argument,
     strided,
     words,
 )
@@ -62,17 +62,10 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
-        *([_block_lists()] if c.block_lists else []),
+        *([query_lists_argument()] if c.block_lists else []),
         *ctas,
         options=options,
     )
-
-
-def _block_lists():
-    """int32 (b, h, key tiles, 1 + query tiles, 2), rows of 8 bytes, of which the first two strides may be 0."""
-    shape = (*(cute.sym_int() for _ in range(4)), 2)
-    strides = (*(cute.sym_int(64, divisibility=2) for _ in range(3)), 2, 1)
-    return make_fake_tensor(Int32, shape, strides, assumed_align=8)
 
 
 def _dense_tensors(config: BackwardConfig) -> tuple:

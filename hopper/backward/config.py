@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_block_lists, check_chunk
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper.config import (
     BARRIER_BYTES,
@@ -269,11 +269,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
-    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
-        raise ValueError(
-            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
-            "False and 'dense', with a mask function"
-        )
+    check_block_lists(c)
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads

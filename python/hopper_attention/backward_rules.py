@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,7 +150,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     # A sink is in the LSE, which is all that a backward kernel sees of it.
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper":
-        return _by_lists(replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk), p)
+        hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        return replace(hopper, **_lists_of(p, (hopper.tile_m, hopper.tile_n)))
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -160,17 +161,18 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
-    return replace(config, **fields, chunk=p.has_chunk)
+    lists = _lists_of(p, (config.tile_m, config.tile_n))
+    return replace(config, **fields | lists, chunk=p.has_chunk)
 
 
-def _by_lists(config: BackwardConfig, problem: GradientProblem) -> BackwardConfig:
-    """The config of a problem with a BlockMask, whose kernel visits what the lists name (``block_lists``), where there
-    is no other mask and nothing is packed; else ``config``. A tile that has parts of several blocks needs the functions
-    that know the table (``CapturedFunctions.for_tiles``)."""
+def _lists_of(problem: GradientProblem, tile: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a config of a problem with a BlockMask whose kernel visits what the lists name (``block_lists``),
+    where there is no other mask and nothing is packed; else none. A ``tile``, (queries, keys), that has parts of
+    several blocks needs the functions that know the table (``CapturedFunctions.for_tiles``)."""
     p = problem
     if p.causal or p.has_window or p.is_packed:
-        return config
+        return {}
     for functions, block in p.scores.listed:
-        is_part = is_divided(block, (config.tile_m, config.tile_n))
-        return replace(config, functions=functions if is_part else config.functions, block_lists=True)
-    return config
+        is_part = is_divided(block, tile)
+        return {"functions": functions if is_part else p.scores.functions, "block_lists": True}
+    return {}

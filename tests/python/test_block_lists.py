@@ -93,7 +93,8 @@ def mask_of_documents(documents: Tensor, block: int) -> Any:
         ("hopper", {}, 64, 64, 2),
         ("hopper", {"causal": True}, 64, 128, None),
         ("hopper", {"window_size": (200, 200)}, 64, 128, None),
-        ("ampere", {}, 64, 128, None),
+        ("ampere", {}, 64, 128, 1),
+        ("ampere", {"causal": True}, 64, 128, None),
     ],
     ids=str,
 )
@@ -122,5 +123,6 @@ def test_they_reach_the_kernel_that_goes_by_them(
     captured = arguments[len(arguments) - config.is_persistent - 1 - tensors :][:tensors]
     assert documents.data_ptr() in [x.data_ptr() for x in captured]
     assert len(config.functions.tensors) == tensors
-    sizes, least = (2, 4, 300, 300), 1 if options or head_dim > 128 else 0
-    assert torch.equal(lists, BlockTable.of(blocks).query_lists((64, 128), sizes, least))
+    least = 1 if options or head_dim > 128 else 0
+    tile = config.tile_m, config.tile_n
+    assert torch.equal(lists, BlockTable.of(blocks).query_lists(tile, (2, 4, 300, 300), least))

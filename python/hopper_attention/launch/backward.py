@@ -74,7 +74,7 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        if isinstance(self.config, BackwardConfig) and self.config.block_lists:
+        if self.config.block_lists:
             options = listed_options(self.config, scores, q, k)
         else:
             options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
@@ -104,11 +104,12 @@ def kernel_options(
     return *present(sides), *(changes if any(x is not None for x in changes) else ())
 
 
-def listed_options(config: BackwardConfig, scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+def listed_options(config: KernelConfig, scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     """The same of a kernel that goes by lists of query tiles."""
     sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    before = (*NO_SIDES, *NO_PLAN) if isinstance(config, BackwardConfig) else ()
     tile = config.tile_m, config.tile_n
-    return *NO_SIDES, *NO_PLAN, *scores.for_listed_gradient(tile, sizes, config.least_blocks)
+    return *before, *scores.for_listed_gradient(tile, sizes, config.least_blocks)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
