@@ -47,6 +47,12 @@ def captured_arguments(functions: UserFunctions) -> tuple:
     return tuple(any_tensor(CAPTURED_DTYPES[kind.dtype], kind.dimensions) for kind in functions.tensors)
 
 
+def key_lists_argument():
+    """What ``ListedBlocks`` are read from, int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may
+    be 0."""
+    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
+
+
 def query_lists_argument():
     """What ``ListedQueries`` are read from, int32 (b, h, key tiles, 1 + query tiles, 2), rows of 8 bytes. The first two
     strides may be 0."""

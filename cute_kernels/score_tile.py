@@ -211,10 +211,14 @@ class ListedScoreTile(ScoreTile):
     @cute.jit
     def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
         """``n_block`` is a place in the list."""
+        self.change(acc_S, n_block)
+        if const_expr(is_masked):
+            self.mask.apply(acc_S, self.blocks.number(n_block))
+
+    def change(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        """``n_block`` is a place in the list."""
         entry = self.blocks.entry(n_block)
         number = entry >> ENTRY_BITS
         for change in self.changes[:-1]:
             change.apply(acc_S, number)
         self.changes[-1].apply_listed(acc_S, number, entry & ((1 << ENTRY_BITS) - 1))
-        if const_expr(is_masked):
-            self.mask.apply(acc_S, number)

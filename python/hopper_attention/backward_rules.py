@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,8 @@ from hopper_attention.backends import (
     why_not_ampere,
     why_not_hopper,
 )
-from hopper_attention.block_masks import is_divided
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.forward_rules import lists_of
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
 
@@ -151,7 +151,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
-        return replace(hopper, **_lists_of(p, (hopper.tile_m, hopper.tile_n)))
+        return replace(hopper, **lists_of(p, (hopper.tile_m, hopper.tile_n)))
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -161,18 +161,5 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
-    lists = _lists_of(p, (config.tile_m, config.tile_n))
+    lists = lists_of(p, (config.tile_m, config.tile_n))
     return replace(config, **fields | lists, chunk=p.has_chunk)
-
-
-def _lists_of(problem: GradientProblem, tile: tuple[int, int]) -> dict[str, Any]:
-    """The fields of a config of a problem with a BlockMask whose kernel visits what the lists name (``block_lists``),
-    where there is no other mask and nothing is packed; else none. A ``tile``, (queries, keys), that has parts of
-    several blocks needs the functions that know the table (``CapturedFunctions.for_tiles``)."""
-    p = problem
-    if p.causal or p.has_window or p.is_packed:
-        return {}
-    for functions, block in p.scores.listed:
-        is_part = is_divided(block, tile)
-        return {"functions": functions if is_part else p.scores.functions, "block_lists": True}
-    return {}

@@ -91,13 +91,11 @@ class BlockTable:
         visits and then which, in ascending order, as ``ListedBlocks`` has them.
 
         Args:
-            tile: queries and keys of a tile, which divide those of a block.
+            tile: queries and keys of a tile, which need not divide those of a block.
             sizes: batch, heads, seqlen_q and seqlen_k.
         """
         batch, heads, seqlen_q, seqlen_k = sizes
-        rows, keys = -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1])
-        kinds = self.kinds.repeat_interleave(self.rows // tile[0], 2)[:, :, :rows]
-        kinds = kinds.repeat_interleave(self.keys // tile[1], 3)[..., :keys]
+        kinds = self._kinds_for_keys(tile, (seqlen_q, seqlen_k)).mT
         are_visited = kinds != HIDDEN
         order = are_visited.int().argsort(dim=-1, descending=True, stable=True)
         entries = (order << ENTRY_BITS) + kinds.gather(-1, order)

@@ -164,10 +164,11 @@ class Scores:
         return cap, slopes, sinks
 
     def for_listed_kernel(self, tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read of functions is that of
-        listed blocks. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
-        ((captured, table),) = self.captured.listed
-        return *self._without_functions(*sizes[:2]), *captured.for_kernel, table.lists(tile, sizes)
+        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read is that of the functions
+        ``for_tiles``. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
+        ((_, table),) = self.captured.listed
+        read = self.captured.for_tiles(tile).for_kernel
+        return *self._without_functions(*sizes[:2]), *read, table.lists(tile, sizes)
 
     def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""

@@ -1,7 +1,8 @@
-"""The lists by which backward kernels walk over a BlockMask: against brute force, and on their way to a kernel."""
+"""The lists by which kernels walk over a BlockMask: against brute force, and on their way to a kernel."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_kernels.problem import HIDDEN, PARTLY_SEEN, SEEN
+from cute_kernels.problem import ENTRY_BITS, HIDDEN, PARTLY_SEEN, SEEN
 from cute_kernels.query_range import ListedQueries
 from hopper_attention import compile_cache, flash_attn_func
-from hopper_attention.block_masks import BlockTable
+from hopper_attention.block_masks import BlockTable, is_divided
 from hopper_attention.launch import backward, forward
 from tests.python.fake_gpu import forget_launchers, pretend
 
@@ -66,13 +67,31 @@ def test_they_are_the_tiles_with_a_query_that_sees_a_key(
                 added[m] += 1
 
 
+def test_those_of_a_forward_kernel_have_the_same_tiles() -> None:
+    lengths = 330, 400
+    for block, tile in itertools.product(BLOCKS, [(128, 64), (64, 128), (128, 48)]):
+        table = draw_table(block, lengths)
+        lists = table.lists(tile, (3, 2, *lengths))
+        counts = [-(-n // size) for n, size in zip(lengths, tile, strict=True)]
+        assert lists.shape == (3, 2, counts[0], 1 + counts[1]) and lists.dtype == torch.int32
+        for head, m in itertools.product(range(2), range(counts[0])):
+            rows = range(m * tile[0], (m + 1) * tile[0])
+            spans = [range(n * tile[1], (n + 1) * tile[1]) for n in range(counts[1])]
+            kinds = [kind_of_tile(table, head, (rows, keys), lengths) for keys in spans]
+            count, *entries = lists[1, head, m].tolist()
+            expected = [(n << ENTRY_BITS) + kind for n, kind in enumerate(kinds) if kind != HIDDEN]
+            assert entries[:count] == expected
+            # One is visited all the same.
+            assert count or entries[0] & ((1 << ENTRY_BITS) - 1) == HIDDEN
+
+
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Configs of kernels of the backward, on a Hopper GPU by name, and what they are called with."""
+    """Configs of kernels on a Hopper GPU by name, and what they are called with."""
     calls: list[tuple[Any, ...]] = []
     pretend(monkeypatch, forward, backward)
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: lambda *a: None)
-    monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *a: calls.append((config, a)))
+    for name in ("get_forward", "get_backward"):
+        monkeypatch.setattr(compile_cache, name, lambda config: lambda *a: calls.append((config, a)))
     yield calls
     forget_launchers()
 
@@ -85,44 +104,50 @@ def mask_of_documents(documents: Tensor, block: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "head_dim", "block", "tensors"),
+    ("backend", "options", "head_dim", "block", "is_listed"),
     [
-        ("hopper", {}, 64, 128, 1),
-        ("hopper", {"deterministic": True}, 64, 128, 1),
-        ("hopper", {}, 192, 256, 1),
-        ("hopper", {}, 64, 64, 2),
-        ("hopper", {"causal": True}, 64, 128, None),
-        ("hopper", {"window_size": (200, 200)}, 64, 128, None),
-        ("ampere", {}, 64, 128, 1),
-        ("ampere", {"causal": True}, 64, 128, None),
+        ("hopper", {}, 64, 128, True),
+        ("hopper", {"deterministic": True}, 64, 128, True),
+        ("hopper", {}, 192, 256, True),
+        ("hopper", {}, 64, 64, True),
+        ("hopper", {}, 64, 100, True),
+        ("hopper", {"causal": True}, 64, 128, False),
+        ("hopper", {"window_size": (200, 200)}, 64, 128, False),
+        ("ampere", {}, 64, 128, True),
+        ("ampere", {"causal": True}, 64, 128, False),
     ],
     ids=str,
 )
-def test_they_reach_the_kernel_that_goes_by_them(
+def test_they_reach_the_kernels_that_go_by_them(
     backend: str,
     options: dict[str, Any],
     head_dim: int,
     block: int,
-    tensors: int | None,
+    is_listed: bool,
     kernel_calls: list[tuple[Any, ...]],
 ) -> None:
-    """Where a tile has parts of several blocks, its functions read the table beside the documents."""
+    """Where a tile has parts of several blocks, the functions read the table beside the documents."""
     documents, generator = torch.arange(300) // 130, torch.Generator().manual_seed(3)
     q, k, v = (
-        torch.randn(2, 300, h, head_dim, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)
+        torch.randn(2, 300, heads, head_dim, generator=generator).bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
     )
     blocks = mask_of_documents(documents, block)
     out = flash_attn_func(q, k, v, block_mask=blocks, backend=backend, **options)
     torch.autograd.grad(out.sum(), (q, k, v))
-    config, arguments = kernel_calls[1]
-    assert getattr(config, "block_lists", False) == (tensors is not None)
-    if tensors is None:
-        return
-    assert config.name.replace("_pair", "").endswith(f"{config.functions.name}_listed")
-    *_, lists = arguments[:-1] if config.is_persistent else arguments
-    captured = arguments[len(arguments) - config.is_persistent - 1 - tensors :][:tensors]
-    assert documents.data_ptr() in [x.data_ptr() for x in captured]
-    assert len(config.functions.tensors) == tensors
-    least = 1 if options or head_dim > 128 else 0
-    tile = config.tile_m, config.tile_n
-    assert torch.equal(lists, BlockTable.of(blocks).query_lists(tile, (2, 4, 300, 300), least))
+    forward_call, _, backward_call, _ = kernel_calls
+    table, sizes = BlockTable.of(blocks), (2, 4, 300, 300)
+    for config, arguments in (forward_call, backward_call):
+        assert config.block_lists == is_listed
+        if not is_listed:
+            continue
+        tile = config.tile_m, config.tile_n
+        least = getattr(config, "least_blocks", None)
+        assert least in (None, 1 if backend == "hopper" and (options or head_dim > 128) else 0)
+        wanted = table.lists(tile, sizes) if least is None else table.query_lists(tile, sizes, least)
+        # The size of a persistent grid is behind them.
+        *captured, lists = arguments[:-1] if isinstance(arguments[-1], int) else arguments
+        assert lists.shape == wanted.shape and torch.equal(lists, wanted) and "listed" in config.name
+        tensors = 1 if is_divided((block, block), tile) else 2
+        assert len(config.functions.tensors) == tensors
+        assert documents.data_ptr() in [x.data_ptr() for x in captured[-tensors:]]
