@@ -130,6 +130,11 @@ class BlockTable:
     def _kinds_for_keys(self, tile: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
         """``kinds`` of tiles of any size, (..., key tiles, query tiles). One that has parts of blocks of several kinds
         is seen in part."""
+        if is_divided(self.block, tile):
+            tiles = self.kinds.repeat_interleave(self.rows // tile[0], -2).repeat_interleave(
+                self.keys // tile[1], -1
+            )
+            return tiles[..., : -(-lengths[0] // tile[0]), : -(-lengths[1] // tile[1])].mT
         is_hidden, is_seen = self.kinds == HIDDEN, self.kinds == SEEN
         for block, size, length in ((self.keys, tile[1], lengths[1]), (self.rows, tile[0], lengths[0])):
             # The last dimension has blocks of keys, and transposed those of queries.
