@@ -16,6 +16,7 @@ from cute_kernels.problem import (
     MAX_HEAD_DIM,
     SCORE_FEATURES,
     SHORT_NAMES,
+    check_block_lists,
     check_chunk,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
@@ -220,11 +221,7 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.dropout and c.tile_n % 32:
         raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
-    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
-        raise ValueError(
-            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
-            "False and 'dense', with a mask function"
-        )
+    check_block_lists(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
