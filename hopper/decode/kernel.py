@@ -121,6 +121,7 @@ class DecodeKernel:
             stream=stream,
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=None if c.ctas_per_sm == 1 else 100,
+            use_pdl=True,
         )
         ctas, rows = num_ctas, Int32(c.tile_m)
         if const_expr(not is_packed):
@@ -159,8 +160,10 @@ class DecodeKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # The kernel that puts parts together may come as soon as there is room for it, and waits for this one.
+        # The kernel that puts parts together may come as soon as there is room for it, and waits for this one, as this
+        # one does for what is before it.
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         page_size = caches[0].shape[0]
         cta = cute.arch.block_idx()[0]
         work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
