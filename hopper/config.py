@@ -269,6 +269,8 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+TWO_CONSUMERS_OF_PAGES = Registers(consumer=232, producer=40)
+"""Where a box of a page is more than two copies."""
 ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)

@@ -9,6 +9,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.seqlen import PackedRows
@@ -126,9 +127,11 @@ class PagedTma(DenseTma):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
         tile = work.scheduler.first()
-        while tile < work.order.num_tiles:
-            m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
+        # The number of tiles is read anew, and heads are divided anew: kept, each would take one of few registers.
+        while tile < work.order.count(work.order.plan, work.order.num_heads):
+            group = pin(work.heads_per_kv_head, Int32)
+            m_block, head, batch = replace(work.order, group=group).coordinates(tile)
+            head_kv = head // group
             state = loader.load_tile(work.key_blocks(m_block, head, batch), batch, head_kv, state)
             if const_expr(sends_word):
                 cute.arch.barrier_arrive(barrier_id=KEYS_LOADED, number_of_threads=THREADS_OF_TWO_WARPS)

@@ -13,6 +13,7 @@ from hopper.config import (
     ONE_CONSUMER_OF_THREE_CTAS,
     THREE_CONSUMERS,
     TWO_CONSUMERS,
+    TWO_CONSUMERS_OF_PAGES,
     WARPGROUP_ROWS,
     ForwardConfig,
     validate_forward_config,
@@ -160,6 +161,10 @@ def select_with_functions(
     return replace(config, window=window, layout=layout, **others)
 
 
+PAGED_REGISTERS = {(96, 96): TWO_CONSUMERS_OF_PAGES}
+"""Of kernels on pages, by (head_dim, head_dim_v), where they are not those of the tiles."""
+
+
 def select_paged_config(
     dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_rows: int, window: bool = False
 ) -> ForwardConfig:
@@ -170,6 +175,8 @@ def select_paged_config(
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
     config = _build(TILINGS[key][-1], dtype, key)
+    if key[:2] in PAGED_REGISTERS:
+        config = replace(config, registers=PAGED_REGISTERS[key[:2]])
     box = config.tile_n if page_rows == ONE_PAGE else gcd(config.tile_n, page_rows)
     return replace(config, window=window, layout=VARLEN, page_box=box)
 

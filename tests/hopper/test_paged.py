@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import ForwardConfig
+from hopper.config import ForwardConfig, validate_forward_config
 from hopper.forward.tilings import ONE_PAGE, PAGE_ROWS, select_paged_config
+from hopper.inspection import ResourceUsage
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
+from tests.compile_pool import usage_of_each
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.paged_on_numpy import Cache, paged_forward_on_numpy
@@ -90,15 +92,88 @@ def check(case: Case, ctas: int = 2) -> None:
     assert bool((out[-behind:] == 0).all())
 
 
+SLOPES = torch.tensor([[0.5, 0.125], [0.25, 0.0625]])
+
 CASES = {
     "pages of 16, shuffled, one sequence empty": Case((70, 5, 3), (300, 0, 37), 16),
-    "no mask, pages of 128 and more keys than a page": Case((9, 66), (130, 300), 128, causal=False),
+    "no mask, pages of 128, more keys than a page": Case((9, 66), (130, 300), 128, causal=False),
     "one page each, from an odd row on": Case((70, 4), (201, 131), 333, pads=(9, 77)),
-    "pages of 48 and a window": Case((80,), (290,), 48, causal=True, sides=(70, 0)),
+    "pages of 48 and a window": Case((80,), (290,), 48, sides=(70, 0)),
+    "pages of 64 in two boxes, a chunk, both sides": Case(
+        (80, 40), (290, 33), 64, causal=False, sides=(50, 20, 96), dtype=torch.float16
+    ),
     "d128 in pages of 16, three heads a key": Case((66,), (370,), 16, (128, 128), heads=(3, 1)),
+    "d256, scores changed": Case(
+        (40, 30), (170, 90), 16, (256, 256), rules=Rules(20.0, SLOPES, torch.tensor([0.5, -1.0]))
+    ),
+    "other columns of values, smaller than the tile": Case((30,), (150,), 32, (104, 40), causal=False),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_numbers(case: Case) -> None:
     check(case)
+
+
+def test_numbers_of_pages_out_of_range_are_those_of_the_nearest() -> None:
+    """And left pads end with their page, so that nothing outside of the cache is read."""
+    case = Case((20,), (150,), 16)
+    cache = Cache.draw(case.keys, case.page_size, 1, case.head_dims, case.dtype)
+    cache.k[cache.k.isnan()], cache.v[cache.v.isnan()] = 0.5, 0.25
+    last = cache.k.shape[0] - 1
+    wild, tame = cache.table.clone(), cache.table.clone()
+    wild[0, :4], tame[0, :4] = (
+        torch.tensor([-5, 2**31 - 1, -(2**31), last + 1]),
+        torch.tensor([0, last, 0, last]),
+    )
+    q = torch.randn(20, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = [
+        paged_forward_on_numpy(config_of(case), q, replace(cache, table=table), Packed.of((20,)), 0.125)
+        for table in (wild, tame)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and bool(
+        results[0][0].isfinite().all()
+    )
+    contiguous = Cache.draw((60,), 64, 1, case.head_dims, case.dtype, (4,))
+    config = config_of(replace(case, pads=(4,)))
+    for pad in (-7, 64, 2**31 - 1):
+        leftpad = torch.tensor([pad], dtype=torch.int32)
+        wild_pad = replace(contiguous, leftpad=leftpad)
+        out, _ = paged_forward_on_numpy(config, q, wild_pad, Packed.of((20,)), 0.125)
+        assert bool((out == 0).all()) or pad < 0
+
+
+COMPILED = [
+    select_paged_config("bfloat16", 96, 96, True, 16),
+    select_paged_config("bfloat16", 128, 128, True, 16),
+    select_paged_config("bfloat16", 128, 128, True, ONE_PAGE),
+    select_paged_config("bfloat16", 192, 128, True, 128),
+    select_paged_config("bfloat16", 256, 256, True, 16, True),
+    replace(
+        select_paged_config("bfloat16", 128, 128, True, 16, True),
+        softcap=True,
+        alibi=True,
+        sinks=True,
+        chunk=True,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[ForwardConfig, ResourceUsage]:
+    return usage_of_each(COMPILED)
+
+
+@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
+def test_kernels_compile_without_spills(config, usages) -> None:
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"page_box": 24}, {"page_box": 4}, {"page_box": 256}, {"layout": "dense"}], ids=str
+)
+def test_boxes_that_no_kernel_has(change: dict[str, object]) -> None:
+    config = select_paged_config("bfloat16", 64, 64, True, 16)
+    with pytest.raises(ValueError, match=r"page_box is .* allowed: 0, or with 'varlen' multiples of 8"):
+        validate_forward_config(replace(config, **change))

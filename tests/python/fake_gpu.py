@@ -18,6 +18,7 @@ from hopper_attention.launch import (
     fp8,
     packed_fp8,
     packed_quantize,
+    paged_forward,
     quantize,
     qv,
     varlen,
@@ -66,7 +67,19 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, dequantized, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
+    modules = (
+        backward,
+        dequantized,
+        forward,
+        fp8,
+        packed_fp8,
+        packed_quantize,
+        paged_forward,
+        quantize,
+        qv,
+        varlen,
+    )
+    for module in modules:
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
