@@ -32,6 +32,7 @@ from hopper_attention.forward_rules import (
     takes_wide_values,
 )
 from hopper_attention.launch.base import (
+    NO_PAGES,
     NO_PLAN,
     NO_SIDES,
     REMEMBERED_CALLS,
@@ -173,9 +174,9 @@ class ForwardLauncher(Launcher):
         (batch, heads, *_), sides = sizes, kernel_sides(*window)
         if self.listed:
             tile_m, tile_n = self.listed
-            return *NO_SIDES, *NO_PLAN, *scores.for_listed_kernel((tile_m, tile_n), sizes)
+            return *NO_SIDES, *NO_PLAN, *NO_PAGES, *scores.for_listed_kernel((tile_m, tile_n), sizes)
         if self.num_ctas:
-            return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
+            return *(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *scores.for_kernel(batch, heads)
         return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 
