@@ -13,6 +13,7 @@ from cute_kernels.combine.config import CombineConfig
 from cute_kernels.plan.config import PlanConfig
 from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.wide.config import WideForwardConfig
@@ -26,6 +27,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     Fp8ForwardConfig: ("hopper.forward.compile", "compile_forward_fp8"),
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
     WideForwardConfig: ("hopper.wide.compile", "compile_wide"),
+    DecodeConfig: ("hopper.decode.compile", "compile_decode"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),

@@ -34,6 +34,7 @@ from cute_kernels.combine.config import CombineConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
 from hopper.wide.config import WideForwardConfig
@@ -223,7 +224,7 @@ def get_quantize(config: QuantizeConfig) -> Kernel:
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_serving(config: AppendConfig | CombineConfig) -> Kernel:
+def get_serving(config: AppendConfig | CombineConfig | DecodeConfig) -> Kernel:
     """A kernel that serves a KV cache beside attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 

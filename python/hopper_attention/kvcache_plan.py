@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hopper.decode.config import DecodeConfig
 from hopper_attention.api import Window
 from hopper_attention.backends import Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
@@ -45,7 +46,7 @@ class CachePlan:
     what: str
     refused: tuple[str, ...]
     backend: str
-    config: Config
+    config: Config | DecodeConfig
     reason: str
     steps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cute_kernels.plan.config import check_packed_size
+from hopper.decode.config import DecodeConfig
 from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
@@ -20,7 +22,7 @@ class Selection:
     """What a way runs: the problem of a launch, whose values may be a part of them, and the config that serves it."""
 
     problem: AttentionProblem
-    config: Config
+    config: Config | DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
     return Selection(problem, config)
 
 
+def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
+    """The decode kernel."""
+    problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
+    return Selection(problem, select_decode(call))
+
+
 def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
     """What keeps the kernel that reads a cache where it lies from serving."""
     shape = call.shape
@@ -121,6 +129,13 @@ def _pages_of_a_sequence(call: CacheCall) -> int:
 
 
 RULES = (
+    Rule(
+        "decode",
+        "a kernel shares all keys out over the GPU, wherever sequences end, reads them where they lie, and has the "
+        "query heads of a K/V head as the rows of a tile",
+        why_not_decode,
+        select_decode_kernel,
+    ),
     Rule(
         "paged",
         "the kernel of flash_attn_varlen_func reads keys and values in the cache, where they lie",

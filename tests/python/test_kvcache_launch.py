@@ -146,14 +146,17 @@ def test_the_kernel_merges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 1 and not out.any()
 
 
+MANY = CacheCase(page_size=8, queries=(34, 34, 34))
+"""More query rows than a tile of the decode kernel has."""
+
 PAGED = {
-    "pages": CacheCase(page_size=8),
-    "packed queries": CacheCase(page_size=8, packed_q=True, queries=(1, 0, 6)),
-    "pages of a batch index": CacheCase(page_size=8, batch_idx=(3, 1, 0)),
-    "no pages": CacheCase(),
-    "batch index": CacheCase(batch_idx=(4, 0, 2)),
-    "batch index and leftpad": CacheCase(batch_idx=(4, 0, 2), leftpad=(4, 0, 20)),
-    "new tokens": CacheCase(page_size=8, new=(1, 3, 2), packed_new=True),
+    "pages": MANY,
+    "packed queries": replace(MANY, packed_q=True, queries=(1, 0, 34)),
+    "pages of a batch index": replace(MANY, batch_idx=(3, 1, 0)),
+    "no pages": replace(MANY, page_size=0),
+    "batch index": replace(MANY, page_size=0, batch_idx=(4, 0, 2)),
+    "batch index and leftpad": replace(MANY, page_size=0, batch_idx=(4, 0, 2), leftpad=(4, 0, 20)),
+    "new tokens": replace(MANY, new=(1, 3, 2), packed_new=True),
 }
 
 
@@ -186,12 +189,12 @@ def test_a_cache_is_read_where_it_lies(name: str, kernels: Kernels) -> None:
 
 
 NOT_PAGED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
-    "e4m3": (CacheCase(page_size=8), {"cache_dtype": FP8}, "the cache has dtype torch.float8_e4m3fn"),
-    "short pages": (CacheCase(page_size=3), {}, "pages have 3 rows"),
-    "leftpad": (CacheCase(page_size=8, leftpad=(1, 0, 2)), {}, "there is a leftpad"),
-    "wide values": (CacheCase(head_dims=(32, 264)), {}, "values of at most 256 columns"),
+    "e4m3": (MANY, {"cache_dtype": FP8}, "the cache has dtype torch.float8_e4m3fn"),
+    "short pages": (replace(MANY, page_size=3), {}, "pages have 3 rows"),
+    "leftpad": (replace(MANY, leftpad=(1, 0, 2)), {}, "there is a leftpad"),
+    "wide values": (replace(MANY, head_dims=(32, 264)), {}, "values of at most 256 columns"),
     "no keys": (CacheCase(lengths=(0, 0, 0), capacity=0), {}, "there is no score"),
-    "ampere": (CacheCase(), {"backend": "ampere"}, "the backend 'ampere' has no kernel"),
+    "ampere": (MANY, {"backend": "ampere"}, "the backend 'ampere' has no kernel"),
 }
 
 
@@ -203,12 +206,17 @@ def test_what_is_not_read_where_it_lies(name: str) -> None:
     assert plan.path == "general" and any(reason in text for text in plan.refused)
 
 
-def test_explain_says_that_nothing_is_copied() -> None:
-    plan = explain_kvcache(**CacheCase(page_size=8).build(torch.bfloat16), device_capability=(9, 0))
-    assert plan.path == "paged" and plan.steps == () and not plan.refused and "varlen" in plan.config.name
+@pytest.mark.parametrize(("case", "path"), [(MANY, "paged"), (CacheCase(page_size=8), "decode")])
+def test_explain_says_that_nothing_is_copied(case: CacheCase, path: str) -> None:
+    plan = explain_kvcache(**case.build(torch.bfloat16), device_capability=(9, 0))
+    assert plan.path == path and plan.steps == () and path in str(plan)
+    assert [text.split(":")[0] for text in plan.refused] == ["decode"] * (path == "paged")
 
 
-def test_caches_at_odd_addresses_are_copied(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [MANY, CacheCase(page_size=8)], ids=["paged", "decode"])
+def test_caches_at_odd_addresses_are_copied(
+    case: CacheCase, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
 
     def attend(call: CacheCall, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -216,7 +224,7 @@ def test_caches_at_odd_addresses_are_copied(kernels: Kernels, monkeypatch: pytes
         return torch.zeros(call.shape.out_shape).bfloat16(), torch.zeros(call.shape.lse_shape)
 
     monkeypatch.setattr(launch, "attend_in_general", attend)
-    call = CacheCase(page_size=8).build(torch.bfloat16)
+    call = case.build(torch.bfloat16)
     room = torch.zeros(call["k_cache"].numel() + 1).bfloat16()
     call["k_cache"] = room[1:].view(call["k_cache"].shape)
     flash_attn_with_kvcache(**call)

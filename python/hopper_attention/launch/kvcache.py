@@ -18,10 +18,10 @@ from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
+from hopper_attention.launch.decode import find_decode, is_aligned, table_of
 from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
-from hopper_attention.layout import TMA_BYTES
 from hopper_attention.lengths import Lengths
 from hopper_attention.reference.append import Rotation, rounded, tokens_of
 from hopper_attention.reference.kvcache import CacheRows, as_stored, dequantized, gather_rows, write_rows
@@ -203,15 +203,18 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
     return out, lse
 
 
-def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
-    """By the kernel that reads a cache where it lies: an ``Attend`` for what ``kvcache_rules.why_not_paged`` allows."""
-    shape, t = call.shape, tensors
-    if (t.k_cache.data_ptr() | t.v_cache.data_ptr()) % TMA_BYTES:
-        # Addresses are no part of a call.
+def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the decode kernel, but for caches that begin where TMA cannot, which nothing but their address tells."""
+    if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
-    table = t.page_table
-    if t.cache_batch_idx is not None:
-        table = t.cache_batch_idx[:, None] if table is None else _rows_of_table(table, t.cache_batch_idx)
+    return find_decode(call)(tensors, scores)
+
+
+def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the kernel of packed sequences that reads a cache where it lies, likewise."""
+    shape, t = call.shape, tensors
+    if not is_aligned(t):
+        return attend_in_general(call, tensors, scores)
     lengths = t.cache_seqlens
     if t.cache_leftpad is not None:
         lengths = _lengths_of_keys(shape, tensors).int()
@@ -219,7 +222,7 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
         t.q,
         t.k_cache,
         t.v_cache,
-        page_table=table,
+        page_table=table_of(shape, t),
         lengths=lengths,
         leftpad=t.cache_leftpad,
         cu_seqlens_q=t.cu_seqlens_q,
@@ -231,7 +234,11 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
     )
 
 
-PATHS: dict[str, Attend] = {"general": attend_in_general, "paged": attend_to_pages}
+PATHS: dict[str, Attend] = {
+    "decode": attend_by_decode,
+    "paged": attend_to_pages,
+    "general": attend_in_general,
+}
 """By the names of ``kvcache_rules.RULES``."""
 
 
@@ -283,12 +290,6 @@ def _lengths_of_keys(shape: CacheShape, tensors: CacheTensors) -> Tensor:
 
 def _first_rows(shape: CacheShape, tensors: CacheTensors) -> Tensor:
     return _given(tensors.cache_leftpad).long().clamp(0, shape.capacity)
-
-
-def _rows_of_table(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
-    """The row of each sequence; an index that is none counts as the nearest one."""
-    rows = cache_batch_idx.clamp(0, page_table.shape[0] - 1)
-    return page_table.index_select(0, rows)
 
 
 def _rows_of(shape: CacheShape, tensors: CacheTensors) -> CacheRows:
