@@ -32,8 +32,8 @@ class AppendConfig:
 
     ``dtype`` is that of the new K and V, ``cache_dtype`` that of the cache. With a ``rotary`` other than "none" K is
     rotated, and queries of ``q_dtype`` are too, by tables of ``rotary_dtype``. With ``launches_next`` the kernel lets
-    the next one of its stream start before it ends (programmatic dependent launch): if that one is launched with the
-    attribute for it, and waits before it reads what this one writes.
+    the next one of its stream start before it ends (programmatic dependent launch), if that one is launched with
+    ``use_pdl=True``; it must then wait (``griddepcontrol_wait``) before it reads what this one writes.
     """
 
     arch: str

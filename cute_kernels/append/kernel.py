@@ -17,7 +17,7 @@ from cute_kernels.append.rotary import Rotary, load, widen
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
-LANES = 32
+LANES, LOADS = 32, 4
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,27 @@ class Tokens(LoopInvariant):
         sequence, number = Int32(self.batch), Int32(0)
         if row < self.count():
             if self.is_packed():
-                ended = Int32(0)
-                for i in cutlass.range(cute.arch.lane_idx(), self.batch, LANES, unroll=4):
-                    ended += Int32(1) if self.cu_seqlens[i + 1] <= row else Int32(0)
-                found = cute.arch.warp_reduction_sum(ended)
+                found = cute.arch.warp_reduction_sum(self._count_ended(row))
                 if found < self.batch:
-                    first, end = self.cu_seqlens[found], self.cu_seqlens[found + 1]
-                    if first <= row and row < end:
+                    first = self.cu_seqlens[found]
+                    if first <= row:
                         sequence, number = found, row - first
             else:
                 seqlen = self.rows.shape[1]
                 sequence = divide(row, seqlen)
                 number = row - sequence * seqlen
         return sequence, number
+
+    @cute.jit
+    def _count_ended(self, row: Int32) -> Int32:
+        """Sequences that end before a row, of those that fall to this lane; some loads are under way at a time."""
+        ended, last = Int32(0), self.batch - 1
+        for first in cutlass.range(cute.arch.lane_idx(), self.batch, LANES * LOADS, unroll=1):
+            numbers = [first + LANES * i for i in range(LOADS)]
+            ends = [self.cu_seqlens[minimum(number, last) + 1] for number in numbers]
+            for i in cutlass.range_constexpr(LOADS):
+                ended += Int32(1) if ends[i] <= row and numbers[i] < self.batch else Int32(0)
+        return ended
 
     @cute.jit
     def length(self, sequence: Int32) -> Int32:
@@ -121,7 +129,8 @@ class Places(LoopInvariant):
 
 
 class AppendKernel:
-    """A CTA moves a part of a token: THREADS chunks of VECTOR columns, of any heads, of K, of V or of Q.
+    """A CTA moves a part of a token: THREADS chunks of VECTOR columns, of any heads, of K, of V or of Q. A few more
+    write lengths.
 
     So all of a decode step happens at once, and what a thread waits for is short: the length of its sequence, then the
     page and the angles, while its columns are already on their way. Whatever lengths, tables and offsets say, nothing
@@ -157,7 +166,7 @@ class AppendKernel:
     ):
         """Launch, with what ``compile_append`` describes."""
         parts = self._parts(mK), self._parts(mV), Int32(0)
-        rows = maximum(mK.shape[0] * mK.shape[1], ceil_div(mCacheSeqlens.shape[0], THREADS))
+        rows = mK.shape[0] * mK.shape[1]
         if const_expr(self.config.rotates):
             parts = *parts[:2], self._parts(mQ)
             rows = maximum(rows, mQ.shape[0] * mQ.shape[1])
@@ -170,7 +179,12 @@ class AppendKernel:
             (mCos, mSin, mFirstPositions) if const_expr(self.config.rotates) else (),
             (mQ, mQRotated, mCuSeqlensQ, query_step) if const_expr(self.config.rotates) else (),
             parts,
-        ).launch(grid=(rows, parts[0] + parts[1] + parts[2], 1), block=(THREADS, 1, 1), stream=stream)
+            rows,
+        ).launch(
+            grid=(rows + ceil_div(mCacheSeqlens.shape[0], THREADS), parts[0] + parts[1] + parts[2], 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
 
     @staticmethod
     def _parts(rows: cute.Tensor) -> Int32:
@@ -188,6 +202,7 @@ class AppendKernel:
         rotary: tuple,
         queries: tuple,
         parts: tuple,
+        rows: Int32,
     ):
         if const_expr(self.config.launches_next):
             cute.arch.griddepcontrol_launch_dependents()
@@ -199,9 +214,11 @@ class AppendKernel:
         turns = ()
         if const_expr(self.config.rotates):
             turns = (Rotary(rotary[0], rotary[1], self.config.rotary == INTERLEAVED),)
-        if part == 0:
-            self._write_length(mNewLengths, keys, places, row)
-        if part < parts[0]:
+        if row >= rows:
+            # Behind the tokens, so that none waits for a length that is not its own.
+            if part == 0:
+                self._write_length(mNewLengths, keys, places, row - rows)
+        elif part < parts[0]:
             scales = descales[:1]
             self._append(keys, caches[0], places, scales, (turns, rotary[2:]), row, part)
         elif part < parts[0] + parts[1]:
@@ -212,9 +229,9 @@ class AppendKernel:
             self._rotate(asked, queries[1], queries[3], places, (turns[0], rotary[2]), row, part_of_q)
 
     @cute.jit
-    def _write_length(self, mNewLengths: cute.Tensor, keys: Tokens, places: Places, row: Int32):
+    def _write_length(self, mNewLengths: cute.Tensor, keys: Tokens, places: Places, number: Int32):
         """A sequence for each thread: its tokens are those that there were and the new ones, if there is room."""
-        sequence = row * THREADS + cute.arch.thread_idx()[0]
+        sequence = number * THREADS + cute.arch.thread_idx()[0]
         if sequence < keys.batch:
             length = Int64(places.cache_seqlens[sequence]) + Int64(keys.length(sequence))
             mNewLengths[sequence] = Int32(minimum(maximum(length, Int64(0)), Int64(places.capacity())))

@@ -13,7 +13,12 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config, select_with_functions, with_dropout
+from hopper.forward.tilings import (
+    select_forward_config,
+    select_paged_config,
+    select_with_functions,
+    with_dropout,
+)
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
 from hopper_attention.block_masks import is_divided
@@ -124,9 +129,11 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     Raises:
         NotImplementedError: the backend has no kernel for such problems.
     """
+    p = problem
+    if p.page_rows:
+        return _select_paged(p, backend)
     if backend == "reference":
         return ReferenceConfig()
-    p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields = p.scores.fields | {"chunk": p.has_chunk}
     if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
@@ -169,6 +176,35 @@ def lists_of(problem: AttentionProblem, tile: tuple[int, int]) -> dict[str, Any]
         is_part = is_divided(block, tile)
         return {"functions": functions if is_part else p.scores.functions, "block_lists": True}
     return {}
+
+
+def why_not_paged(problem: AttentionProblem, backend: str) -> str:
+    """What keeps a kernel from attending to a cache where it lies; empty if one can."""
+    p = problem
+    if backend != "hopper":
+        return f"the backend {backend!r} has no kernel that reads the pages of a cache"
+    if p.dtype not in DTYPE_NAMES:
+        return (
+            f"q has dtype {p.dtype}, and the kernel that reads pages takes {', '.join(DTYPE_NAMES.values())}"
+        )
+    if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
+        return (
+            f"the kernel that reads pages has no second query, and values of at most {MAX_HEAD_DIM} columns"
+        )
+    if p.scores.functions or p.scores.has_dropout:
+        return "the kernel that reads pages has no score_mod, mask_mod or dropout"
+    return ""
+
+
+def _select_paged(problem: AttentionProblem, backend: str) -> ForwardConfig:
+    """The config of a problem whose keys lie in the pages of a cache."""
+    p = problem
+    reason = why_not_paged(p, backend)
+    if reason:
+        raise NotImplementedError(f"{reason}; use flash_attn_varlen_func on a copy of the keys in use")
+    options = p.causal, p.page_rows, p.has_window
+    config = select_paged_config(DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, *options)
+    return replace(config, chunk=p.has_chunk, **p.scores.fields)
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:

@@ -10,7 +10,9 @@ from hopper.decode.config import DecodeConfig
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
+from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.launch.paged_forward import page_rows_of, why_not_in_place
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -56,10 +58,10 @@ def nothing(call: CacheCall, target: Target, backend: str) -> str:
     return ""
 
 
-def select_in_general(call: CacheCall, target: Target, backend: str) -> Selection:
-    """What attends to sequences of one tensor."""
+def _general_problem(call: CacheCall) -> AttentionProblem:
+    """That of packed sequences."""
     shape = call.shape
-    problem = AttentionProblem(
+    return AttentionProblem(
         shape.out_dtype,
         shape.out_dtype,
         shape.head_dim,
@@ -71,6 +73,11 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
         scores=call.scores,
         has_qv=shape.has_qv,
     )
+
+
+def select_in_general(call: CacheCall, target: Target, backend: str) -> Selection:
+    """What attends to sequences of one tensor."""
+    shape, problem = call.shape, _general_problem(call)
     in_parts = not shape.has_qv and needs_parts(shape.head_dim_v)
     if in_parts and not takes_wide_values(problem, target, call.backend):
         problem = replace(problem, head_dim_v=part_widths(shape.head_dim_v)[0])
@@ -83,19 +90,42 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
 
 def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
     """The decode kernel."""
-    shape = call.shape
-    problem = AttentionProblem(
-        shape.out_dtype,
-        shape.out_dtype,
-        shape.head_dim,
-        shape.head_dim_v,
-        call.mask.causal,
-        has_window=call.mask.has_window,
-        has_chunk=call.mask.attention_chunk > 0,
-        is_packed=shape.is_packed_q,
-        scores=call.scores,
-    )
+    problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
     return Selection(problem, select_decode(call))
+
+
+def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps the kernel that reads a cache where it lies from serving."""
+    shape = call.shape
+    if not shape.has_keys or not shape.total_q:
+        return "there is no score"
+    if shape.is_fp8_cache:
+        return f"the cache has dtype {shape.cache_dtype}, and the kernel that reads pages takes 16 bits"
+    pages = _pages_of_a_sequence(call)
+    if shape.has_leftpad and pages > 1:
+        return "there is a leftpad, which the kernel takes for caches of one page a sequence"
+    reason = why_not_in_place(*shape.caches, pages)
+    return reason or why_no_paged_kernel(_paged_problem(call), backend)
+
+
+def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
+    """What attends to a cache where it lies."""
+    problem, shape = _paged_problem(call), call.shape
+    config = select_for(problem, backend, target.capability)
+    totals = shape.total_q, shape.batch * shape.capacity
+    check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    return Selection(problem, config)
+
+
+def _paged_problem(call: CacheCall) -> AttentionProblem:
+    pages = _pages_of_a_sequence(call)
+    page_size = call.shape.caches[0].shape[1]
+    return replace(_general_problem(call), page_rows=page_rows_of(page_size, pages))
+
+
+def _pages_of_a_sequence(call: CacheCall) -> int:
+    shape = call.shape
+    return shape.capacity // shape.page_size if shape.is_paged else 1
 
 
 RULES = (
@@ -105,6 +135,12 @@ RULES = (
         "query heads of a K/V head as the rows of a tile",
         why_not_decode,
         select_decode_kernel,
+    ),
+    Rule(
+        "paged",
+        "the kernel of flash_attn_varlen_func reads keys and values in the cache, where they lie",
+        why_not_paged,
+        select_paged,
     ),
     Rule(
         "general",

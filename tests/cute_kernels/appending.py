@@ -106,8 +106,8 @@ def append_on_numpy(case: Case) -> tuple[Tensor, Tensor | None]:
         arguments.add(int(c.per_query_position))
         parts[2] = parts_of(q)
         rows = max(rows, q.shape[0] * q.shape[1])
-    arguments.add(*parts)
-    arguments.launch(program_of(config), (max(rows, -(-c.batch // THREADS)), sum(parts), 1))
+    arguments.add(*parts, rows)
+    arguments.launch(program_of(config), (rows + -(-c.batch // THREADS), sum(parts), 1))
     return lengths, None if rotated is None else rotated.view(c.q.shape)
 
 

@@ -10,13 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import combine, flash_attn_combine, flash_attn_with_kvcache
+from hopper_attention import (
+    combine,
+    compile_cache,
+    explain_kvcache,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+)
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
+from hopper_attention.launch import forward
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference.append import append_to_cache, rotate_queries
 from hopper_attention.scores import Scores
-from tests.python.fake_gpu import SMS, pretend
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
+from tests.python.test_paged_forward import Kernels
 
 NEW = CacheCase(new=(3, 2, 3), packed_new=True, page_size=4, rotary_dim=16, interleaved=False)
 CASES = {
@@ -40,7 +48,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     pretend(monkeypatch, launch)
     monkeypatch.setattr(launch, "index_of", lambda device: 0)
-    monkeypatch.setitem(launch.PATHS, "general", attend)
+    for path in launch.PATHS:
+        monkeypatch.setitem(launch.PATHS, path, attend)
     launch.find_way.cache_clear()
     yield found
     launch.find_way.cache_clear()
@@ -135,3 +144,88 @@ def test_the_kernel_merges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [torch.float16] and bool((out == 1.0).all())
     out, _ = flash_attn_combine(torch.zeros(3, 2, 4, 8), parts[1])
     assert len(found) == 1 and not out.any()
+
+
+MANY = CacheCase(page_size=8, queries=(34, 34, 34))
+"""More query rows than a tile of the decode kernel has."""
+
+PAGED = {
+    "pages": MANY,
+    "packed queries": replace(MANY, packed_q=True, queries=(1, 0, 34)),
+    "pages of a batch index": replace(MANY, batch_idx=(3, 1, 0)),
+    "no pages": replace(MANY, page_size=0),
+    "batch index": replace(MANY, page_size=0, batch_idx=(4, 0, 2)),
+    "batch index and leftpad": replace(MANY, page_size=0, batch_idx=(4, 0, 2), leftpad=(4, 0, 20)),
+    "new tokens": replace(MANY, new=(1, 3, 2), packed_new=True),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Those of a pretended H200 that attend to pages."""
+    fake = Kernels()
+    pretend(monkeypatch, launch, forward)
+    monkeypatch.setattr(compile_cache, "get_forward", fake.load)
+    monkeypatch.setattr(launch, "append_by_kernel", in_pytorch)
+    monkeypatch.setitem(launch.PATHS, "general", None)
+    launch.find_way.cache_clear()
+    yield fake
+    launch.find_way.cache_clear()
+    forget_launchers()
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_cache_is_read_where_it_lies(name: str, kernels: Kernels) -> None:
+    case = PAGED[name]
+    call = case.build(torch.bfloat16)
+    for cache in ("k_cache", "v_cache"):
+        # The stand-in reads what the kernel does not.
+        call[cache] = call[cache].nan_to_num()
+    out, lse = flash_attn_with_kvcache(**call, causal=True, sinks=torch.ones(4), return_softmax_lse=True)
+    exact, exact_lse = case.expected(call | {"causal": True, "sinks": torch.ones(4)})
+    assert (out - exact).abs().max() <= 1.6e-2 and (lse - exact_lse).abs().max() <= 1e-3
+    (given,) = kernels.calls
+    assert given[1] is call["k_cache"] and given[2] is call["v_cache"]
+
+
+NOT_PAGED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
+    "e4m3": (MANY, {"cache_dtype": FP8}, "the cache has dtype torch.float8_e4m3fn"),
+    "short pages": (replace(MANY, page_size=3), {}, "pages have 3 rows"),
+    "leftpad": (replace(MANY, leftpad=(1, 0, 2)), {}, "there is a leftpad"),
+    "wide values": (replace(MANY, head_dims=(32, 264)), {}, "values of at most 256 columns"),
+    "no keys": (CacheCase(lengths=(0, 0, 0), capacity=0), {}, "there is no score"),
+    "ampere": (MANY, {"backend": "ampere"}, "the backend 'ampere' has no kernel"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PAGED)
+def test_what_is_not_read_where_it_lies(name: str) -> None:
+    case, given, reason = NOT_PAGED[name]
+    call = case.build(torch.bfloat16, **given)
+    plan = explain_kvcache(**call, device_capability=(8, 0) if name == "ampere" else (9, 0))
+    assert plan.path == "general" and any(reason in text for text in plan.refused)
+
+
+@pytest.mark.parametrize(("case", "path"), [(MANY, "paged"), (CacheCase(page_size=8), "decode")])
+def test_explain_says_that_nothing_is_copied(case: CacheCase, path: str) -> None:
+    plan = explain_kvcache(**case.build(torch.bfloat16), device_capability=(9, 0))
+    assert plan.path == path and plan.steps == () and path in str(plan)
+    assert [text.split(":")[0] for text in plan.refused] == ["decode"] * (path == "paged")
+
+
+@pytest.mark.parametrize("case", [MANY, CacheCase(page_size=8)], ids=["paged", "decode"])
+def test_caches_at_odd_addresses_are_copied(
+    case: CacheCase, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def attend(call: CacheCall, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
+        found.append(tensors)
+        return torch.zeros(call.shape.out_shape).bfloat16(), torch.zeros(call.shape.lse_shape)
+
+    monkeypatch.setattr(launch, "attend_in_general", attend)
+    call = case.build(torch.bfloat16)
+    room = torch.zeros(call["k_cache"].numel() + 1).bfloat16()
+    call["k_cache"] = room[1:].view(call["k_cache"].shape)
+    flash_attn_with_kvcache(**call)
+    assert len(found) == 1 and not kernels.calls

@@ -31,6 +31,7 @@ from hopper_attention.forward_rules import (
     takes_wide_values,
 )
 from hopper_attention.launch.base import (
+    NO_PAGES,
     NO_PLAN,
     NO_SIDES,
     REMEMBERED_CALLS,
@@ -172,10 +173,10 @@ class ForwardLauncher(Launcher):
         (batch, heads, *_), sides = sizes, kernel_sides(*window)
         if self.listed:
             tile_m, tile_n = self.listed
-            before = (*NO_SIDES, *NO_PLAN) if self.num_ctas else ()
+            before = (*NO_SIDES, *NO_PLAN, *NO_PAGES) if self.num_ctas else ()
             return *before, *scores.for_listed_kernel((tile_m, tile_n), sizes)
         if self.num_ctas:
-            return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
+            return *(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *scores.for_kernel(batch, heads)
         return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 

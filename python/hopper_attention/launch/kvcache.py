@@ -18,7 +18,8 @@ from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
-from hopper_attention.launch.decode import find_decode, is_aligned
+from hopper_attention.launch.decode import find_decode, is_aligned, table_of
+from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
 from hopper_attention.lengths import Lengths
@@ -209,7 +210,35 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     return find_decode(call)(tensors, scores)
 
 
-PATHS: dict[str, Attend] = {"decode": attend_by_decode, "general": attend_in_general}
+def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the kernel of packed sequences that reads a cache where it lies, likewise."""
+    shape, t = call.shape, tensors
+    if not is_aligned(t):
+        return attend_in_general(call, tensors, scores)
+    lengths = t.cache_seqlens
+    if t.cache_leftpad is not None:
+        lengths = _lengths_of_keys(shape, tensors).int()
+    return paged_forward(
+        t.q,
+        t.k_cache,
+        t.v_cache,
+        page_table=table_of(shape, t),
+        lengths=lengths,
+        leftpad=t.cache_leftpad,
+        cu_seqlens_q=t.cu_seqlens_q,
+        mask=call.mask,
+        scores=scores,
+        softmax_scale=call.softmax_scale,
+        return_lse=call.wants_lse,
+        sm_margin=call.sm_margin,
+    )
+
+
+PATHS: dict[str, Attend] = {
+    "decode": attend_by_decode,
+    "paged": attend_to_pages,
+    "general": attend_in_general,
+}
 """By the names of ``kvcache_rules.RULES``."""
 
 
