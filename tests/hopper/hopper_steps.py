@@ -17,7 +17,7 @@ from tests.hopper.wgmma_steps import wgmma
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
-    "nanosleep",
+    "nanosleep", "griddepcontrol.",
 )  # fmt: skip
 
 
@@ -275,7 +275,10 @@ def _shfl(name: str, ops: list[str]) -> Step:
     def step(warp: Warp, mask: np.ndarray) -> None:
         value, other = warp.get(ops[1], np.uint32), warp.get(ops[2], np.int32)
         lane = np.arange(LANES)
-        source = lane ^ other if ".bfly." in name else other
+        if ".up." in name:
+            source = np.where(lane >= other, lane - other, lane)
+        else:
+            source = lane ^ other if ".bfly." in name else other
         warp.set(ops[0].partition("|")[0], value[source], mask)
 
     return step
@@ -283,8 +286,12 @@ def _shfl(name: str, ops: list[str]) -> Step:
 
 def _vote(name: str, ops: list[str]) -> Step:
     def step(warp: Warp, mask: np.ndarray) -> None:
-        value = warp.get(ops[1], np.bool_)[mask]
-        result = value.any() if ".any." in name else value.all()
+        value = warp.get(ops[1], np.bool_)
+        if ".ballot." in name:
+            bits = int(((value & mask).astype(np.uint64) << np.arange(LANES, dtype=np.uint64)).sum())
+            warp.set(ops[0], np.full(LANES, bits, np.uint32), mask)
+            return
+        result = value[mask].any() if ".any." in name else value[mask].all()
         warp.set(ops[0], np.full(LANES, result), mask)
 
     return step
@@ -461,6 +468,11 @@ def _min(name: str, ops: list[str]) -> Step:
     return _by_type(operation, operation)(name, ops)
 
 
+def _count_ones(word: np.ndarray) -> np.ndarray:
+    bits = word[:, None] >> np.arange(8 * word.itemsize, dtype=word.dtype)
+    return (bits & word.dtype.type(1)).sum(1).astype(word.dtype)
+
+
 def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(*(np.ascontiguousarray(x).view(np.int16) for x in (a, b))).view(np.uint32)
 
@@ -474,7 +486,7 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
-    "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt),
+    "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt), "popc": _plain(_count_ones),
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
     "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
     "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": wgmma, **WARP_STEPS,

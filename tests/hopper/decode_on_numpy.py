@@ -1,0 +1,159 @@
+"""The decode kernel, and the one that puts parts together, run from their PTX without a GPU."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import cache as kept
+
+import torch
+from torch import Tensor
+
+from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA, DecodeConfig
+from tests.hopper.hopper_machine import AT_ONCE, Program, Timing, parse
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map
+from tests.hopper.paged_on_numpy import Cache
+from tests.plans import Packed
+from tests.ptx import ptx_of
+
+UNLIMITED = 2**20
+"""More parts than a tile can be in."""
+
+ENTRY = ".visible .entry "
+
+
+@dataclass(frozen=True)
+class Queries:
+    """q (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) where the config is of such."""
+
+    q: Tensor
+    packed: Packed | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-3], self.heads, self.q.shape[-3])
+
+    def of(self, number: int) -> Tensor:
+        """Those of one sequence, (queries, heads, head_dim)."""
+        return self.q[number] if self.packed is None else self.q[self._span(number)]
+
+    def rows(self, out: Tensor, lse: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Theirs of out, (queries, heads, head_dim_v), and of lse, (heads, queries)."""
+        if self.packed is None:
+            return out[number], lse[number]
+        return out[self._span(number)], lse[:, self._span(number)]
+
+    def _span(self, number: int) -> slice:
+        assert self.packed is not None
+        return slice(*self.packed.cu_seqlens[number : number + 2])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the keys are shared out: CTAs that have a piece each, parts that a tile may be in, and CTAs that add up rows
+    of a tile."""
+
+    ctas: int = 1
+    max_splits: int = UNLIMITED
+    row_ctas: int = 2
+    timing: Timing = AT_ONCE
+
+
+@kept
+def programs_of(config: DecodeConfig) -> tuple[Program, Program]:
+    """Of the kernel, and of the one that puts parts together."""
+    entries = ptx_of(config).split(ENTRY)[1:]
+    combine, kernel = sorted(entries)
+    assert combine.startswith("kernel_cutlass_combine_") and kernel.startswith("kernel_cutlass_kernel_")
+    return parse(kernel), parse(combine)
+
+
+def decode_on_numpy(
+    config: DecodeConfig,
+    queries: Queries,
+    cache: Cache,
+    softmax_scale: float,
+    launch: Launch,
+    sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
+    filled: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which were NaN before as the partial results were.
+
+    Of ``rules`` softcap and sinks are taken. ``filled`` are rows of the cache that the kernel is told of, where they
+    are not those of ``cache``.
+    """
+    q, caches = queries.q, (cache.k, cache.v)
+    out = torch.full((*q.shape[:-1], cache.v.shape[3]), math.nan, dtype=q.dtype)
+    lse = torch.full(queries.lse_shape, math.nan)
+    parts = torch.full((PARTS_PER_CTA * launch.ctas, config.part_floats), math.nan)
+    kernel, combine = programs_of(config)
+    pads = cache.leftpad.tolist() if config.leftpad else [0] * len(cache.rows)
+    filled = filled or tuple(n + pad for n, pad in zip(cache.lengths, pads, strict=True))
+    lists = cache, queries, torch.tensor(filled, dtype=torch.int32), launch.max_splits, sides
+
+    arguments = Arguments()
+    arguments.add(*(row_map(x, config.box_rows, BOX_COLUMNS) for x in caches))
+    arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in caches]
+    _add_tensor(arguments, q)
+    _add_tensor(arguments, cache.table)
+    _add_lists(arguments, config, *lists)
+    _add_outputs(arguments, out, lse, rules, parts)
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E)
+    if rules.softcap:
+        arguments.add(softmax_scale / rules.softcap)
+    arguments.launch(kernel, (launch.ctas, 1, 1), launch.timing)
+
+    arguments = Arguments()
+    _add_tensor(arguments, q)
+    _add_lists(arguments, config, *lists)
+    _add_outputs(arguments, out, lse, rules, parts)
+    arguments.add(launch.ctas)
+    arguments.launch(combine, (_combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
+    return out, lse
+
+
+def _combining_ctas(config: DecodeConfig, queries: Queries, cache: Cache, launch: Launch) -> int:
+    """One for each piece, or for each tile if these are fewer: as ``DecodeKernel`` launches them."""
+    if queries.packed is not None:
+        return launch.ctas
+    kv_heads, (batch, seqlen_q) = cache.k.shape[2], queries.q.shape[:2]
+    rows = seqlen_q * queries.heads // kv_heads
+    return min(launch.ctas, batch * kv_heads * -(-rows // config.tile_m))
+
+
+def _add_tensor(arguments: Arguments, tensor: Tensor) -> None:
+    """Whose last stride is 1."""
+    arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+
+
+def _add_lists(
+    arguments: Arguments,
+    config: DecodeConfig,
+    cache: Cache,
+    queries: Queries,
+    filled: Tensor,
+    max_splits: int,
+    sides: tuple[int, ...],
+) -> None:
+    """``CacheLists``"""
+    _add_tensor(arguments, filled)
+    if config.leftpad:
+        _add_tensor(arguments, cache.leftpad)
+    if queries.packed is not None:
+        _add_tensor(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
+    arguments.add(cache.capacity, cache.k.shape[2], max_splits, *sides)
+
+
+def _add_outputs(arguments: Arguments, out: Tensor, lse: Tensor, rules: Rules, parts: Tensor) -> None:
+    """``Outputs``"""
+    _add_tensor(arguments, out)
+    _add_tensor(arguments, lse)
+    if rules.sinks is not None:
+        _add_tensor(arguments, rules.sinks)
+    arguments.tensor(parts, (parts.shape[0],), (parts.stride(0),))

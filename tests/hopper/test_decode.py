@@ -1,0 +1,190 @@
+"""The decode kernel, and the one that puts parts together, run from their PTX without a GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.decode.config import DecodeConfig
+from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference import attention_naive
+from tests.hopper.decode_on_numpy import Launch, Queries, decode_on_numpy
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.on_numpy import NO_RULES, Rules
+from tests.hopper.paged_on_numpy import Cache
+from tests.hopper.test_kernels_on_numpy import EPSILON
+from tests.plans import Packed
+
+LATE = Timing(is_late=True, seed=1)
+
+PAGED = DecodeConfig("bfloat16", 64, 64, True, 32, 2, 16)
+PADDED = DecodeConfig(
+    "bfloat16", 64, 64, False, 16, 3, 8, 64, window=True, leftpad=True, softcap=True, sinks=True
+)
+PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen")
+CHUNKED = DecodeConfig("bfloat16", 64, 256, True, 32, 2, 8, window=True, chunk=True, layout="varlen")
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+CAP_AND_SINKS = Rules(softcap=4.0, sinks=SINKS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and keys of each sequence; ``columns`` are those of K and V, where they are fewer than the config's."""
+
+    config: DecodeConfig
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    page_size: int
+    launch: Launch
+    heads: tuple[int, int] = (4, 2)
+    columns: tuple[int, int] = (0, 0)
+    pads: tuple[int, ...] = ()
+    sides: tuple[int, ...] = ()
+    rules: Rules = NO_RULES
+
+
+def draw(case: Case) -> tuple[Queries, Cache]:
+    """Packed queries have rows of no sequence behind them; all others are as many as the first sequence has."""
+    c = case.config
+    dtype = getattr(torch, c.dtype)
+    d, dv = case.columns[0] or c.head_dim, case.columns[1] or c.head_dim_v
+    cache = Cache.draw(case.keys, case.page_size, case.heads[1], (d, dv), dtype, case.pads)
+    generator = torch.Generator().manual_seed(1)
+    if c.layout != "varlen":
+        shape = len(case.keys), case.queries[0], case.heads[0], d
+        return Queries(torch.randn(shape, generator=generator).to(dtype)), cache
+    packed = Packed.of(case.queries, behind=2)
+    return Queries(torch.randn(packed.total, case.heads[0], d, generator=generator).to(dtype), packed), cache
+
+
+def oracle(case: Case, q: Tensor, keys: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    left, right, *chunk = case.sides or (UNLIMITED, UNLIMITED)
+    out, lse = attention_naive(
+        q[None],
+        *(x[None] for x in keys),
+        causal=case.config.causal,
+        softmax_scale=scale,
+        window_left=left,
+        window_right=UNLIMITED if case.config.causal else right,
+        attention_chunk=chunk[0] if chunk else 0,
+        softcap=case.rules.softcap,
+        sinks=case.rules.sinks,
+    )
+    return out[0], lse[0]
+
+
+def check(case: Case) -> None:
+    queries, cache = draw(case)
+    scale = 0.8 * queries.q.shape[-1] ** -0.5
+    out, lse = decode_on_numpy(case.config, queries, cache, scale, case.launch, case.sides, case.rules)
+    for number, keys in enumerate(cache.rows):
+        q = queries.of(number)
+        if not q.shape[0]:
+            continue
+        exact, exact_lse = oracle(case, q, keys, scale)
+        got, got_lse = queries.rows(out, lse, number)
+        assert (got.double() - exact).norm() <= EPSILON[out.dtype] * exact.norm(), number
+        seen = exact_lse > -math.inf
+        assert bool((got_lse[~seen] == -math.inf).all())
+        assert (got_lse.double() - exact_lse)[seen].abs().nan_to_num(1.0).sum() <= 1e-5 * seen.sum(), number
+
+
+CASES = {
+    "one CTA, one sequence empty": Case(PAGED, (1,), (70, 0, 33), 16, Launch(1)),
+    "parts of tiles, by piece": Case(PAGED, (1,), (170, 0, 33), 16, Launch(3, timing=LATE)),
+    "parts of tiles, by tile": Case(PAGED, (1,), (330, 70), 48, Launch(7, row_ctas=1)),
+    "no tile in parts": Case(PAGED, (1,), (170, 0, 33), 16, Launch(7, max_splits=1)),
+    "tiles in two parts at most": Case(PAGED, (1,), (330, 33), 32, Launch(7, max_splits=2, timing=LATE)),
+    "more CTAs than blocks, more queries than keys": Case(PAGED, (3,), (40, 2), 16, Launch(11), (6, 2)),
+    "two tiles a K/V head, fewer columns": Case(PAGED, (18,), (75, 50), 16, Launch(3), columns=(40, 24)),
+    "more sequences than lanes": Case(PAGED, (1,), (5, 0, 17) * 11 + (90,), 16, Launch(3), (1, 1)),
+    "leftpad, window, softcap and sinks": Case(
+        PADDED, (9,), (90, 61), 131, Launch(3, timing=LATE), pads=(7, 50), sides=(30, 4), rules=CAP_AND_SINKS
+    ),
+    "the same, rows that see nothing": Case(
+        PADDED,
+        (20,),
+        (0, 10, 40),
+        60,
+        Launch(7, row_ctas=1),
+        pads=(0, 3, 20),
+        sides=(5, 2),
+        rules=CAP_AND_SINKS,
+    ),
+    "packed, one sequence without queries, one without keys": Case(
+        PACKED, (2, 0, 5, 1), (130, 40, 0, 50), 16, Launch(3)
+    ),
+    "packed, in two parts": Case(PACKED, (1, 20, 0), (100, 65, 3), 16, Launch(7, 2, timing=LATE)),
+    "chunks, wide values": Case(CHUNKED, (1, 40), (100, 130), 24, Launch(3), sides=(60, 0, 48)),
+    "chunks, wide values of fewer columns, late": Case(
+        CHUNKED, (4, 0, 3), (64, 40, 170), 8, Launch(7, timing=LATE), columns=(32, 200), sides=(2**29, 0, 100)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_numbers(case: Case) -> None:
+    check(case)
+
+
+def outputs(case: Case, queries: Queries, cache: Cache, **given: Any) -> tuple[Tensor, Tensor]:
+    return decode_on_numpy(case.config, queries, cache, 0.1, case.launch, case.sides, case.rules, **given)
+
+
+def without_nan(cache: Cache) -> Cache:
+    """All rows hold something, which a kernel that reads them shows."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = (torch.randn(x.shape, generator=generator).to(x.dtype) for x in (cache.k, cache.v))
+    return replace(cache, k=next(drawn), v=next(drawn))
+
+
+def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(x, y) and bool(x.isfinite().all()) for x, y in zip(one, other, strict=True))
+
+
+BIG = 2**31 - 1
+
+
+def test_pages_out_of_range_are_the_nearest() -> None:
+    case = Case(PAGED, (1,), (64, 30), 16, Launch(3))
+    queries, cache = draw(case)
+    cache = without_nan(cache)
+    wild, tame = cache.table.clone(), cache.table.clone()
+    last = cache.k.shape[0] - 1
+    wild[0], tame[0] = torch.tensor([-5, BIG, -BIG - 1, last + 1]), torch.tensor([0, last, 0, last])
+    found = [outputs(case, queries, replace(cache, table=table)) for table in (wild, tame)]
+    assert same(*found)
+
+
+def test_lengths_and_leftpads_out_of_range_are_the_nearest() -> None:
+    case = Case(
+        PADDED, (3,), (20, 20, 20, 20), 24, Launch(3), pads=(1, 2, 3, 4), sides=(30, 4), rules=CAP_AND_SINKS
+    )
+    queries, cache = draw(case)
+    cache = without_nan(cache)
+
+    def given(filled: tuple[int, ...], pads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        with_pads = replace(cache, leftpad=torch.tensor(pads, dtype=torch.int32))
+        return outputs(case, queries, with_pads, filled=filled)
+
+    wild = given((25, -3, 20, BIG), (-7, 4, BIG, 5))
+    assert same(wild, given((24, 0, 20, 24), (0, 4, 24, 5)))
+    assert not wild[0][1:3].any() and bool(wild[0][0].any()) and bool(wild[0][3].any())
+
+
+def test_offsets_out_of_range_are_the_nearest() -> None:
+    case = Case(PACKED, (2, 0, 3), (20, 20, 20), 16, Launch(3))
+    queries, cache = draw(case)
+    cache = without_nan(cache)
+    total = queries.q.shape[0]
+    found = [
+        outputs(case, replace(queries, packed=Packed(offsets, total)), cache)
+        for offsets in ((-4, 2, BIG, 3), (0, 2, total, total))
+    ]
+    assert same(*found)
