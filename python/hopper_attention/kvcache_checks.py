@@ -182,8 +182,10 @@ class CacheCall:
     wants_lse: bool = False
 
     def __hash__(self) -> int:
-        """Cheap: calls that are alike are one object, mostly, as they are remembered."""
-        return hash((self.shape.total_q, self.shape.capacity, self.softmax_scale))
+        """Of what calls differ in, and no more: calls that are alike are one object, mostly, as they are remembered."""
+        shape = self.shape
+        sizes = shape.total_q, shape.capacity, shape.seqlen_k, shape.total_new, shape.page_size, shape.pages
+        return hash((sizes, self.softmax_scale, self.wants_lse))
 
 
 def read_shape(specs: Specs, max_seqlen_q: int, max_seqlen_k: int) -> CacheShape:
