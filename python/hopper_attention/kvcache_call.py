@@ -90,7 +90,9 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
         checks.check_are_tensors(**tensors.given, **more)
     check_no_gradient((*tensors, *extras))
-    tensors = _cast(tensors)
+    # What traces a call may not know how to ask.
+    if not is_plain or torch._C._is_any_autocast_enabled():
+        tensors = _cast(tensors)
     if type(options.window_size) is not tuple:
         options = options._replace(window_size=features.read_window(options.window_size))
     make = remembered_call if is_plain and _is_hashable(options) else make_call
