@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ CAST = ("q", "k", "v", "qv")
 
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 """Types of arguments that torch's dispatcher has nothing to do with."""
+
+KINDS = {there: ScoreKind(*there) for there in product((False, True), repeat=3)}
+"""By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
 
 Facts = tuple["tuple[Any, ...] | None", ...]
 """``TensorSpec`` of tensors as plain tuples, which are made and hashed sooner; None for what is not given."""
@@ -147,7 +151,7 @@ def make_call(
             causal and shape.seqlen_q > 1, window, chunk, shape.seqlen_q, shape.seqlen_k
         ),
         scale_with_qv(options.softmax_scale, shape.head_dim, shape.head_dim_v if shape.has_qv else 0),
-        ScoreKind(softcap != 0.0, has_alibi, has_sinks),
+        KINDS[softcap != 0.0, has_alibi, has_sinks],
         rotary_interleaved=checks.check_flag("rotary_interleaved", options.rotary_interleaved),
         rotates_each_query=hides,
         num_splits=0 if options.num_splits is None else int(options.num_splits),

@@ -17,7 +17,7 @@ from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, HALF_DTYPES, Tenso
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.qv import check_qv
-from hopper_attention.scores import PLAIN, ScoreKind
+from hopper_attention.scores import ScoreKind
 
 ROTARY_STEP = 16
 """Columns that rotary embedding takes are a multiple of it, as in FlashAttention-3."""
@@ -172,7 +172,7 @@ class CacheCall:
     shape: CacheShape
     mask: MaskSpec
     softmax_scale: float
-    scores: ScoreKind = PLAIN
+    scores: ScoreKind
     rotary_interleaved: bool = True
     rotates_each_query: bool = False
     num_splits: int = 0
