@@ -37,7 +37,10 @@ CAST = ("q", "k", "v", "qv")
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 """Types of arguments that torch's dispatcher has nothing to do with."""
 
-KINDS = {there: ScoreKind(*there) for there in product((False, True), repeat=3)}
+KINDS = {
+    (cap, alibi, sinks): ScoreKind(cap, alibi, sinks)
+    for cap, alibi, sinks in product((False, True), repeat=3)
+}
 """By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
 
 Facts = tuple["tuple[Any, ...] | None", ...]
