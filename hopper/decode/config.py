@@ -22,9 +22,6 @@ BOX_ROWS = (128, 64, 32, 16, 8)
 HEAD_DIMS = (64, 128, 192, 256)
 """Columns of Q and K, and of V, that there are kernels for; rows that are narrower are filled with zeros."""
 
-REGISTERS = 255
-"""A thread may have: 160 threads leave more than there can be named."""
-
 COMBINE_BYTES = 12_288
 """Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
 

@@ -86,7 +86,7 @@ class PartialResults(LoopInvariant):
 class Results(LoopInvariant):
     """Where O and LSE go, and what lies between the parts of a tile.
 
-    ``parts`` has the partial results of a launch, for ``CombineKernel``.
+    ``parts`` has the partial results of a launch, for ``Combine``.
     """
 
     config: DecodeConfig

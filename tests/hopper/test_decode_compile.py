@@ -1,0 +1,169 @@
+"""Decode kernels compile for sm_90a without a GPU, without spills, as the docstring says; which configs there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cutlass.pipeline import PipelineTmaAsync
+
+from hopper.config import SMEM_BYTES, WARPGROUP_ROWS
+from hopper.decode.config import (
+    BOX_ROWS,
+    COMBINE_BYTES,
+    HEAD_DIMS,
+    DecodeConfig,
+    box_rows_of,
+    select_decode_config,
+    validate_decode_config,
+)
+from hopper.decode.kernel import DecodeKernel
+from hopper.inspection import ResourceUsage
+from tests.compile_pool import usage_of_each
+from tests.hopper.wgmma_hazards import find_hazards
+from tests.ptx import compile_ptx, ptx_of
+
+
+def config_of(dtype: str, dims: tuple[int, int], page_size: int, pages: int, **others: Any) -> DecodeConfig:
+    """With a causal mask."""
+    found = select_decode_config(dtype, *dims, True, page_size, pages, **others)
+    assert found is not None
+    return found
+
+
+EVERYTHING = {"window": True, "chunk": True, "leftpad": True, "softcap": True, "sinks": True}
+
+COMPILED = [
+    config_of("bfloat16", (64, 64), 16, 8),
+    config_of("bfloat16", (128, 128), 64, 8),
+    replace(config_of("float16", (128, 128), 1000, 1, rows=64, leftpad=True), causal=False),
+    config_of("bfloat16", (192, 128), 128, 8, layout="varlen"),
+    config_of("bfloat16", (256, 256), 16, 8, rows=64),
+    config_of("bfloat16", (128, 128), 16, 8, rows=64, layout="varlen", **EVERYTHING),
+    config_of("bfloat16", (192, 192), 8, 8, rows=64, layout="varlen", **EVERYTHING),
+]
+"""Of head_dim 256 those that are packed, or have a window or a softcap, spill 8 to 136 bytes."""
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[DecodeConfig, ResourceUsage]:
+    return usage_of_each(COMPILED)
+
+
+@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
+def test_kernels_compile_without_spills(config: DecodeConfig, usages: dict[Any, ResourceUsage]) -> None:
+    """And leave room for the kernel that puts parts together, which waits beside them."""
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads <= 65536
+    assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
+
+
+def test_no_instruction_touches_a_register_of_a_wgmma_in_flight() -> None:
+    config = COMPILED[0]
+    count, hazards = find_hazards(ptx_of(config))
+    # A block's Q K^T and P V in the loop, the first Q K^T before it and the last P V behind it.
+    assert count == 2 * (config.head_dim // 16 + config.tile_n // 16)
+    assert hazards == []
+
+
+def table(header: str) -> list[list[str]]:
+    """Rows of the docstring's table whose first column is ``header``."""
+    lines = [line.strip() for line in (DecodeKernel.__doc__ or "").splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def value(cell: str, config: DecodeConfig) -> int:
+    """A cell in backticks, evaluated on a config."""
+    names = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    return int(eval(cell.strip("`"), {"__builtins__": {}}, names))
+
+
+def test_the_docstring_says_what_the_kernel_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, pipelines = DecodeConfig("float16", 64, 128, False, 32, 3, 8), []
+
+    def recording(create: Callable[..., Any]) -> Any:
+        def wrapper(**given: Any) -> Any:
+            pipelines.append((given["num_stages"], given["tx_count"], given["consumer_group"].size))
+            return create(**given)
+
+        return staticmethod(wrapper)
+
+    monkeypatch.setattr(PipelineTmaAsync, "create", recording(PipelineTmaAsync.create))
+    ptx = compile_ptx(config)
+    assert pipelines == [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
+    kernel = ptx.split(".visible .entry")[-2]
+    (threads,) = re.findall(r"\.reqntid (\d+)", kernel)
+    assert f"Registers are not shared out: {threads} threads" in (DecodeKernel.__doc__ or "")
+    assert int(threads) == config.threads and "setmaxnreg" not in ptx
+    assert [row[1] for row in table("role")] == ["0 to 3", "4 and 5"] and config.threads == 6 * 32
+    assert set(re.findall(r"bar\.sync\s+([^;]*);", kernel)) == {"0", "1, 128"}
+
+
+def test_every_head_dim_has_a_config_that_covers_it() -> None:
+    for d in range(8, max(HEAD_DIMS) + 1, 8):
+        for dv in (8, 64, 128, 200, 256):
+            for rows in (1, 32, 33, 64):
+                config = config_of("float16", (d, dv), 16, 4, rows=rows)
+                assert config.head_dim >= d and config.head_dim_v >= dv and config.stages >= 2
+                assert rows <= config.tile_m <= WARPGROUP_ROWS
+                assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
+
+
+def test_boxes_lie_in_one_page() -> None:
+    for tile_n in (32, 64, 128):
+        for page_size in range(1, 300):
+            rows = box_rows_of(tile_n, page_size, 2)
+            fitting = [n for n in BOX_ROWS if page_size % n == 0 and tile_n % n == 0]
+            assert rows == max(fitting, default=None)
+            assert box_rows_of(tile_n, page_size, 1) == tile_n
+    assert select_decode_config("float16", 64, 64, True, 12, 2) is None
+    assert config_of("float16", (64, 64), 12, 1).box_rows == 128
+
+
+def test_names_are_of_one_config_each() -> None:
+    base = COMPILED[0]
+    changes: list[dict[str, Any]] = [{name: True} for name in EVERYTHING]
+    changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}, {"ctas_per_sm": 2}]
+    changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]
+    changes += [{"dtype": "float16"}]
+    names = [base.name, *(replace(base, **change).name for change in changes)]
+    assert len(set(names)) == len(names)
+    assert base.name == f"hopper_decode_bf16_d64_causal_m32n128s{base.stages}b16"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtype is 'float32', allowed: float16, bfloat16"),
+        ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
+        ({"chunk": True}, "chunk"),
+        ({"head_dim": 96}, "head_dim is 96, allowed: 64, 128, 192, 256"),
+        ({"head_dim_v": 512}, "head_dim_v is 512, allowed: 64, 128, 192, 256"),
+        ({"tile_m": 128}, "tile_m is 128, allowed: 32 or 64"),
+        ({"tile_n": 24}, "tile_n is 24, allowed: multiples of 16 from 16 to 128"),
+        ({"tile_n": 256}, "tile_n is 256, allowed: multiples of 16 from 16 to 128"),
+        ({"tile_n": 0}, "tile_n is 0, allowed: multiples of 16 from 16 to 128"),
+        ({"box_rows": 4}, r"box_rows is 4, allowed: one of \(128, 64, 32, 16, 8\) that divides tile_n 128"),
+        ({"tile_n": 48, "box_rows": 32}, "box_rows is 32, allowed: one of .* that divides tile_n 48"),
+        ({"stages": 1}, "stages is 1, allowed: 2 or more"),
+        ({"stages": 8}, rf"the tiles need \d+ bytes of shared memory, allowed: {SMEM_BYTES}"),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_can_be_built_from(change: dict[str, Any], message: str) -> None:
+    validate_decode_config(COMPILED[0])
+    config = replace(COMPILED[0], **change)
+    with pytest.raises(ValueError, match=message):
+        validate_decode_config(config)
+    with pytest.raises(ValueError, match=message):
+        DecodeKernel(config)
