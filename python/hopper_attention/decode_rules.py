@@ -12,13 +12,13 @@ UNLIMITED_SPLITS = 2**20
 """More parts than a tile can be in."""
 
 CTA_STEP = 16
-"""Pieces are a multiple of it. So heads of a sequence, of which there are 2, 4, 8 or 16 as a rule, are read at the same
-keys at the same time, and what they have side by side in memory is fetched together."""
+"""Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
+rule, are read at the same keys at the same time, and what they have side by side in memory is fetched together."""
 
 
 def ctas_of_pieces(multiprocessors: int) -> int:
     """CTAs among which the keys of a launch are shared out."""
-    return max(multiprocessors // CTA_STEP * CTA_STEP, 1)
+    return multiprocessors // CTA_STEP * CTA_STEP or multiprocessors
 
 
 def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:

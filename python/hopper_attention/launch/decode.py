@@ -97,7 +97,8 @@ def table_of(shape: CacheShape, tensors: CacheTensors) -> Tensor:
         return _own_pages(shape) if chosen is None else chosen[:, None]
     if chosen is not None:
         table = table.index_select(0, chosen.clamp(0, table.shape[0] - 1))
-    return table if table.stride(1) == 1 else table.contiguous()
+    # Only that of one column has another stride, which is never used, but which the kernel's arguments do not allow.
+    return table if table.stride(1) == 1 else table.as_strided(table.shape, (table.stride(0), 1))
 
 
 def _own_pages(shape: CacheShape) -> Tensor:

@@ -1,0 +1,163 @@
+"""The launcher of the decode kernel: what the kernel is given, and results, by a stand-in that reads the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.window import NO_LIMIT
+from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper_attention import compile_cache, flash_attn_with_kvcache
+from hopper_attention.decode_rules import UNLIMITED_SPLITS, ctas_of_pieces
+from hopper_attention.launch import decode
+from hopper_attention.launch import kvcache as launch
+from hopper_attention.reference import attention_naive
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from tests.python.kvcache_cases import CacheCase
+
+NAMES = (
+    "q", "k", "v", "out", "lse", "lengths", "table", "leftpad", "cu_seqlens_q", "parts", "softmax_scale",
+    "max_splits", "left", "right", "chunk", "softcap", "sinks", "num_ctas",
+)  # fmt: skip
+"""Arguments of the kernel in their order."""
+
+UNLIMITED = -1
+
+
+class DecodeKernels:
+    """In place of the decode kernel: notes what it is given, and attends by plain indexing."""
+
+    def __init__(self) -> None:
+        self.loaded: list[DecodeConfig] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def load(self, config: DecodeConfig) -> Any:
+        self.loaded.append(config)
+        return lambda *given: self.attend(config, dict(zip(NAMES, given, strict=True)))
+
+    def attend(self, config: DecodeConfig, given: dict[str, Any]) -> None:
+        self.calls.append(given)
+        g = given
+        for b in range(g["table"].shape[0]):
+            rows: Any = b
+            if g["cu_seqlens_q"] is not None:
+                rows = slice(*g["cu_seqlens_q"][b : b + 2].tolist())
+            q = g["q"][rows]
+            out, lse = attention_naive(
+                q[None], *self.keys(g, b), causal=config.causal, **self.options(config, g)
+            )
+            g["out"][rows] = out[0].to(g["out"].dtype)
+            if config.layout == "varlen":
+                g["lse"][:, rows] = lse[0].float()
+            else:
+                g["lse"][b] = lse[0].float()
+
+    def keys(self, g: dict[str, Any], b: int) -> list[Tensor]:
+        pad = 0 if g["leftpad"] is None else int(g["leftpad"][b])
+        rows = torch.arange(pad, int(g["lengths"][b]))
+        size = g["k"].shape[1]
+        pages = g["table"][b, rows // size].long()
+        return [g[name][pages, rows % size][None] for name in ("k", "v")]
+
+    def options(self, config: DecodeConfig, g: dict[str, Any]) -> dict[str, Any]:
+        """Of the oracle. What the config does not have must be None."""
+        assert config.window == (g["left"] is not None) == (g["right"] is not None)
+        assert config.chunk == (g["chunk"] is not None) and config.softcap == (g["softcap"] is not None)
+        assert config.sinks == (g["sinks"] is not None) and config.leftpad == (g["leftpad"] is not None)
+        assert (config.layout == "varlen") == (g["cu_seqlens_q"] is not None)
+        left, right = (UNLIMITED if side in (None, NO_LIMIT) else side for side in (g["left"], g["right"]))
+        return {
+            "window_left": left,
+            "window_right": UNLIMITED if config.causal else right,
+            "attention_chunk": g["chunk"] or 0,
+            "softcap": g["softcap"] or 0.0,
+            "sinks": g["sinks"],
+            "softmax_scale": g["softmax_scale"],
+        }
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeKernels]:
+    """Those of a pretended H200."""
+    fake = DecodeKernels()
+    pretend(monkeypatch, launch)
+    for module in (launch, decode):
+        monkeypatch.setattr(module, "index_of", lambda device: 0)
+    monkeypatch.setattr(compile_cache, "get_serving", fake.load)
+    for path in ("paged", "general"):
+        monkeypatch.setitem(launch.PATHS, path, None)
+    yield fake
+    forget_launchers()
+
+
+PAGES = CacheCase(page_size=8)
+
+CASES: dict[str, tuple[CacheCase, dict[str, Any]]] = {
+    "pages": (PAGES, {"causal": True}),
+    "no pages": (CacheCase(), {}),
+    "batch index": (CacheCase(batch_idx=(4, 0, 2)), {}),
+    "batch index and pages": (replace(PAGES, batch_idx=(3, 1, 0)), {"causal": True}),
+    "leftpad": (CacheCase(leftpad=(4, 0, 20)), {"causal": True}),
+    "packed queries": (replace(PAGES, queries=(1, 0, 6), packed_q=True), {"causal": True}),
+    "window, cap and sinks": (
+        PAGES,
+        {"window_size": (5, -1), "softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    ),
+    "chunk": (PAGES, {"attention_chunk": 5, "causal": True}),
+    "scale": (PAGES, {"softmax_scale": 0.7}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_comes_of_a_call(name: str, kernels: DecodeKernels) -> None:
+    case, given = CASES[name]
+    call = case.build(torch.bfloat16, **given)
+    out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+    exact, exact_lse = case.expected(call)
+    assert (out - exact).abs().max() <= 1.6e-2
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+    assert (lse - exact_lse).nan_to_num(0.0).abs().max() <= 1e-3
+    (seen,) = kernels.calls
+    assert seen["k"] is call["k_cache"] and seen["v"] is call["v_cache"]
+    assert seen["num_ctas"] == ctas_of_pieces(SMS) and seen["max_splits"] == UNLIMITED_SPLITS
+    assert seen["parts"].shape == (PARTS_PER_CTA * seen["num_ctas"], kernels.loaded[0].part_floats)
+    assert seen["parts"].dtype == torch.float32
+
+
+def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
+    call = PAGES.build(torch.bfloat16)
+    flash_attn_with_kvcache(**call, num_splits=3, sm_margin=40)
+    (seen,) = kernels.calls
+    assert seen["max_splits"] == 3 and seen["num_ctas"] == ctas_of_pieces(SMS - 40) == 80
+
+
+def test_a_cache_without_lengths_is_full(kernels: DecodeKernels) -> None:
+    case = CacheCase(lengths=(8, 8, 8), capacity=8)
+    call = case.build(torch.bfloat16)
+    del call["cache_seqlens"]
+    out = flash_attn_with_kvcache(**call)
+    assert (out - case.expected(call)[0]).abs().max() <= 1.6e-2
+    assert kernels.calls[0]["lengths"].tolist() == [8, 8, 8]
+
+
+def test_what_tma_cannot_read_of_q_is_copied(kernels: DecodeKernels) -> None:
+    call = PAGES.build(torch.bfloat16)
+    room = torch.zeros(*call["q"].shape[:-1], 36).bfloat16()
+    room[..., :32] = call["q"]
+    flash_attn_with_kvcache(**(call | {"q": room[..., :32]}))
+    (seen,) = kernels.calls
+    assert torch.equal(seen["q"], call["q"]) and seen["q"].is_contiguous()
+
+
+def test_calls_that_are_alike_have_one_launcher(kernels: DecodeKernels) -> None:
+    for lengths in ((9, 0, 21), (3, 24, 1)):
+        flash_attn_with_kvcache(**replace(PAGES, lengths=lengths).build(torch.bfloat16))
+    assert len(kernels.loaded) == 1 and len(kernels.calls) == 2
+    flash_attn_with_kvcache(**PAGES.build(torch.bfloat16), causal=True)
+    assert [config.causal for config in kernels.loaded] == [False, True]

@@ -1,0 +1,217 @@
+"""Which calls on a cache the decode kernel serves, with which config, and what ``explain_kvcache`` says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.decode.config import DecodeConfig
+from hopper_attention import explain_kvcache
+from hopper_attention.backends import Target
+from hopper_attention.decode_rules import CTA_STEP, ctas_of_pieces, select_decode, why_not_decode
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
+from hopper_attention.kvcache_checks import CacheCall, CacheTensors
+from hopper_attention.launch.decode import is_aligned, table_of
+from tests.python.kvcache_cases import FP8, CacheCase, int32
+
+H200 = Target("fake H200", (9, 0), assume_installed=True)
+HOPPER = (9, 0)
+
+PAGES = CacheCase(page_size=8)
+CONTIGUOUS = CacheCase()
+
+
+def read(arguments: dict[str, Any]) -> tuple[CacheCall, CacheTensors]:
+    """The checked call that ``flash_attn_with_kvcache`` makes of its arguments."""
+    arguments = dict(arguments)
+    tensors = {name: arguments.pop(name) for name in CacheTensors._fields if name in arguments}
+    extras = {name: arguments.pop(name) for name in CacheExtras._fields if name in arguments}
+    call, given, _, _ = read_call(CacheTensors(**tensors), CacheExtras(**extras), CacheOptions(**arguments))
+    return call, given
+
+
+def call_of(case: CacheCase, **given: Any) -> CacheCall:
+    return read(case.build(torch.bfloat16, **given))[0]
+
+
+SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
+    "pages": (PAGES, {}),
+    "no pages": (CONTIGUOUS, {}),
+    "as many rows as a tile has": (replace(PAGES, queries=(32, 32, 32)), {}),
+    "packed queries": (replace(PAGES, queries=(32, 0, 1), packed_q=True), {}),
+    "leftpad and pages": (replace(PAGES, leftpad=(4, 0, 7)), {}),
+    "batch index": (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}),
+    "new tokens": (replace(PAGES, new=(1, 1, 1), rotary_dim=16), {}),
+    "one page of any size": (replace(PAGES, page_size=27, capacity=27), {}),
+    "wide heads": (replace(PAGES, head_dims=(256, 256)), {}),
+    "window, cap, sinks": (PAGES, {"window_size": (5, 0), "softcap": 3.0, "sinks": torch.zeros(4)}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served(name: str) -> None:
+    case, given = SERVED[name]
+    call = call_of(case, **given)
+    assert why_not_decode(call, H200, "hopper") == ""
+    config, shape = select_decode(call), call.shape
+    assert shape.rows_a_kv_head <= config.tile_m
+    assert config.head_dim >= shape.head_dim and config.head_dim_v >= shape.head_dim_v
+    page_size = shape.page_size or shape.capacity
+    assert page_size == shape.capacity or page_size % config.box_rows == 0
+
+
+def with_columns(cache: Tensor, room: int) -> Tensor:
+    """The same in rows of ``room`` columns."""
+    wider = torch.zeros(*cache.shape[:-1], room, dtype=cache.dtype)
+    wider[..., : cache.shape[-1]] = cache
+    return wider[..., : cache.shape[-1]]
+
+
+NO_KEYS = CacheCase(lengths=(0, 0, 0), capacity=0)
+REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
+    "qv": (PAGES, {"qv": torch.zeros(3, 3, 4, 24).bfloat16()}, "there is a qv"),
+    "a cache of e4m3": (PAGES, {"cache_dtype": FP8}, "q or the cache is of e4m3"),
+    "q of e4m3": (
+        PAGES,
+        {"cache_dtype": FP8, "q": torch.zeros(3, 3, 4, 32).to(FP8)},
+        "q or the cache is of e4m3",
+    ),
+    "wide values": (
+        replace(PAGES, head_dims=(32, 264)),
+        {},
+        "head_dim 32 or head_dim_v 264 is above 256",
+    ),
+    "slopes": (PAGES, {"alibi_slopes": torch.zeros(3, 4)}, "there are alibi_slopes"),
+    "no keys": (NO_KEYS, {}, "there is no query or no key"),
+    "no queries": (replace(PAGES, queries=(0, 0, 0)), {}, "there is no query or no key"),
+    "many queries": (
+        replace(PAGES, queries=(33, 33, 33)),
+        {},
+        "66 query rows share a K/V head, and its tiles have 64",
+    ),
+    "many heads": (
+        replace(PAGES, queries=(1, 1, 1), heads=(72, 1)),
+        {},
+        "72 query rows share a K/V head, and its tiles have 64",
+    ),
+    "short pages": (
+        replace(PAGES, page_size=12),
+        {},
+        "no 8 rows of a page of 12 lie together at multiples of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_why(name: str) -> None:
+    case, given, reason = REFUSED[name]
+    assert why_not_decode(call_of(case, **given), H200, "hopper") == reason
+    plan = explain_kvcache(**case.build(torch.bfloat16, **given), device_capability=HOPPER)
+    assert plan.path != "decode" and plan.refused[0] == f"decode: {reason}"
+
+
+def test_other_backends_and_strides_are_refused() -> None:
+    call = call_of(PAGES)
+    for backend in ("ampere", "reference"):
+        expected = f"its kernel is for Hopper GPUs, and the backend is {backend}"
+        assert why_not_decode(call, H200, backend) == expected
+    arguments = PAGES.build(torch.bfloat16)
+    for name in ("k_cache", "v_cache"):
+        odd = arguments | {name: with_columns(arguments[name], arguments[name].shape[-1] + 4)}
+        assert "strides of the cache" in why_not_decode(read(odd)[0], H200, "hopper")
+        fine = arguments | {name: with_columns(arguments[name], arguments[name].shape[-1] + 8)}
+        assert why_not_decode(read(fine)[0], H200, "hopper") == ""
+
+
+def test_the_config_is_of_what_is_asked_for() -> None:
+    plain = select_decode(call_of(PAGES))
+    assert (plain.dtype, plain.head_dim, plain.head_dim_v, plain.causal) == ("bfloat16", 64, 64, False)
+    assert (plain.tile_m, plain.box_rows, plain.layout, plain.leftpad) == (32, 8, "dense", False)
+    assert not (plain.window or plain.chunk or plain.softcap or plain.sinks)
+    changes: list[tuple[CacheCase, dict[str, Any], dict[str, Any]]] = [
+        (PAGES, {"causal": True}, {"causal": True}),
+        (PAGES, {"window_size": (4, 1)}, {"window": True}),
+        (PAGES, {"softcap": 2.0}, {"softcap": True}),
+        (PAGES, {"sinks": torch.zeros(4)}, {"sinks": True}),
+        (replace(PAGES, leftpad=(1, 0, 2)), {}, {"leftpad": True}),
+        (replace(PAGES, queries=(1, 2, 0), packed_q=True), {}, {"layout": "varlen"}),
+        (replace(PAGES, queries=(17, 17, 17)), {}, {"tile_m": 64}),
+        (CONTIGUOUS, {}, {"box_rows": 128}),
+        (replace(PAGES, page_size=24), {}, {"box_rows": 128}),
+        (replace(PAGES, page_size=24, capacity=48), {}, {"box_rows": 8}),
+    ]
+    for case, given, expected in changes:
+        assert select_decode(call_of(case, **given)) == replace(plain, **expected)
+    chunked = select_decode(call_of(PAGES, attention_chunk=5))
+    assert chunked.window and chunked.chunk
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "ctas"), [(1, 1), (15, 15), (16, 16), (31, 16), (78, 64), (114, 112), (132, 128)]
+)
+def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
+    assert ctas_of_pieces(multiprocessors) == ctas
+    assert ctas % CTA_STEP == 0 or multiprocessors < CTA_STEP
+
+
+def table(arguments: dict[str, Any]) -> Tensor:
+    call, tensors = read(arguments)
+    found = table_of(call.shape, tensors)
+    assert found.dtype == torch.int32 and found.stride(1) == 1 and found.shape[0] == call.shape.batch
+    return found
+
+
+def test_the_table_of_a_cache() -> None:
+    arguments = PAGES.build(torch.bfloat16)
+    assert table(arguments) is arguments["page_table"]
+    assert table(CONTIGUOUS.build(torch.bfloat16)).tolist() == [[0], [1], [2]]
+    chosen = replace(CONTIGUOUS, batch_idx=(4, 0, 2)).build(torch.bfloat16)
+    assert table(chosen).tolist() == [[4], [0], [2]]
+    paged = replace(PAGES, batch_idx=(4, 0, 2)).build(torch.bfloat16)
+    assert torch.equal(table(paged), paged["page_table"][[4, 0, 2]])
+    paged["cache_batch_idx"] = int32((4, -3, 100))
+    assert torch.equal(table(paged), paged["page_table"][[4, 0, -1]])
+
+
+@pytest.mark.parametrize("strides", [(1, 3), (8, 24), (24, 1)])
+def test_a_table_of_one_page_may_have_any_strides(strides: tuple[int, int]) -> None:
+    arguments = replace(PAGES, page_size=24).build(torch.bfloat16)
+    column = torch.zeros(72, dtype=torch.int32).as_strided((3, 1), strides)
+    column.copy_(arguments["page_table"])
+    assert torch.equal(table(arguments | {"page_table": column}), column)
+
+
+def test_caches_that_begin_at_16_bytes_are_aligned() -> None:
+    arguments = PAGES.build(torch.bfloat16)
+    assert is_aligned(read(arguments)[1])
+    for name in ("k_cache", "v_cache"):
+        cache = arguments[name]
+        room = torch.zeros(cache.numel() + 8, dtype=cache.dtype)
+        for offset, expected in ((4, False), (8, True)):
+            moved = room[offset : offset + cache.numel()].view(cache.shape)
+            assert is_aligned(read(arguments | {name: moved})[1]) is expected
+
+
+def test_explain_says_that_the_decode_kernel_runs() -> None:
+    case = replace(PAGES, new=(1, 1, 1), page_size=8)
+    arguments = case.build(torch.bfloat16, causal=True)
+    plan = explain_kvcache(**arguments, device_capability=HOPPER)
+    assert (plan.path, plan.backend, plan.refused) == ("decode", "hopper", ())
+    assert isinstance(plan.config, DecodeConfig) and plan.config == select_decode(read(arguments)[0])
+    assert len(plan.steps) == 1 and plan.steps[0].startswith("3 new tokens are written into the cache, by")
+    assert "decode: a kernel shares all keys out over the GPU" in str(plan)
+    assert plan.config.name in str(plan)
+    there = explain_kvcache(**arguments, device_capability=(8, 0))
+    assert there.path != "decode" and there.refused[0].endswith("the backend is ampere")
+
+
+def test_explain_reads_no_tensor() -> None:
+    arguments = PAGES.build(torch.bfloat16, causal=True)
+    there = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    assert str(explain_kvcache(**there, device_capability=HOPPER)) == str(
+        explain_kvcache(**arguments, device_capability=HOPPER)
+    )
