@@ -66,6 +66,13 @@ class CacheBatch(LoopInvariant):
     def batch(self) -> Int32:
         return self.lengths.shape[0]
 
+    @property
+    def rows_end(self) -> Any:
+        """One past the last row of packed Q that is of a sequence."""
+        for offsets in self.offsets:
+            return minimum(maximum(offsets[self.batch], 0), self.seqlen_q)
+        return self.seqlen_q
+
     @cute.jit
     def units(self, sequence: Int32) -> Int32:
         """Key blocks of all tiles of a sequence; 0 behind the last one."""

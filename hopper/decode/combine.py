@@ -1,15 +1,16 @@
-"""Puts the rows of tiles together of which several CTAs have a part."""
+"""Puts the rows of tiles together of which several CTAs have a part, and writes those of packed O that are of none."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, pack, pin
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import VARLEN
 from cute_kernels.softmax import LEAST
 from hopper.decode.config import DecodeConfig
 from hopper.decode.operands import Work
@@ -76,6 +77,22 @@ class Combine(LoopInvariant):
         for row in cutlass.range(first_row, end_row, row_step, unroll=1):
             for first in cutlass.range_constexpr(0, c.head_dim_v, COLUMNS * LANES):
                 self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
+        if const_expr(c.layout == VARLEN):
+            ctas = cute.arch.grid_dim()[0] * row_step
+            self._clear_rows_of_none(work.cta * row_step + first_row, ctas)
+
+    @cute.jit
+    def _clear_rows_of_none(self, first: Int32, step: Int32):
+        """Rows of packed O behind the last sequence get 0, and an LSE of -inf: every ``step``-th from number ``first``
+        on."""
+        batch = self.work.batch
+        for row in cutlass.range(batch.rows_end + first, batch.seqlen_q, step, unroll=1):
+            for head in cutlass.range(self.warp, self.mO.shape[1], WARPS, unroll=1):
+                words = cute.recast_tensor(self.mO[row, head, None], Int32)
+                for word in cutlass.range(self.lane, cute.size(words), LANES, unroll=1):
+                    words[word] = Int32(0)
+                if self.lane == 0:
+                    self.mLSE[head, row] = -Float32.inf
 
     @cute.jit
     def _add_columns(self, ctas: tuple[Int32, Int32], rows: TileRows, row: Int32, column: Int32):

@@ -86,6 +86,19 @@ def test_a_second_query() -> None:
     check(case, None, qv=torch.randn(3, 3, 16, 256).bfloat16(), causal=True)
 
 
+@pytest.mark.parametrize("queries", [(1, 0, 3, 2), (70, 0, 3, 1)], ids=["few", "many"])
+def test_rows_behind_the_last_sequence_are_zero(backend: str, queries: tuple[int, ...]) -> None:
+    call = on("cuda", replace(LONG, queries=queries, packed_q=True).build(torch.bfloat16))
+    total, behind = sum(queries), 300
+    call["q"] = torch.cat((call["q"], call["q"].new_full((behind, *call["q"].shape[1:]), math.nan)))
+    for _ in range(2):
+        # Memory that is freed full of NaN is given to the next call.
+        torch.full((total + behind, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+        out, lse = flash_attn_with_kvcache(**call, backend=backend, causal=True, return_softmax_lse=True)
+        assert bool((out[total:] == 0).all()) and bool((lse[:, total:] == -math.inf).all())
+        assert bool(out[:total].isfinite().all())
+
+
 def test_a_graph_decodes_one_token_at_each_replay(backend: str) -> None:
     """Lengths, pages and tokens change between replays of one graph."""
     case = replace(NEW, new=(1, 1, 1, 1), packed_new=False, queries=(1, 1, 1, 1), lengths=(150, 0, 250, 64))
