@@ -70,6 +70,17 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight() -> None:
     assert hazards == []
 
 
+def test_kernels_wait_for_what_is_before_them() -> None:
+    """The first one for all that it reads, before it lets the second one start, which reads lengths before it waits."""
+    combine, kernel = sorted(ptx_of(COMPILED[0]).split(".visible .entry ")[1:])
+    before, after = kernel.split("griddepcontrol.wait;")
+    assert not re.search(r"(ld|st|red|atom)\.global|cp\.async", before)
+    assert "griddepcontrol.launch_dependents" not in before and "griddepcontrol.launch_dependents" in after
+    before, after = combine.split("griddepcontrol.wait;")
+    assert not re.search(r"st\.global|ld\.global\.v4", before)
+    assert "st.global" in after and "ld.global.v4" in after
+
+
 def table(header: str) -> list[list[str]]:
     """Rows of the docstring's table whose first column is ``header``."""
     lines = [line.strip() for line in (DecodeKernel.__doc__ or "").splitlines()]
