@@ -17,6 +17,7 @@ from cute_kernels.problem import (
     SCORE_FEATURES,
     SHORT_NAMES,
     VARLEN,
+    check_block_lists,
     check_chunk,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
@@ -224,16 +225,12 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.dropout and c.tile_n % 32:
         raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
-    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
-        raise ValueError(
-            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
-            "False and 'dense', with a mask function"
-        )
     if c.page_box and (c.layout != VARLEN or c.page_box % 8 or c.tile_n % c.page_box):
         raise ValueError(
             f"page_box is {c.page_box} with layout {c.layout!r}, allowed: 0, or with 'varlen' multiples of 8 that "
             f"divide tile_n, {c.tile_n}"
         )
+    check_block_lists(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(

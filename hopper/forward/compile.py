@@ -7,6 +7,7 @@ from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
     captured_arguments,
     compile_for_torch,
+    key_lists_argument,
     philox_argument,
     plan_argument,
     strided,
@@ -66,7 +67,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
-        *([_block_lists()] if c.block_lists else []),
+        *([key_lists_argument()] if c.block_lists else []),
         ctas,
         options=options,
     )
@@ -75,11 +76,6 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 def _page_table():
     """int32 (b, pages of a sequence)."""
     return strided(Int32, (cute.sym_int(), cute.sym_int()), 1)
-
-
-def _block_lists():
-    """int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may be 0."""
-    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:
