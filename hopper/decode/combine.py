@@ -40,6 +40,7 @@ class Combine(LoopInvariant):
     mO: cute.Tensor
     mLSE: cute.Tensor
     sinks: tuple[cute.Tensor, ...]
+    factors: tuple[cute.Tensor, ...]
     smem: cute.Tensor
     warp: Int32
     lane: Int32
@@ -139,7 +140,7 @@ class Combine(LoopInvariant):
             for e in cutlass.range_constexpr(COLUMNS):
                 o[e] = o[e] * old + of_warp[e] * new
         row_sum = RowSum(shift, total, rounded).with_sink(self.sinks, rows.place(row)[1])
-        inverse = row_sum.inverse(shift)
+        inverse = row_sum.inverse(shift) * rows.factor(self.factors)
         target = rows.of(self.mO, row)
         if column < target.shape[0]:
             words = cute.recast_tensor(target, Int32)

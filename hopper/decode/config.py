@@ -10,6 +10,11 @@ from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_T
 
 WARP_THREADS = 32
 
+E4M3 = "float8_e4m3fn"
+
+REGISTERS_WIDENED = {"consumer": 240, "widener": 152, "producer": 40}
+"""Of a thread, by role, where a warpgroup widens the cache."""
+
 PRODUCER_WARPS = 2
 """One for K, one for V."""
 
@@ -21,9 +26,6 @@ BOX_ROWS = (128, 64, 32, 16, 8)
 
 HEAD_DIMS = (64, 128, 192, 256)
 """Columns of Q and K, and of V, that there are kernels for; rows that are narrower are filled with zeros."""
-
-REGISTERS = 255
-"""A thread may have: 160 threads leave more than there can be named."""
 
 COMBINE_BYTES = 12_288
 """Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
@@ -41,8 +43,10 @@ class DecodeConfig:
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
     softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
     boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
-    ``leftpad`` a sequence begins behind the first row of its cache. ``causal``, ``window``, ``chunk``, ``softcap`` and
-    ``sinks`` are as in ``ForwardConfig``.
+    ``leftpad`` a sequence begins behind the first row of its cache. A cache of ``cache_dtype`` e4m3 comes to
+    ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number as it is; an
+    empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``ForwardConfig``.
     """
 
     dtype: str
@@ -60,9 +64,26 @@ class DecodeConfig:
     leftpad: bool = False
     softcap: bool = False
     sinks: bool = False
+    cache_dtype: str = ""
+    raw_stages: int = 0
 
-    threads = WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
     element_bytes = 2
+    """Of what is multiplied."""
+
+    @property
+    def is_widened(self) -> bool:
+        return self.cache_dtype == E4M3
+
+    @property
+    def mma_dtype(self) -> str:
+        """Of the operands of both GEMMs."""
+        return "float16" if self.is_widened else self.dtype
+
+    @property
+    def threads(self) -> int:
+        if self.is_widened:
+            return 3 * WARPGROUP_THREADS
+        return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
     def rows_per_thread(self) -> int:
@@ -76,9 +97,9 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """K and V of each stage, and the barriers."""
-        keys = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return keys * self.element_bytes + BARRIER_BYTES
+        """K and V of each stage, as they come and as they are multiplied, and the barriers."""
+        columns = self.tile_n * (self.head_dim + self.head_dim_v)
+        return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES
 
     @property
     def part_floats(self) -> int:
@@ -95,6 +116,7 @@ class DecodeConfig:
             f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
         ]
         parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
+        parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -119,6 +141,12 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(
             f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
         )
+    if c.cache_dtype not in ("", E4M3):
+        raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
+    if c.is_widened and c.softcap:
+        raise ValueError("softcap is True with a cache of e4m3, allowed: False")
+    if c.is_widened != (c.raw_stages > 1):
+        raise ValueError(f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3, else 0")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
@@ -164,8 +192,15 @@ def select_decode_config(
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
-    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (tile_n * (d + dv) * DecodeConfig.element_bytes)
+    columns, raw_stages = tile_n * (d + dv), 0
+    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (columns * DecodeConfig.element_bytes)
+    if others.get("cache_dtype"):
+        stages = 2
+        room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES - stages * columns * DecodeConfig.element_bytes
+        raw_stages = room // columns
     tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS
-    config = DecodeConfig(dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, **others)
+    config = DecodeConfig(
+        dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
+    )
     validate_decode_config(config)
     return config

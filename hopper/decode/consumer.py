@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
@@ -76,6 +77,8 @@ class Consumer(LoopInvariant):
                 word = Int32(0)
                 if rows.exists(r) and pair < pairs:
                     word = row[pair]
+                if const_expr(self.config.is_widened and mQ.element_type is BFloat16):
+                    word = pack(*unpack(word, BFloat16), Float16)
                 words[r + ROWS_PER_THREAD * j] = word
 
     @cute.jit
@@ -94,7 +97,7 @@ class Consumer(LoopInvariant):
         self.acc.fill(0.0)
         self._start_scores(acc_S, state)
         warpgroup.wait_group(0)
-        self.k.pipe.consumer_release(state)
+        self.k.release(state, self.thread % 32)
         self._exponentiate(acc_S, mask, edges, end - 1)
         self._store_P(acc_S)
         for step in cutlass.range(end - first - 1, unroll=1):
@@ -104,15 +107,15 @@ class Consumer(LoopInvariant):
             self._start_scores(acc_S, state)
             self._start_product(mask.seqlens.seqlen_k, block, v_state)
             warpgroup.wait_group(1)
-            self.k.pipe.consumer_release(state)
+            self.k.release(state, self.thread % 32)
             self._exponentiate(acc_S, mask, edges, block - 1)
             warpgroup.wait_group(0)
-            self.v.pipe.consumer_release(v_state)
+            self.v.release(v_state, self.thread % 32)
             self.softmax.rescale_if_needed(self.acc)
             self._store_P(acc_S)
         self._start_product(mask.seqlens.seqlen_k, first, state)
         warpgroup.wait_group(0)
-        self.v.pipe.consumer_release(state)
+        self.v.release(state, self.thread % 32)
         state.advance()
         return state
 

@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
-from hopper.decode.config import BOX_COLUMNS, DecodeConfig
-from hopper.decode.operands import Keys, Work
+from hopper.decode.config import DecodeConfig
+from hopper.decode.operands import RawKeys, Work
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Producer(LoopInvariant):
 
     config: DecodeConfig
     work: Work
-    keys: Keys
+    keys: RawKeys
     table: cute.Tensor
     page_size: Int32
     lane: Int32
@@ -33,14 +33,9 @@ class Producer(LoopInvariant):
     def run(self):
         """All of this CTA's piece of the row of blocks."""
         work = self.work
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        unit, end = work.pieces.begin(work.cta), work.pieces.begin(work.cta + 1)
-        sequence, start = work.batch.locate(unit, self.lane)
-        tile = Int32(0)
-        if sequence < work.batch.batch:
-            blocks = work.batch.blocks(work.batch.seqlens(sequence)).count
-            tile = divide(unit - start, blocks)
-            start += tile * blocks
+        stages = self.config.raw_stages or self.config.stages
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+        sequence, tile, start, end = work.first_tile(self.lane)
         while start < end:
             seqlens = work.batch.seqlens(sequence)
             blocks = work.batch.blocks(seqlens)
@@ -80,11 +75,11 @@ class Producer(LoopInvariant):
         keys.pipe.producer_acquire(state)
         barrier = keys.pipe.producer_get_barrier(state)
         stage = keys.smem[None, None, state.index]
-        box = (self.config.box_rows, BOX_COLUMNS)
+        box = (self.config.box_rows, keys.box_columns)
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, head, cute.arch.shuffle_sync(page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(row, offset=i), 0), of_page)
-            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // BOX_COLUMNS):
+            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
                 target, found = cpasync.tma_partition(
                     keys.atom,
                     0,

@@ -28,8 +28,8 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return f"its kernel is for Hopper GPUs, and the backend is {backend}"
     if shape.has_qv:
         return "there is a qv"
-    if shape.is_fp8_cache or shape.dtype != shape.cache_dtype:
-        return "q or the cache is of e4m3"
+    if shape.is_fp8_cache and call.scores.has_softcap:
+        return "there is a softcap, and the cache is of e4m3"
     if max(shape.head_dim, shape.head_dim_v) > max(HEAD_DIMS):
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is above {max(HEAD_DIMS)}"
     if call.scores.has_alibi:
@@ -50,7 +50,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
     """The config for a call that ``why_not_decode`` has nothing against."""
     shape = call.shape
     config = select_decode_config(
-        str(shape.dtype).removeprefix("torch."),
+        str(shape.out_dtype).removeprefix("torch."),
         shape.head_dim,
         shape.head_dim_v,
         call.mask.causal,
@@ -62,6 +62,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         leftpad=shape.has_leftpad,
         softcap=call.scores.has_softcap,
         sinks=call.scores.has_sinks,
+        cache_dtype=str(shape.cache_dtype).removeprefix("torch.") if shape.is_fp8_cache else "",
     )
     assert config is not None
     return config

@@ -14,7 +14,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import UNLIMITED_SPLITS, ctas_of_pieces, select_decode
-from hopper_attention.device_memory import constants
+from hopper_attention.device_memory import constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, repair_for
@@ -63,6 +63,7 @@ class DecodeLauncher(Launcher):
             *self.sides,
             cap,
             sinks,
+            *_descales(shape, t),
             self.num_ctas,
         )
         return out, lse
@@ -83,6 +84,15 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         call.num_splits or UNLIMITED_SPLITS,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
     )
+
+
+def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
+    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits."""
+    if not shape.is_fp8_cache:
+        return None, None
+    given = tensors.k_descale, tensors.v_descale
+    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if None in given else None
+    return tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
 
 
 def is_aligned(tensors: CacheTensors) -> bool:
