@@ -12,8 +12,8 @@ WARP_THREADS = 32
 
 E4M3 = "float8_e4m3fn"
 
-REGISTERS_WIDENED = {"consumer": 240, "widener": 152, "producer": 40}
-"""Of a thread, by role, where a warpgroup widens the cache."""
+REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
+"""Of a thread, by role, where two warpgroups widen the cache."""
 
 PRODUCER_WARPS = 2
 """One for K, one for V."""
@@ -43,9 +43,10 @@ class DecodeConfig:
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
     softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
     boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
-    ``leftpad`` a sequence begins behind the first row of its cache. A cache of ``cache_dtype`` e4m3 comes to
-    ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number as it is; an
-    empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
+    ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
+    e4m3 comes to ``raw_stages`` stages of its own, and warpgroups widen it to float16, which holds every e4m3 number as
+    it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
     ``ForwardConfig``.
     """
 
@@ -61,7 +62,9 @@ class DecodeConfig:
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
+    paged: bool = True
     leftpad: bool = False
+    limits_splits: bool = False
     softcap: bool = False
     sinks: bool = False
     cache_dtype: str = ""
@@ -82,7 +85,7 @@ class DecodeConfig:
     @property
     def threads(self) -> int:
         if self.is_widened:
-            return 3 * WARPGROUP_THREADS
+            return 4 * WARPGROUP_THREADS
         return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
@@ -116,6 +119,8 @@ class DecodeConfig:
             f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
         ]
         parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
+        parts += ["paged"] if self.paged else []
+        parts += ["splits"] if self.limits_splits else []
         parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
@@ -156,10 +161,17 @@ def validate_decode_config(config: DecodeConfig) -> None:
 TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
 """Keys of a block, by the larger of the two head_dims."""
 
+TILE_N_WIDENED = {64: 128, 128: 128, 192: 32, 256: 16}
+"""The same for a cache of e4m3, where the consumer has fewer registers; half of it for tiles of 64 rows."""
 
-def tile_n_of(head_dim: int, head_dim_v: int) -> int:
-    """Keys of a block of the kernel for a problem."""
-    return TILE_N[min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))]
+
+def tile_n_of(head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
+    """Keys of a block of the kernel for a problem; the arguments are those of ``select_decode_config``."""
+    size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
+    if cache_dtype != E4M3:
+        return TILE_N[size]
+    tile_n = TILE_N_WIDENED[size]
+    return max(tile_n // 2, 16) if rows > WARPGROUP_ROWS // 2 else tile_n
 
 
 def box_rows_of(tile_n: int, page_size: int, pages: int) -> int | None:
@@ -188,7 +200,7 @@ def select_decode_config(
         others: further fields.
     """
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
-    tile_n = tile_n_of(head_dim, head_dim_v)
+    tile_n = tile_n_of(head_dim, head_dim_v, rows, others.get("cache_dtype", ""))
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None

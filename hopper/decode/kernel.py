@@ -76,12 +76,12 @@ class DecodeKernel:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         lengths: cute.Tensor,
-        table: cute.Tensor,
+        table: cute.Tensor | None,
         leftpad: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         parts: cute.Tensor,
         softmax_scale: Float32,
-        max_splits: Int32,
+        max_splits: Int32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
         attention_chunk: Int32 | None,
@@ -117,17 +117,18 @@ class DecodeKernel:
             lengths,
             (leftpad,) if const_expr(c.leftpad) else (),
             (cu_seqlens_q,) if const_expr(is_packed) else (),
-            table.shape[1] * mK.shape[1],
+            mK.shape[1] * table.shape[1] if const_expr(c.paged) else mK.shape[1],
             mK.shape[2],
-            max_splits,
+            (max_splits,) if const_expr(c.limits_splits) else (),
             sides_of(c, window_left, window_right, attention_chunk),
         )
+        tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
         k_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.is_widened) else ((), ())
         outputs = Outputs(mO, mLSE, of_sinks, v_factors, parts)
         scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
         self.kernel(
-            tuple(atoms), tuple(caches), mQ, table, lists, outputs, scale_log2, factors, k_factors
+            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, k_factors
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -156,7 +157,7 @@ class DecodeKernel:
         atoms: tuple,
         caches: tuple,
         mQ: cute.Tensor,
-        table: cute.Tensor,
+        table: tuple,
         lists: CacheLists,
         outputs: Outputs,
         scale_log2: Float32,
@@ -194,8 +195,11 @@ class DecodeKernel:
         elif warp >= WARPS_PER_WARPGROUP:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["widener"])
-                thread = (warp - WARPS_PER_WARPGROUP) * cute.arch.WARP_SIZE + lane
-                Widener(c, work, raw, wide, thread, lane).run()
+                thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
+                if warp < 2 * WARPS_PER_WARPGROUP:
+                    Widener(c, work, raw[0], wide[0], thread, lane).run()
+                else:
+                    Widener(c, work, raw[1], wide[1], thread, lane).run()
         else:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])

@@ -49,11 +49,11 @@ class RawKeys(LoopInvariant):
 
 @dataclass(frozen=True)
 class Work(LoopInvariant):
-    """What there is to do, and the part of this CTA. No tile is in more than ``max_splits`` parts."""
+    """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None."""
 
     batch: CacheBatch
     pieces: Pieces
-    max_splits: Int32
+    max_splits: Int32 | None
     cta: Int32
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
@@ -93,7 +93,7 @@ class CacheLists(NamedTuple):
     offsets: tuple
     capacity: Int32
     kv_heads: Int32
-    max_splits: Int32
+    max_splits: tuple
     sides: tuple
 
     def work(self, config: DecodeConfig, mQ: cute.Tensor, cta: Int32, ctas: Int32, lane: Int32) -> Work:
@@ -110,4 +110,5 @@ class CacheLists(NamedTuple):
             self.kv_heads,
             divide(heads, self.kv_heads),
         )
-        return Work(batch, Pieces(batch.all_units(lane), ctas), self.max_splits, cta)
+        max_splits = self.max_splits[0] if self.max_splits else None
+        return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)

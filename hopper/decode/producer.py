@@ -18,14 +18,15 @@ from hopper.decode.operands import RawKeys, Work
 class Producer(LoopInvariant):
     """Loads K, or V, of every block that this CTA visits, the last of a tile first.
 
-    ``table`` int32 (batch, pages) has the page of each ``page_size`` keys. Its entries are looked up a block ahead, by
-    a lane for each box, so that no load of a number stands between two loads of keys.
+    ``table`` has int32 (batch, pages), the page of each ``page_size`` keys, or nothing where sequence b has page b. Its
+    entries are looked up a block ahead, by a lane for each box, so that no load of a number stands between two loads of
+    keys.
     """
 
     config: DecodeConfig
     work: Work
     keys: RawKeys
-    table: cute.Tensor
+    table: tuple[cute.Tensor, ...]
     page_size: Int32
     lane: Int32
 
@@ -62,11 +63,17 @@ class Producer(LoopInvariant):
         key = block * self.config.tile_n + box * self.config.box_rows
         page, row = Int32(0), self.page_size
         if key < keys:
-            place = divide(first_row + key, self.page_size)
-            row = first_row + key - place * self.page_size
-            last = self.keys.cache.shape[3] - 1
-            page = minimum(maximum(self.table[sequence, place], 0), last)
+            page, row = self._place(sequence, first_row + key)
         return page, row
+
+    def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """The page of a row of a sequence, and the row in it."""
+        last = self.keys.cache.shape[3] - 1
+        for table in self.table:
+            number = divide(row, self.page_size)
+            page = minimum(maximum(table[sequence, number], 0), last)
+            return page, row - number * self.page_size
+        return minimum(sequence, last), row
 
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
