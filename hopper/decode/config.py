@@ -12,8 +12,8 @@ WARP_THREADS = 32
 
 E4M3 = "float8_e4m3fn"
 
-REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
-"""Of a thread, by role, where two warpgroups widen the cache."""
+REGISTERS_WIDENED = {"consumer": 240, "widener": 152, "producer": 40}
+"""Of a thread, by role, where a warpgroup widens the cache."""
 
 PRODUCER_WARPS = 2
 """One for K, one for V."""
@@ -45,8 +45,8 @@ class DecodeConfig:
     boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
     ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
     ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
-    e4m3 comes to ``raw_stages`` stages of its own, and warpgroups widen it to float16, which holds every e4m3 number as
-    it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    e4m3 comes to ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number
+    as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
     ``ForwardConfig``.
     """
 
@@ -85,7 +85,7 @@ class DecodeConfig:
     @property
     def threads(self) -> int:
         if self.is_widened:
-            return 4 * WARPGROUP_THREADS
+            return 3 * WARPGROUP_THREADS
         return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
@@ -158,10 +158,13 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
-TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
+WIDE_STAGES = 3
+"""Stages of widened keys; a cache of e4m3 has what memory is left to it."""
+
+TILE_N = {64: 128, 128: 64, 192: 32, 256: 16}
 """Keys of a block, by the larger of the two head_dims."""
 
-TILE_N_WIDENED = {64: 128, 128: 128, 192: 32, 256: 16}
+TILE_N_WIDENED = {64: 64, 128: 64, 192: 32, 256: 16}
 """The same for a cache of e4m3, where the consumer has fewer registers; half of it for tiles of 64 rows."""
 
 
@@ -207,7 +210,7 @@ def select_decode_config(
     columns, raw_stages = tile_n * (d + dv), 0
     stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (columns * DecodeConfig.element_bytes)
     if others.get("cache_dtype"):
-        stages = 2
+        stages = WIDE_STAGES
         room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES - stages * columns * DecodeConfig.element_bytes
         raw_stages = room // columns
     tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS

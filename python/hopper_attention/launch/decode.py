@@ -54,7 +54,7 @@ class DecodeLauncher(Launcher):
             out,
             lse,
             _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens,
-            table_of(shape, t) if self.config.paged else None,
+            table_of(t),
             t.cache_leftpad,
             t.cu_seqlens_q,
             parts,
@@ -100,13 +100,12 @@ def is_aligned(tensors: CacheTensors) -> bool:
     return not (tensors.k_cache.data_ptr() | tensors.v_cache.data_ptr()) % TMA_BYTES
 
 
-def table_of(shape: CacheShape, tensors: CacheTensors) -> Tensor:
-    """int32 (batch, pages): the page of each page_size rows of a sequence. Without a page table it is one each, which
-    cache_batch_idx says."""
+def table_of(tensors: CacheTensors) -> Tensor | None:
+    """int32 (batch, pages): the page of each page_size rows of a sequence, or None where sequence b has page b. Without
+    a page table it is one each, which cache_batch_idx says."""
     table, chosen = tensors.page_table, tensors.cache_batch_idx
     if table is None:
-        assert chosen is not None
-        return chosen[:, None]
+        return None if chosen is None else chosen[:, None]
     if chosen is not None:
         table = table.index_select(0, chosen.clamp(0, table.shape[0] - 1))
     return table if table.stride(1) == 1 else table.contiguous()

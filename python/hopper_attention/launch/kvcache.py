@@ -224,7 +224,7 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
         t.q,
         t.k_cache,
         t.v_cache,
-        page_table=table_of(shape, t),
+        page_table=table_of(t),
         lengths=lengths,
         leftpad=t.cache_leftpad,
         cu_seqlens_q=t.cu_seqlens_q,
