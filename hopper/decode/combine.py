@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_kernels.fast_math import exp2, pack, pin
+from cute_kernels.fast_math import exp2, pack
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
@@ -41,6 +41,7 @@ class Combine(LoopInvariant):
     mO: cute.Tensor
     mLSE: cute.Tensor
     sinks: tuple[cute.Tensor, ...]
+    factors: tuple[cute.Tensor, ...]
     smem: cute.Tensor
     warp: Int32
     lane: Int32
@@ -68,12 +69,14 @@ class Combine(LoopInvariant):
         row_tiles = maximum(work.batch.row_tiles(seqlens), 1)
         head = divide(number, row_tiles)
         rows = TileRows(seqlens, (number - head * row_tiles) * c.tile_m, head, work.batch.group)
-        first_cta, last_cta = pin(tile.first_cta, Int32), pin(tile.last_cta, Int32)
+        first_cta, last_cta = tile.first_cta, tile.last_cta
         is_split = has_tile and tile.begin(first_cta + 1) < blocks
         if not by_tile:
             is_split = is_split and first_cta == work.cta
-        end_row = pin(minimum(rows.count, c.tile_m) if is_split else Int32(0), Int32)
-        cute.arch.griddepcontrol_wait()
+        end_row = minimum(rows.count, c.tile_m) if is_split else Int32(0)
+        # Always so, which the compiler does not know: it would work all of this out behind the wait.
+        if first_cta >= 0 and last_cta >= 0 and end_row >= 0:
+            cute.arch.griddepcontrol_wait()
         for row in cutlass.range(first_row, end_row, row_step, unroll=1):
             for first in cutlass.range_constexpr(0, c.head_dim_v, COLUMNS * LANES):
                 self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
@@ -156,7 +159,7 @@ class Combine(LoopInvariant):
             for e in cutlass.range_constexpr(COLUMNS):
                 o[e] = o[e] * old + of_warp[e] * new
         row_sum = RowSum(shift, total, rounded).with_sink(self.sinks, rows.place(row)[1])
-        inverse = row_sum.inverse(shift)
+        inverse = row_sum.inverse(shift) * rows.factor(self.factors)
         target = rows.of(self.mO, row)
         if column < target.shape[0]:
             words = cute.recast_tensor(target, Int32)

@@ -10,6 +10,11 @@ from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_T
 
 WARP_THREADS = 32
 
+E4M3 = "float8_e4m3fn"
+
+REGISTERS_WIDENED = {"consumer": 240, "widener": 152, "producer": 40}
+"""Of a thread, by role, where a warpgroup widens the cache."""
+
 PRODUCER_WARPS = 2
 """One for K, one for V."""
 
@@ -38,8 +43,11 @@ class DecodeConfig:
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
     softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
     boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
-    ``leftpad`` a sequence begins behind the first row of its cache. ``causal``, ``window``, ``chunk``, ``softcap`` and
-    ``sinks`` are as in ``ForwardConfig``.
+    ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
+    ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
+    e4m3 comes to ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number
+    as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``ForwardConfig``.
     """
 
     dtype: str
@@ -54,12 +62,31 @@ class DecodeConfig:
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
+    paged: bool = True
     leftpad: bool = False
+    limits_splits: bool = False
     softcap: bool = False
     sinks: bool = False
+    cache_dtype: str = ""
+    raw_stages: int = 0
 
-    threads = WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
     element_bytes = 2
+    """Of what is multiplied."""
+
+    @property
+    def is_widened(self) -> bool:
+        return self.cache_dtype == E4M3
+
+    @property
+    def mma_dtype(self) -> str:
+        """Of the operands of both GEMMs."""
+        return "float16" if self.is_widened else self.dtype
+
+    @property
+    def threads(self) -> int:
+        if self.is_widened:
+            return 3 * WARPGROUP_THREADS
+        return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
     def rows_per_thread(self) -> int:
@@ -73,9 +100,9 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """K and V of each stage, and the barriers."""
-        keys = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return keys * self.element_bytes + BARRIER_BYTES
+        """K and V of each stage, as they come and as they are multiplied, and the barriers."""
+        columns = self.tile_n * (self.head_dim + self.head_dim_v)
+        return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES
 
     @property
     def part_floats(self) -> int:
@@ -92,6 +119,9 @@ class DecodeConfig:
             f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
         ]
         parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
+        parts += ["paged"] if self.paged else []
+        parts += ["splits"] if self.limits_splits else []
+        parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -116,19 +146,35 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(
             f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
         )
+    if c.cache_dtype not in ("", E4M3):
+        raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
+    if c.is_widened and c.softcap:
+        raise ValueError("softcap is True with a cache of e4m3, allowed: False")
+    if c.is_widened != (c.raw_stages > 1):
+        raise ValueError(f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3, else 0")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
-TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
+WIDE_STAGES = 3
+"""Stages of widened keys; a cache of e4m3 has what memory is left to it."""
+
+TILE_N = {64: 128, 128: 64, 192: 32, 256: 16}
 """Keys of a block, by the larger of the two head_dims."""
 
+TILE_N_WIDENED = {64: 64, 128: 64, 192: 32, 256: 16}
+"""The same for a cache of e4m3, where the consumer has fewer registers; half of it for tiles of 64 rows."""
 
-def tile_n_of(head_dim: int, head_dim_v: int) -> int:
-    """Keys of a block of the kernel for a problem."""
-    return TILE_N[min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))]
+
+def tile_n_of(head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
+    """Keys of a block of the kernel for a problem; the arguments are those of ``select_decode_config``."""
+    size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
+    if cache_dtype != E4M3:
+        return TILE_N[size]
+    tile_n = TILE_N_WIDENED[size]
+    return max(tile_n // 2, 16) if rows > WARPGROUP_ROWS // 2 else tile_n
 
 
 def box_rows_of(tile_n: int, page_size: int, pages: int) -> int | None:
@@ -157,12 +203,19 @@ def select_decode_config(
         others: further fields.
     """
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
-    tile_n = tile_n_of(head_dim, head_dim_v)
+    tile_n = tile_n_of(head_dim, head_dim_v, rows, others.get("cache_dtype", ""))
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
-    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (tile_n * (d + dv) * DecodeConfig.element_bytes)
+    columns, raw_stages = tile_n * (d + dv), 0
+    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (columns * DecodeConfig.element_bytes)
+    if others.get("cache_dtype"):
+        stages = WIDE_STAGES
+        room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES - stages * columns * DecodeConfig.element_bytes
+        raw_stages = room // columns
     tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS
-    config = DecodeConfig(dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, **others)
+    config = DecodeConfig(
+        dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
+    )
     validate_decode_config(config)
     return config

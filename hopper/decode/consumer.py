@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.mask import TileMask
@@ -76,6 +77,8 @@ class Consumer(LoopInvariant):
                 word = Int32(0)
                 if rows.exists(r) and pair < pairs:
                     word = row[pair]
+                if const_expr(self.config.is_widened and mQ.element_type is BFloat16):
+                    word = pack(*unpack(word, BFloat16), Float16)
                 words[r + ROWS_PER_THREAD * j] = word
 
     @cute.jit
@@ -85,34 +88,45 @@ class Consumer(LoopInvariant):
         """Leave O of key blocks ``first`` to ``end``, one at least, in ``acc``, not normalised, and their sums in
         ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
 
-        P V of a block is under way while the softmax of the next one is.
+        While the softmax of a block is computed, P V of the block before it is under way, and so is Q K^T of the next.
         """
-        acc_S = cute.make_rmem_tensor(
-            self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
+        lane = self.thread % cute.arch.WARP_SIZE
+        following, acc_S = (
+            cute.make_rmem_tensor(self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32)
+            for _ in range(2)
         )
         self.softmax.start()
         self.acc.fill(0.0)
-        self._start_scores(acc_S, state)
+        self._start_scores(following, state)
         warpgroup.wait_group(0)
-        self.k.pipe.consumer_release(state)
-        self._exponentiate(acc_S, mask, edges, end - 1)
-        self._store_P(acc_S)
+        self.k.release(state, lane)
+        v_state = state.clone()
         for step in cutlass.range(end - first - 1, unroll=1):
             block = end - 1 - step
-            v_state = state.clone()
+            acc_S.store(following.load())
             state.advance()
-            self._start_scores(acc_S, state)
-            self._start_product(mask.seqlens.seqlen_k, block, v_state)
+            self._start_scores(following, state)
+            self._exponentiate(acc_S, mask, edges, block)
             warpgroup.wait_group(1)
-            self.k.pipe.consumer_release(state)
-            self._exponentiate(acc_S, mask, edges, block - 1)
-            warpgroup.wait_group(0)
-            self.v.pipe.consumer_release(v_state)
+            if step > 0:
+                self.v.release(v_state, lane)
+                v_state.advance()
             self.softmax.rescale_if_needed(self.acc)
             self._store_P(acc_S)
-        self._start_product(mask.seqlens.seqlen_k, first, state)
+            self._start_product(mask.seqlens.seqlen_k, block, v_state)
+            warpgroup.wait_group(1)
+            self.k.release(state, lane)
+        acc_S.store(following.load())
+        self._exponentiate(acc_S, mask, edges, first)
         warpgroup.wait_group(0)
-        self.v.pipe.consumer_release(state)
+        if end - first > 1:
+            self.v.release(v_state, lane)
+            v_state.advance()
+        self.softmax.rescale_if_needed(self.acc)
+        self._store_P(acc_S)
+        self._start_product(mask.seqlens.seqlen_k, first, v_state)
+        warpgroup.wait_group(0)
+        self.v.release(v_state, lane)
         state.advance()
         return state
 

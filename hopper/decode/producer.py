@@ -10,22 +10,23 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
-from hopper.decode.config import BOX_COLUMNS, DecodeConfig
-from hopper.decode.operands import Keys, Work
+from hopper.decode.config import DecodeConfig
+from hopper.decode.operands import RawKeys, Work
 
 
 @dataclass(frozen=True)
 class Producer(LoopInvariant):
     """Loads K, or V, of every block that this CTA visits, the last of a tile first.
 
-    ``table`` int32 (batch, pages) has the page of each ``page_size`` keys. Its entries are looked up a block ahead, by
-    a lane for each box, so that no load of a number stands between two loads of keys.
+    ``table`` has int32 (batch, pages), the page of each ``page_size`` keys, or nothing where sequence b has page b. Its
+    entries are looked up a block ahead, by a lane for each box, so that no load of a number stands between two loads of
+    keys.
     """
 
     config: DecodeConfig
     work: Work
-    keys: Keys
-    table: cute.Tensor
+    keys: RawKeys
+    table: tuple[cute.Tensor, ...]
     page_size: Int32
     lane: Int32
 
@@ -33,14 +34,9 @@ class Producer(LoopInvariant):
     def run(self):
         """All of this CTA's piece of the row of blocks."""
         work = self.work
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        unit, end = work.pieces.begin(work.cta), work.pieces.begin(work.cta + 1)
-        sequence, start = work.batch.locate(unit, self.lane)
-        tile = Int32(0)
-        if sequence < work.batch.batch:
-            blocks = work.batch.blocks(work.batch.seqlens(sequence)).count
-            tile = divide(unit - start, blocks)
-            start += tile * blocks
+        stages = self.config.raw_stages or self.config.stages
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+        sequence, tile, start, end = work.first_tile(self.lane)
         while start < end:
             seqlens = work.batch.seqlens(sequence)
             blocks = work.batch.blocks(seqlens)
@@ -67,11 +63,17 @@ class Producer(LoopInvariant):
         key = block * self.config.tile_n + box * self.config.box_rows
         page, row = Int32(0), self.page_size
         if key < keys:
-            place = divide(first_row + key, self.page_size)
-            row = first_row + key - place * self.page_size
-            last = self.keys.cache.shape[3] - 1
-            page = minimum(maximum(self.table[sequence, place], 0), last)
+            page, row = self._place(sequence, first_row + key)
         return page, row
+
+    def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """The page of a row of a sequence, and the row in it."""
+        last = self.keys.cache.shape[3] - 1
+        for table in self.table:
+            number = divide(row, self.page_size)
+            page = minimum(maximum(table[sequence, number], 0), last)
+            return page, row - number * self.page_size
+        return minimum(sequence, last), row
 
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
@@ -80,11 +82,11 @@ class Producer(LoopInvariant):
         keys.pipe.producer_acquire(state)
         barrier = keys.pipe.producer_get_barrier(state)
         stage = keys.smem[None, None, state.index]
-        box = (self.config.box_rows, BOX_COLUMNS)
+        box = (self.config.box_rows, keys.box_columns)
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, head, cute.arch.shuffle_sync(page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(row, offset=i), 0), of_page)
-            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // BOX_COLUMNS):
+            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
                 target, found = cpasync.tma_partition(
                     keys.atom,
                     0,

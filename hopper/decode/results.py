@@ -93,6 +93,7 @@ class Results(LoopInvariant):
     mO: cute.Tensor
     mLSE: cute.Tensor
     sinks: tuple[cute.Tensor, ...]
+    factors: tuple[cute.Tensor, ...]
     parts: PartialResults
     cta: Int32
 
@@ -125,7 +126,7 @@ class Results(LoopInvariant):
             of_keys = self._sum_of(consumer, r)
             if rows.exists(r):
                 row_sum = of_keys.with_sink(self.sinks, rows.tile.place(rows.row(r))[1])
-                inverse = row_sum.inverse(of_keys.shift)
+                inverse = row_sum.inverse(of_keys.shift) * rows.tile.factor(self.factors)
                 target = rows.of(self.mO, r)
                 words = cute.recast_tensor(target, Int32)
                 for j in cutlass.range_constexpr(self.config.head_dim_v // COLUMNS_PER_GROUP):

@@ -27,6 +27,12 @@ class TileRows(LoopInvariant):
         """Rows of the tile and of those behind it."""
         return self.seqlens.seqlen_q * self.group - self.first
 
+    def factor(self, factors: tuple[cute.Tensor, ...]) -> Any:
+        """That of the K/V head, of a tensor (batch, kv_heads); 1 if there is none."""
+        for tensor in factors:
+            return tensor[self.seqlens.batch, self.head_kv]
+        return 1.0
+
     def place(self, row: Any) -> tuple[Any, Any]:
         """Token and head of a row of the tile; those of the last row for one that does not exist."""
         row = minimum(self.first + row, self.seqlens.seqlen_q * self.group - 1)

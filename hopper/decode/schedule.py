@@ -58,13 +58,17 @@ class TileParts(LoopInvariant):
 
     @staticmethod
     def of(pieces: Pieces, start: Any, blocks: Any, max_splits: Any) -> "TileParts":
-        return TileParts(pieces, start, blocks, divide(blocks + max_splits - 1, max_splits))
+        """With parts of any size where ``max_splits`` is None."""
+        step = 1 if max_splits is None else divide(blocks + max_splits - 1, max_splits)
+        return TileParts(pieces, start, blocks, step)
 
     def begin(self, cta: Any) -> Any:
         """The block of the tile at which a CTA's part begins and that of the one before ends: 0 for those before the
         tile, ``blocks`` for those behind it."""
         inside = maximum(self.pieces.begin(cta) - self.start, 0)
-        return minimum(divide(inside + self.step - 1, self.step) * self.step, self.blocks)
+        if not isinstance(self.step, int) or self.step > 1:
+            inside = divide(inside + self.step - 1, self.step) * self.step
+        return minimum(inside, self.blocks)
 
     @property
     def first_cta(self) -> Any:

@@ -14,8 +14,18 @@ class RowSoftmax(RoundingSoftmax):
     it is rounded in float16, and as it is in bfloat16, where that error is below others."""
 
     def __init__(self, scale_log2: Float32, dtype: type[cutlass.Numeric], rows: int):
+        self._scale_log2 = cute.make_rmem_tensor(1, Float32)
         super().__init__(scale_log2, dtype)
         self.rows = rows
+
+    @property
+    def scale_log2(self) -> Float32:
+        """May differ from tile to tile, with the descale of its K/V head."""
+        return self._scale_log2[0]
+
+    @scale_log2.setter
+    def scale_log2(self, scale_log2: Float32):
+        self._scale_log2[0] = scale_log2
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):

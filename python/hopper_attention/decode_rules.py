@@ -8,9 +8,6 @@ from hopper_attention.backends import Target
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
 
-UNLIMITED_SPLITS = 2**20
-"""More parts than a tile can be in."""
-
 CTA_STEP = 16
 """Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
 rule, are read at the same keys at the same time, and what they have side by side in memory is fetched together."""
@@ -28,8 +25,8 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return f"its kernel is for Hopper GPUs, and the backend is {backend}"
     if shape.has_qv:
         return "there is a qv"
-    if shape.is_fp8_cache or shape.dtype != shape.cache_dtype:
-        return "q or the cache is of e4m3"
+    if shape.is_fp8_cache and call.scores.has_softcap:
+        return "there is a softcap, and the cache is of e4m3"
     if max(shape.head_dim, shape.head_dim_v) > max(HEAD_DIMS):
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is above {max(HEAD_DIMS)}"
     if call.scores.has_alibi:
@@ -50,7 +47,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
     """The config for a call that ``why_not_decode`` has nothing against."""
     shape = call.shape
     config = select_decode_config(
-        str(shape.dtype).removeprefix("torch."),
+        str(shape.out_dtype).removeprefix("torch."),
         shape.head_dim,
         shape.head_dim_v,
         call.mask.causal,
@@ -59,9 +56,12 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         window=call.mask.has_window,
         chunk=call.mask.attention_chunk > 0,
         layout="varlen" if shape.is_packed_q else "dense",
+        paged=shape.is_paged or shape.has_batch_idx,
         leftpad=shape.has_leftpad,
+        limits_splits=call.num_splits > 0,
         softcap=call.scores.has_softcap,
         sinks=call.scores.has_sinks,
+        cache_dtype=_cache_dtype(call),
     )
     assert config is not None
     return config
@@ -76,4 +76,10 @@ def _pages(call: CacheCall) -> tuple[int, int]:
 
 def _box_rows(call: CacheCall) -> int | None:
     shape = call.shape
-    return box_rows_of(tile_n_of(shape.head_dim, shape.head_dim_v), *_pages(call))
+    tile_n = tile_n_of(shape.head_dim, shape.head_dim_v, shape.rows_a_kv_head, _cache_dtype(call))
+    return box_rows_of(tile_n, *_pages(call))
+
+
+def _cache_dtype(call: CacheCall) -> str:
+    """Of the config: empty where it is that of q."""
+    return str(call.shape.cache_dtype).removeprefix("torch.") if call.shape.is_fp8_cache else ""

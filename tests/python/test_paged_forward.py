@@ -214,6 +214,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "table dtype": (TypeError, "page_table has dtype torch.int64", {"page_table": TABLE.long()}),
     "table batch": (ValueError, r"page_table has shape \(1, 3\)", {"page_table": TABLE[:1]}),
     "lengths": (ValueError, r"lengths has shape \(3,\), allowed: \(2,\)", {"lengths": ints(1, 2, 3)}),
+    "stride": (ValueError, "lengths has stride 2, allowed: 1", {"lengths": ints(1, 2, 3, 4)[::2]}),
     "pads": (ValueError, "leftpad is given with 3 pages", {"leftpad": ints(1, 2)}),
     "no table": (ValueError, "allowed without page_table: the batch of q, 2", {"page_table": None}),
     "out": (ValueError, "out is torch.bfloat16 of shape", {"out": draw(2, 3, 4, 128)}),

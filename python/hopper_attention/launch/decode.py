@@ -13,8 +13,8 @@ from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
-from hopper_attention.decode_rules import UNLIMITED_SPLITS, ctas_of_pieces, select_decode
-from hopper_attention.device_memory import constants
+from hopper_attention.decode_rules import ctas_of_pieces, select_decode
+from hopper_attention.device_memory import constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, repair_for
@@ -25,14 +25,14 @@ from hopper_attention.scores import Scores
 @dataclass(frozen=True)
 class DecodeLauncher(Launcher):
     """The decode kernel of one kind of call. ``num_ctas`` take a piece of all keys each; no tile of query rows is in
-    more than ``max_splits`` parts; ``sides`` are those of a window as the kernel takes them."""
+    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them."""
 
     config: DecodeConfig
     kernel: Kernel
     shape: CacheShape
     softmax_scale: float
     num_ctas: int
-    max_splits: int
+    max_splits: int | None
     sides: tuple[Any, ...]
 
     def __call__(self, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class DecodeLauncher(Launcher):
             out,
             lse,
             _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens,
-            table_of(shape, t),
+            table_of(t),
             t.cache_leftpad,
             t.cu_seqlens_q,
             parts,
@@ -63,6 +63,7 @@ class DecodeLauncher(Launcher):
             *self.sides,
             cap,
             sinks,
+            *_descales(shape, t),
             self.num_ctas,
         )
         return out, lse
@@ -80,9 +81,18 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         call.shape,
         call.softmax_scale,
         ctas_of_pieces(count_ctas(index, call.sm_margin)),
-        call.num_splits or UNLIMITED_SPLITS,
+        call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
     )
+
+
+def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
+    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits."""
+    if not shape.is_fp8_cache:
+        return None, None
+    given = tensors.k_descale, tensors.v_descale
+    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if None in given else None
+    return tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
 
 
 def is_aligned(tensors: CacheTensors) -> bool:
@@ -90,41 +100,27 @@ def is_aligned(tensors: CacheTensors) -> bool:
     return not (tensors.k_cache.data_ptr() | tensors.v_cache.data_ptr()) % TMA_BYTES
 
 
-def table_of(shape: CacheShape, tensors: CacheTensors) -> Tensor:
-    """int32 (batch, pages): the page of each page_size rows of a sequence. A cache without pages has one for each."""
+def table_of(tensors: CacheTensors) -> Tensor | None:
+    """int32 (batch, pages): the page of each page_size rows of a sequence, or None where sequence b has page b. Without
+    a page table it is one each, which cache_batch_idx says."""
     table, chosen = tensors.page_table, tensors.cache_batch_idx
     if table is None:
-        return _own_pages(shape) if chosen is None else chosen[:, None]
+        return None if chosen is None else chosen[:, None]
     if chosen is not None:
         table = table.index_select(0, chosen.clamp(0, table.shape[0] - 1))
     # Only that of one column has another stride, which is never used, but which the kernel's arguments do not allow.
     return table if table.stride(1) == 1 else table.as_strided(table.shape, (table.stride(0), 1))
 
 
-def _own_pages(shape: CacheShape) -> Tensor:
-    """That of a cache whose sequences are those of the call."""
-    return _numbers(
-        shape, "pages", lambda: torch.arange(shape.batch, dtype=torch.int32, device="cpu")[:, None]
-    )
-
-
 def _full_lengths(shape: CacheShape) -> Tensor:
-    """int32 (batch,): all rows of a cache."""
-    return _numbers(
-        shape,
-        ("full", shape.capacity),
-        lambda: torch.full((shape.batch,), shape.capacity, dtype=torch.int32, device="cpu"),
-    )
+    """int32 (batch,): all rows of a cache. A constant, which is kept; in a graph that finds none, one of its own."""
+    key = "full", shape.capacity, shape.batch, shape.device
 
+    def make(device: torch.device) -> Tensor:
+        return torch.full((shape.batch,), shape.capacity, dtype=torch.int32, device=device)
 
-def _numbers(shape: CacheShape, name: Any, make: Any) -> Tensor:
-    """A constant for ``batch`` sequences, which is kept; in a graph that finds none, one of its own."""
-    kept = constants.get((name, shape.batch, shape.device), shape.device, make)
-    if kept is not None:
-        return kept
-    if name == "pages":
-        return torch.arange(shape.batch, dtype=torch.int32, device=shape.device)[:, None]
-    return torch.full((shape.batch,), shape.capacity, dtype=torch.int32, device=shape.device)
+    kept = constants.get(key, shape.device, lambda: make(torch.device("cpu")))
+    return make(shape.device) if kept is None else kept
 
 
 def _restrided(cache: Tensor) -> Tensor:

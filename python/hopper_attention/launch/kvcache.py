@@ -207,6 +207,8 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     """By the decode kernel, but for caches that begin where TMA cannot, which nothing but their address tells."""
     if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
+    if tensors.q.dtype == FP8_DTYPE:
+        tensors = tensors._replace(q=_query(call.shape, tensors).view(tensors.q.shape))
     return find_decode(call)(tensors, scores)
 
 
@@ -222,7 +224,7 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
         t.q,
         t.k_cache,
         t.v_cache,
-        page_table=table_of(shape, t),
+        page_table=table_of(t),
         lengths=lengths,
         leftpad=t.cache_leftpad,
         cu_seqlens_q=t.cu_seqlens_q,

@@ -1,7 +1,7 @@
 """Attends to a key/value cache where it lies: contiguous, or in the pages of a table.
 
-A contiguous cache is one of one page a sequence, whose table says which. Lengths are read on the GPU
-alone. The kernel is that of ``packed_forward``, which finds its keys in pages (``hopper/forward/paged.py``).
+A contiguous cache is one of one page a sequence, whose table says which. Lengths are read on the GPU alone. The kernel
+is that of ``packed_forward``, which finds its keys in pages (``hopper/forward/paged.py``).
 """
 
 from __future__ import annotations
@@ -267,6 +267,8 @@ def _check_vector(name: str, spec: TensorSpec | None, shape: tuple[int, ...], de
         raise TypeError(f"{name} has dtype {spec.dtype}, allowed: torch.int32")
     if tuple(spec.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(spec.shape)}, allowed: {shape}")
+    if len(shape) == 1 and shape[0] > 1 and spec.strides[0] != 1:
+        raise ValueError(f"{name} has stride {spec.strides[0]}, allowed: 1; use {name}.contiguous()")
     checks.check_device(name, spec.device, device)
 
 
