@@ -59,6 +59,9 @@ class Combine(LoopInvariant):
             start = work.batch.units_before(sequence, self.lane)
         else:
             unit = work.pieces.begin(work.cta + 1) - 1
+            if const_expr(c.layout == VARLEN):
+                # Perhaps no sequence has a query.
+                unit = maximum(unit, 0)
             sequence, start = work.batch.locate(unit, self.lane)
             if sequence < work.batch.batch:
                 number = divide(unit - start, work.batch.blocks(work.batch.seqlens(sequence)).count)

@@ -47,17 +47,21 @@ def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
 class DecodeKernel:
     """softmax(softmax_scale Q K^T) V of the queries of a decoding step, K and V in a cache, on sm_90a.
 
-    | role | warps | does |
-    |---|---|---|
-    | consumer | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
-    | producers | 4 and 5 | TMA loads of K, and of V |
+    | role | warps | warps with a cache of e4m3 | does |
+    |---|---|---|---|
+    | consumer | 0 to 3 | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
+    | wideners | none | 4 to 7, 8 to 11 | e4m3 to float16, of K and of V |
+    | producers | 4, 5 | 12, 13 | TMA loads of K and of V |
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
     | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
     | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4` |
+    | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
+    | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
 
-    Named barrier 1 is among the consumer's 128 threads. Registers are not shared out: 192 threads have enough.
+    TMA fills the first two, or the last two from which wideners fill the first. Named barrier 1 is among the consumer's
+    128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
     of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as kept
 
 import torch
 from torch import Tensor
 
 from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA, DecodeConfig
-from tests.hopper.hopper_machine import AT_ONCE, Program, Timing, parse
-from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map
+from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
 from tests.hopper.paged_on_numpy import Cache
 from tests.plans import Packed
 from tests.ptx import ptx_of
@@ -55,8 +55,8 @@ class Queries:
 
 @dataclass(frozen=True)
 class Launch:
-    """How the keys are shared out: CTAs that have a piece each, parts that a tile may be in, and CTAs that add up rows
-    of a tile."""
+    """How the keys are shared out: CTAs that have a piece each, parts that a tile may be in, if the config limits
+    them, and CTAs that add up rows of a tile."""
 
     ctas: int = 1
     max_splits: int = UNLIMITED
@@ -73,6 +73,14 @@ def programs_of(config: DecodeConfig) -> tuple[Program, Program]:
     return parse(kernel), parse(combine)
 
 
+@dataclass(frozen=True)
+class Descales:
+    """float32 (batch, kv_heads) factors of a cache of e4m3, or nothing."""
+
+    k: tuple[Tensor, ...] = ()
+    v: tuple[Tensor, ...] = ()
+
+
 def decode_on_numpy(
     config: DecodeConfig,
     queries: Queries,
@@ -81,6 +89,7 @@ def decode_on_numpy(
     launch: Launch,
     sides: tuple[int, ...] = (),
     rules: Rules = NO_RULES,
+    descales: Descales = Descales(),
     filled: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """out and lse, which were NaN before as the partial results were.
@@ -88,34 +97,59 @@ def decode_on_numpy(
     Of ``rules`` softcap and sinks are taken. ``filled`` are rows of the cache that the kernel is told of, where they
     are not those of ``cache``.
     """
-    q, caches = queries.q, (cache.k, cache.v)
+    q = queries.q
+    cache = cache if config.paged else in_order(cache)
     out = torch.full((*q.shape[:-1], cache.v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full(queries.lse_shape, math.nan)
     parts = torch.full((PARTS_PER_CTA * launch.ctas, config.part_floats), math.nan)
     kernel, combine = programs_of(config)
     pads = cache.leftpad.tolist() if config.leftpad else [0] * len(cache.rows)
     filled = filled or tuple(n + pad for n, pad in zip(cache.lengths, pads, strict=True))
-    lists = cache, queries, torch.tensor(filled, dtype=torch.int32), launch.max_splits, sides
+    lists = queries, cache, torch.tensor(filled, dtype=torch.int32), launch.max_splits, sides
+    outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *descales.v
 
     arguments = Arguments()
-    arguments.add(*(row_map(x, config.box_rows, BOX_COLUMNS) for x in caches))
-    arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in caches]
-    _add_tensor(arguments, q)
-    _add_tensor(arguments, cache.table)
+    arguments.add(*_maps(config, cache))
+    arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)]
+    _add_tensors(arguments, q, *([cache.table] if config.paged else []))
     _add_lists(arguments, config, *lists)
-    _add_outputs(arguments, out, lse, rules, parts)
+    _add_tensors(arguments, *outputs)
+    _add_parts(arguments, parts)
     arguments.add((rules.softcap or softmax_scale) * LOG2_E)
     if rules.softcap:
         arguments.add(softmax_scale / rules.softcap)
+    _add_tensors(arguments, *descales.k)
     arguments.launch(kernel, (launch.ctas, 1, 1), launch.timing)
 
     arguments = Arguments()
-    _add_tensor(arguments, q)
+    _add_tensors(arguments, q)
     _add_lists(arguments, config, *lists)
-    _add_outputs(arguments, out, lse, rules, parts)
+    _add_tensors(arguments, *outputs)
+    _add_parts(arguments, parts)
     arguments.add(launch.ctas)
     arguments.launch(combine, (_combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
     return out, lse
+
+
+def in_order(cache: Cache) -> Cache:
+    """A cache whose sequence b has page b. A sequence without a page gets one that none has."""
+    (wanted,) = cache.table.T.tolist()
+    spare = sorted(set(range(cache.k.shape[0])) - set(wanted))
+    pages = [page if page < cache.k.shape[0] else spare.pop() for page in wanted]
+    return replace(cache, k=cache.k[pages], v=cache.v[pages], table=torch.arange(len(pages)).int()[:, None])
+
+
+def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
+    """TMA on boxes of K and of V."""
+    c = config
+    if not c.is_widened:
+        return [row_map(x, c.box_rows, BOX_COLUMNS) for x in (cache.k, cache.v)]
+    found = []
+    for x, columns in ((cache.k, c.head_dim), (cache.v, c.head_dim_v)):
+        order = (3, 1, 2, 0)
+        sizes, strides = (tuple(of[i] for i in order) for of in (x.shape, x.stride()))
+        found.append(TensorMap(storage_of(x), sizes, strides, (columns, c.box_rows, 1, 1), 0))
+    return found
 
 
 def _combining_ctas(config: DecodeConfig, queries: Queries, cache: Cache, launch: Launch) -> int:
@@ -127,33 +161,30 @@ def _combining_ctas(config: DecodeConfig, queries: Queries, cache: Cache, launch
     return min(launch.ctas, batch * kv_heads * -(-rows // config.tile_m))
 
 
-def _add_tensor(arguments: Arguments, tensor: Tensor) -> None:
-    """Whose last stride is 1."""
-    arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+def _add_tensors(arguments: Arguments, *tensors: Tensor) -> None:
+    """Whose last strides are 1."""
+    for tensor in tensors:
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
 
 
 def _add_lists(
     arguments: Arguments,
     config: DecodeConfig,
-    cache: Cache,
     queries: Queries,
+    cache: Cache,
     filled: Tensor,
     max_splits: int,
     sides: tuple[int, ...],
 ) -> None:
     """``CacheLists``"""
-    _add_tensor(arguments, filled)
-    if config.leftpad:
-        _add_tensor(arguments, cache.leftpad)
+    _add_tensors(arguments, filled, *([cache.leftpad] if config.leftpad else []))
     if queries.packed is not None:
-        _add_tensor(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
-    arguments.add(cache.capacity, cache.k.shape[2], max_splits, *sides)
+        _add_tensors(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
+    arguments.add(cache.capacity, cache.k.shape[2])
+    if config.limits_splits:
+        arguments.add(max_splits)
+    arguments.add(*sides)
 
 
-def _add_outputs(arguments: Arguments, out: Tensor, lse: Tensor, rules: Rules, parts: Tensor) -> None:
-    """``Outputs``"""
-    _add_tensor(arguments, out)
-    _add_tensor(arguments, lse)
-    if rules.sinks is not None:
-        _add_tensor(arguments, rules.sinks)
+def _add_parts(arguments: Arguments, parts: Tensor) -> None:
     arguments.tensor(parts, (parts.shape[0],), (parts.stride(0),))

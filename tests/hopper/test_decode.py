@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.decode.config import DecodeConfig
+from hopper.decode.config import E4M3, DecodeConfig
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
-from tests.hopper.decode_on_numpy import Launch, Queries, decode_on_numpy
+from tests.hopper.decode_on_numpy import Descales, Launch, Queries, decode_on_numpy
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.paged_on_numpy import Cache
@@ -22,12 +22,25 @@ from tests.plans import Packed
 
 LATE = Timing(is_late=True, seed=1)
 
-PAGED = DecodeConfig("bfloat16", 64, 64, True, 32, 2, 16)
+PAGED = DecodeConfig("bfloat16", 64, 64, True, 32, 2, 16, limits_splits=True)
 PADDED = DecodeConfig(
-    "bfloat16", 64, 64, False, 16, 3, 8, 64, window=True, leftpad=True, softcap=True, sinks=True
+    "bfloat16",
+    64,
+    64,
+    False,
+    16,
+    3,
+    8,
+    64,
+    window=True,
+    paged=False,
+    leftpad=True,
+    softcap=True,
+    sinks=True,
 )
-PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen")
+PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen", limits_splits=True)
 CHUNKED = DecodeConfig("bfloat16", 64, 256, True, 32, 2, 8, window=True, chunk=True, layout="varlen")
+WIDENED = DecodeConfig("bfloat16", 64, 128, True, 32, 2, 16, sinks=True, cache_dtype=E4M3, raw_stages=2)
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CAP_AND_SINKS = Rules(softcap=4.0, sinks=SINKS)
@@ -54,7 +67,8 @@ def draw(case: Case) -> tuple[Queries, Cache]:
     c = case.config
     dtype = getattr(torch, c.dtype)
     d, dv = case.columns[0] or c.head_dim, case.columns[1] or c.head_dim_v
-    cache = Cache.draw(case.keys, case.page_size, case.heads[1], (d, dv), dtype, case.pads)
+    stored = getattr(torch, c.cache_dtype or c.dtype)
+    cache = Cache.draw(case.keys, case.page_size, case.heads[1], (d, dv), stored, case.pads)
     generator = torch.Generator().manual_seed(1)
     if c.layout != "varlen":
         shape = len(case.keys), case.queries[0], case.heads[0], d
@@ -102,6 +116,21 @@ def check_numbers(case: Case, queries: Queries, cache: Cache) -> None:
         assert bool((error <= 3e-6 * exact_lse[seen].abs().clamp(min=1.0)).all()), number
 
 
+def test_a_cache_of_e4m3() -> None:
+    """bfloat16 queries, and a factor for each sequence and K/V head."""
+    case = Case(WIDENED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE), rules=Rules(sinks=SINKS))
+    queries, cache = draw(case)
+    descales = torch.rand(2, 3, 2, generator=torch.Generator().manual_seed(3)) + 0.5
+    out, lse = decode_on_numpy(
+        WIDENED, queries, cache, 0.1, case.launch, (), case.rules, Descales(*((x,) for x in descales))
+    )
+    for number, keys in enumerate(cache.rows):
+        k, v = (x.double() * of[number, :, None].double() for x, of in zip(keys, descales, strict=True))
+        exact, exact_lse = oracle(case, queries.of(number).double(), (k, v), 0.1)
+        assert (out[number].double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
+        assert (lse[number].double() - exact_lse).abs().max() <= 1e-5
+
+
 CASES = {
     "one CTA, one sequence empty": Case(PAGED, (1,), (70, 0, 33), 16, Launch(1)),
     "parts of tiles, by piece": Case(PAGED, (1,), (170, 0, 33), 16, Launch(3, timing=LATE)),
@@ -128,6 +157,7 @@ CASES = {
         PACKED, (2, 0, 5, 1), (130, 40, 0, 50), 16, Launch(3)
     ),
     "packed, in two parts": Case(PACKED, (1, 20, 0), (100, 65, 3), 16, Launch(7, 2, timing=LATE)),
+    "packed, no query at all": Case(PACKED, (0, 0), (40, 20), 16, Launch(3)),
     "chunks, wide values": Case(CHUNKED, (1, 40), (100, 130), 24, Launch(3), sides=(60, 0, 48)),
     "chunks, wide values of fewer columns, late": Case(
         CHUNKED, (4, 0, 3), (64, 40, 170), 8, Launch(7, timing=LATE), columns=(32, 200), sides=(2**29, 0, 100)

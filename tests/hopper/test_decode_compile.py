@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cutlass.pipeline import PipelineTmaAsync
+from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
 from hopper.config import SMEM_BYTES, WARPGROUP_ROWS
 from hopper.decode.config import (
     BOX_ROWS,
     COMBINE_BYTES,
+    E4M3,
     HEAD_DIMS,
+    REGISTERS_WIDENED,
     DecodeConfig,
     box_rows_of,
     select_decode_config,
@@ -34,16 +36,22 @@ def config_of(dtype: str, dims: tuple[int, int], page_size: int, pages: int, **o
     return found
 
 
-EVERYTHING = {"window": True, "chunk": True, "leftpad": True, "softcap": True, "sinks": True}
+FLAGS = ("window", "chunk", "leftpad", "softcap", "sinks", "limits_splits")
+EVERYTHING = dict.fromkeys(FLAGS, True)
+
+WITHOUT_SOFTCAP = EVERYTHING | {"softcap": False}
 
 COMPILED = [
     config_of("bfloat16", (64, 64), 16, 8),
     config_of("bfloat16", (128, 128), 64, 8),
-    replace(config_of("float16", (128, 128), 1000, 1, rows=64, leftpad=True), causal=False),
+    replace(config_of("float16", (128, 128), 1000, 1, rows=64, leftpad=True, paged=False), causal=False),
     config_of("bfloat16", (192, 128), 128, 8, layout="varlen"),
     config_of("bfloat16", (256, 256), 16, 8, rows=64),
     config_of("bfloat16", (128, 128), 16, 8, rows=64, layout="varlen", **EVERYTHING),
     config_of("bfloat16", (192, 192), 8, 8, rows=64, layout="varlen", **EVERYTHING),
+    config_of("bfloat16", (128, 128), 64, 8, cache_dtype=E4M3),
+    config_of("bfloat16", (128, 128), 16, 8, rows=64, layout="varlen", cache_dtype=E4M3, **WITHOUT_SOFTCAP),
+    config_of("float16", (256, 256), 16, 8, rows=64, cache_dtype=E4M3),
 ]
 """Of head_dim 256 those that are packed, or have a window or a softcap, spill 8 to 136 bytes."""
 
@@ -59,6 +67,10 @@ def test_kernels_compile_without_spills(config: DecodeConfig, usages: dict[Any, 
     usage = usages[config]
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads <= 65536
+    if config.is_widened:
+        r = REGISTERS_WIDENED
+        shared_out = 128 * (r["consumer"] + 2 * r["widener"] + r["producer"])
+        assert shared_out <= usage.registers * config.threads
     assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
 
 
@@ -99,25 +111,37 @@ def value(cell: str, config: DecodeConfig) -> int:
     return int(eval(cell.strip("`"), {"__builtins__": {}}, names))
 
 
-def test_the_docstring_says_what_the_kernel_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, pipelines = DecodeConfig("float16", 64, 128, False, 32, 3, 8), []
+OF_16_BITS = DecodeConfig("float16", 64, 128, False, 32, 3, 8)
+OF_8_BITS = replace(OF_16_BITS, cache_dtype=E4M3, stages=2, raw_stages=4)
 
-    def recording(create: Callable[..., Any]) -> Any:
+
+@pytest.mark.parametrize("config", [OF_16_BITS, OF_8_BITS], ids=lambda config: config.name)
+def test_the_docstring_says_what_the_kernel_makes(
+    config: DecodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled_by_tma, filled_by_warps = [], []
+
+    def recording(create: Callable[..., Any], found: list[Any]) -> Any:
         def wrapper(**given: Any) -> Any:
-            pipelines.append((given["num_stages"], given["tx_count"], given["consumer_group"].size))
+            found.append((given["num_stages"], given.get("tx_count"), given["consumer_group"].size))
             return create(**given)
 
         return staticmethod(wrapper)
 
-    monkeypatch.setattr(PipelineTmaAsync, "create", recording(PipelineTmaAsync.create))
-    ptx = compile_ptx(config)
-    assert pipelines == [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
-    kernel = ptx.split(".visible .entry")[-2]
+    for kind, found in ((PipelineTmaAsync, filled_by_tma), (PipelineAsync, filled_by_warps)):
+        monkeypatch.setattr(kind, "create", recording(kind.create, found))
+    kernel = compile_ptx(config).split(".visible .entry")[-2]
+    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
+    wide, raw = expected[:2], expected[2:]
+    assert filled_by_tma == (raw if config.is_widened else wide)
+    assert filled_by_warps == [(n, None, warps) for n, _, warps in wide] * config.is_widened
     (threads,) = re.findall(r"\.reqntid (\d+)", kernel)
-    assert f"Registers are not shared out: {threads} threads" in (DecodeKernel.__doc__ or "")
-    assert int(threads) == config.threads and "setmaxnreg" not in ptx
-    assert [row[1] for row in table("role")] == ["0 to 3", "4 and 5"] and config.threads == 6 * 32
+    assert int(threads) == config.threads and f"{threads} " in (DecodeKernel.__doc__ or "")
     assert set(re.findall(r"bar\.sync\s+([^;]*);", kernel)) == {"0", "1, 128"}
+    shared_out = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel)}
+    assert shared_out == (set(REGISTERS_WIDENED.values()) if config.is_widened else set())
+    last = int(table("role")[-1][3 - 1 - (not config.is_widened)].split(", ")[-1])
+    assert last < config.threads // 32 <= last + 3
 
 
 def test_every_head_dim_has_a_config_that_covers_it() -> None:
@@ -143,13 +167,18 @@ def test_boxes_lie_in_one_page() -> None:
 
 def test_names_are_of_one_config_each() -> None:
     base = COMPILED[0]
-    changes: list[dict[str, Any]] = [{name: True} for name in EVERYTHING]
+    changes: list[dict[str, Any]] = [{name: True} for name in FLAGS]
+    changes += [
+        {"paged": False},
+        {"cache_dtype": E4M3, "raw_stages": 2},
+        {"cache_dtype": E4M3, "raw_stages": 3},
+    ]
     changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}, {"ctas_per_sm": 2}]
     changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]
     changes += [{"dtype": "float16"}]
     names = [base.name, *(replace(base, **change).name for change in changes)]
     assert len(set(names)) == len(names)
-    assert base.name == f"hopper_decode_bf16_d64_causal_m32n128s{base.stages}b16"
+    assert base.name == f"hopper_decode_bf16_d64_causal_m32n128s{base.stages}b16_paged"
 
 
 @pytest.mark.parametrize(
@@ -167,6 +196,10 @@ def test_names_are_of_one_config_each() -> None:
         ({"box_rows": 4}, r"box_rows is 4, allowed: one of \(128, 64, 32, 16, 8\) that divides tile_n 128"),
         ({"tile_n": 48, "box_rows": 32}, "box_rows is 32, allowed: one of .* that divides tile_n 48"),
         ({"stages": 1}, "stages is 1, allowed: 2 or more"),
+        ({"cache_dtype": "int8"}, f"cache_dtype is 'int8', allowed: '{E4M3}', or nothing for dtype"),
+        ({"cache_dtype": E4M3, "stages": 2}, "raw_stages is 0, allowed: 2 or more with a cache of e4m3"),
+        ({"raw_stages": 2}, "raw_stages is 2, allowed: 2 or more with a cache of e4m3, else 0"),
+        ({"cache_dtype": E4M3, "softcap": True}, "softcap is True with a cache of e4m3, allowed: False"),
         ({"stages": 8}, rf"the tiles need \d+ bytes of shared memory, allowed: {SMEM_BYTES}"),
     ],
     ids=str,

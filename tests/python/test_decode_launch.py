@@ -14,16 +14,16 @@ from torch import Tensor
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper_attention import compile_cache, flash_attn_with_kvcache
-from hopper_attention.decode_rules import UNLIMITED_SPLITS, ctas_of_pieces
+from hopper_attention.decode_rules import ctas_of_pieces
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
-from tests.python.kvcache_cases import CacheCase
+from tests.python.kvcache_cases import FP8, CacheCase
 
 NAMES = (
     "q", "k", "v", "out", "lse", "lengths", "table", "leftpad", "cu_seqlens_q", "parts", "softmax_scale",
-    "max_splits", "left", "right", "chunk", "softcap", "sinks", "num_ctas",
+    "max_splits", "left", "right", "chunk", "softcap", "sinks", "k_descale", "v_descale", "num_ctas",
 )  # fmt: skip
 """Arguments of the kernel in their order."""
 
@@ -44,7 +44,7 @@ class DecodeKernels:
     def attend(self, config: DecodeConfig, given: dict[str, Any]) -> None:
         self.calls.append(given)
         g = given
-        for b in range(g["table"].shape[0]):
+        for b in range(g["lengths"].shape[0]):
             rows: Any = b
             if g["cu_seqlens_q"] is not None:
                 rows = slice(*g["cu_seqlens_q"][b : b + 2].tolist())
@@ -62,8 +62,12 @@ class DecodeKernels:
         pad = 0 if g["leftpad"] is None else int(g["leftpad"][b])
         rows = torch.arange(pad, int(g["lengths"][b]))
         size = g["k"].shape[1]
-        pages = g["table"][b, rows // size].long()
-        return [g[name][pages, rows % size][None] for name in ("k", "v")]
+        pages = torch.full_like(rows, b) if g["table"] is None else g["table"][b, rows // size].long()
+        found = []
+        for name in ("k", "v"):
+            descale, x = g[f"{name}_descale"], g[name][pages, rows % size].to(g["q"].dtype)
+            found.append((x if descale is None else (x * descale[b][:, None]).to(x.dtype))[None])
+        return found
 
     def options(self, config: DecodeConfig, g: dict[str, Any]) -> dict[str, Any]:
         """Of the oracle. What the config does not have must be None."""
@@ -71,6 +75,9 @@ class DecodeKernels:
         assert config.chunk == (g["chunk"] is not None) and config.softcap == (g["softcap"] is not None)
         assert config.sinks == (g["sinks"] is not None) and config.leftpad == (g["leftpad"] is not None)
         assert (config.layout == "varlen") == (g["cu_seqlens_q"] is not None)
+        assert config.paged == (g["table"] is not None)
+        assert config.limits_splits == (g["max_splits"] is not None)
+        assert config.is_widened == (g["k_descale"] is not None) == (g["v_descale"] is not None)
         left, right = (UNLIMITED if side in (None, NO_LIMIT) else side for side in (g["left"], g["right"]))
         return {
             "window_left": left,
@@ -125,9 +132,25 @@ def test_what_comes_of_a_call(name: str, kernels: DecodeKernels) -> None:
     assert (lse - exact_lse).nan_to_num(0.0).abs().max() <= 1e-3
     (seen,) = kernels.calls
     assert seen["k"] is call["k_cache"] and seen["v"] is call["v_cache"]
-    assert seen["num_ctas"] == ctas_of_pieces(SMS) and seen["max_splits"] == UNLIMITED_SPLITS
+    assert seen["num_ctas"] == ctas_of_pieces(SMS) and seen["max_splits"] is None
     assert seen["parts"].shape == (PARTS_PER_CTA * seen["num_ctas"], kernels.loaded[0].part_floats)
     assert seen["parts"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("given", [(), ("k_descale",), ("k_descale", "v_descale")], ids=str)
+def test_a_cache_of_e4m3(dtype: torch.dtype, given: tuple[str, ...], kernels: DecodeKernels) -> None:
+    descales = dict.fromkeys(given, torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0]]))
+    case = replace(PAGES, head_dims=(32, 48))
+    call = case.build(dtype, FP8, **descales)
+    out = flash_attn_with_kvcache(**call)
+    assert (out - case.expected(call)[0]).abs().max() <= 3e-2
+    (seen,), (config,) = kernels.calls, kernels.loaded
+    assert seen["k"] is call["k_cache"] and seen["q"].dtype == torch.bfloat16
+    assert (config.dtype, config.cache_dtype) == ("bfloat16", "float8_e4m3fn")
+    ones = torch.ones(3, 2)
+    for name in ("k_descale", "v_descale"):
+        assert torch.equal(seen[name], descales.get(name, ones)) and seen[name].stride(1) == 1
 
 
 def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:

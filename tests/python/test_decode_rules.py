@@ -23,6 +23,8 @@ HOPPER = (9, 0)
 
 PAGES = CacheCase(page_size=8)
 CONTIGUOUS = CacheCase()
+OF_16_BYTES = replace(PAGES, head_dims=(32, 48))
+"""Rows of e4m3 that TMA can address."""
 
 
 def read(arguments: dict[str, Any]) -> tuple[CacheCall, CacheTensors]:
@@ -47,6 +49,8 @@ SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
     "batch index": (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}),
     "new tokens": (replace(PAGES, new=(1, 1, 1), rotary_dim=16), {}),
     "one page of any size": (replace(PAGES, page_size=27, capacity=27), {}),
+    "a cache of e4m3": (OF_16_BYTES, {"cache_dtype": FP8}),
+    "q and a cache of e4m3": (OF_16_BYTES, {"cache_dtype": FP8, "q": torch.zeros(3, 3, 4, 32).to(FP8)}),
     "wide heads": (replace(PAGES, head_dims=(256, 256)), {}),
     "window, cap, sinks": (PAGES, {"window_size": (5, 0), "softcap": 3.0, "sinks": torch.zeros(4)}),
 }
@@ -74,11 +78,10 @@ def with_columns(cache: Tensor, room: int) -> Tensor:
 NO_KEYS = CacheCase(lengths=(0, 0, 0), capacity=0)
 REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
     "qv": (PAGES, {"qv": torch.zeros(3, 3, 4, 24).bfloat16()}, "there is a qv"),
-    "a cache of e4m3": (PAGES, {"cache_dtype": FP8}, "q or the cache is of e4m3"),
-    "q of e4m3": (
+    "a cache of e4m3 and a softcap": (
         PAGES,
-        {"cache_dtype": FP8, "q": torch.zeros(3, 3, 4, 32).to(FP8)},
-        "q or the cache is of e4m3",
+        {"cache_dtype": FP8, "softcap": 2.0},
+        "there is a softcap, and the cache is of e4m3",
     ),
     "wide values": (
         replace(PAGES, head_dims=(32, 264)),
@@ -86,6 +89,7 @@ REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
         "head_dim 32 or head_dim_v 264 is above 256",
     ),
     "slopes": (PAGES, {"alibi_slopes": torch.zeros(3, 4)}, "there are alibi_slopes"),
+    "rows of e4m3 of 24 bytes": (PAGES, {"cache_dtype": FP8}, "TMA cannot address the strides of the cache"),
     "no keys": (NO_KEYS, {}, "there is no query or no key"),
     "no queries": (replace(PAGES, queries=(0, 0, 0)), {}, "there is no query or no key"),
     "many queries": (
@@ -132,6 +136,7 @@ def test_the_config_is_of_what_is_asked_for() -> None:
     assert (plain.dtype, plain.head_dim, plain.head_dim_v, plain.causal) == ("bfloat16", 64, 64, False)
     assert (plain.tile_m, plain.box_rows, plain.layout, plain.leftpad) == (32, 8, "dense", False)
     assert not (plain.window or plain.chunk or plain.softcap or plain.sinks)
+    assert plain.paged and not plain.limits_splits and not plain.is_widened
     changes: list[tuple[CacheCase, dict[str, Any], dict[str, Any]]] = [
         (PAGES, {"causal": True}, {"causal": True}),
         (PAGES, {"window_size": (4, 1)}, {"window": True}),
@@ -140,12 +145,16 @@ def test_the_config_is_of_what_is_asked_for() -> None:
         (replace(PAGES, leftpad=(1, 0, 2)), {}, {"leftpad": True}),
         (replace(PAGES, queries=(1, 2, 0), packed_q=True), {}, {"layout": "varlen"}),
         (replace(PAGES, queries=(17, 17, 17)), {}, {"tile_m": 64}),
-        (CONTIGUOUS, {}, {"box_rows": 128}),
+        (PAGES, {"num_splits": 3}, {"limits_splits": True}),
+        (CONTIGUOUS, {}, {"box_rows": 128, "paged": False}),
+        (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}, {"box_rows": 128}),
         (replace(PAGES, page_size=24), {}, {"box_rows": 128}),
         (replace(PAGES, page_size=24, capacity=48), {}, {"box_rows": 8}),
     ]
     for case, given, expected in changes:
         assert select_decode(call_of(case, **given)) == replace(plain, **expected)
+    widened = select_decode(call_of(PAGES, cache_dtype=FP8))
+    assert widened.is_widened and widened.dtype == "bfloat16" and widened.raw_stages > 1
     chunked = select_decode(call_of(PAGES, attention_chunk=5))
     assert chunked.window and chunked.chunk
 
@@ -160,15 +169,20 @@ def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
 
 def table(arguments: dict[str, Any]) -> Tensor:
     call, tensors = read(arguments)
-    found = table_of(call.shape, tensors)
-    assert found.dtype == torch.int32 and found.stride(1) == 1 and found.shape[0] == call.shape.batch
+    found = table_of(tensors)
+    assert (
+        found is not None
+        and found.dtype == torch.int32
+        and found.stride(1) == 1
+        and found.shape[0] == call.shape.batch
+    )
     return found
 
 
 def test_the_table_of_a_cache() -> None:
     arguments = PAGES.build(torch.bfloat16)
     assert table(arguments) is arguments["page_table"]
-    assert table(CONTIGUOUS.build(torch.bfloat16)).tolist() == [[0], [1], [2]]
+    assert table_of(read(CONTIGUOUS.build(torch.bfloat16))[1]) is None
     chosen = replace(CONTIGUOUS, batch_idx=(4, 0, 2)).build(torch.bfloat16)
     assert table(chosen).tolist() == [[4], [0], [2]]
     paged = replace(PAGES, batch_idx=(4, 0, 2)).build(torch.bfloat16)
