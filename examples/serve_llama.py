@@ -37,7 +37,7 @@ NO_PAGE = -1
 """Of a page table: nothing is written there, and nothing that is read there is used."""
 
 MAX_GAP = 0.25
-"""By how much the logit of a token may be below the highest that float32 finds, over the spread of all logits."""
+"""By how many standard deviations of its logits a token may be below the one that float32 finds most likely."""
 
 
 @dataclass(frozen=True)
@@ -464,7 +464,8 @@ def check(engine: Engine, done: Sequence[Served]) -> str:
         chosen = logits.gather(1, tokens[first:, None]).squeeze(1)
         gaps = (logits.amax(1) - chosen) / logits.std(1)
         same, worst = same + int((gaps == 0).sum()), max(worst, gaps.max().item())
-    text = f"{same} of {engine.numbers.answer_tokens} tokens are float32's own, the others {worst:.3f} below at most"
+    text = f"{same} of {engine.numbers.answer_tokens} tokens are float32's own, the others"
+    text += f" at most {worst:.3f} standard deviations of logits below"
     assert worst <= MAX_GAP, f"{text}, allowed: {MAX_GAP}"
     return text
 
