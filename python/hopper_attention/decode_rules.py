@@ -42,6 +42,9 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there are alibi_slopes"
     if not shape.has_keys or not shape.total_q:
         return "there is no query or no key"
+    if shape.has_leftpad and _pages(call)[1] > 1:
+        # A box that begins at any row of a page may end in another one.
+        return "there is a leftpad, which its kernel takes for caches of one page a sequence"
     rows = shape.rows_a_kv_head
     if rows > WARPGROUP_ROWS:
         return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
