@@ -28,13 +28,16 @@ class Piece:
     right: Tensor
 
 
-def limits_of(workload: ServingWorkload, rounds_queries: bool) -> Limits:
-    """Allowed errors; ``rounds_queries``: queries, too, become e4m3."""
+def limits_of(workload: ServingWorkload, rounds_queries: bool, query_factor: float = 1.0) -> Limits:
+    """Allowed errors; ``rounds_queries``: queries, too, become e4m3, which changes scores the more the larger they are,
+    by the ``query_factor`` of their family."""
     if workload.is_fp8 and rounds_queries:
-        return END_TO_END_LIMITS
-    head, row = ERROR_LIMITS[workload.dtype]
-    factor = OVER_16_BITS if workload.is_fp8 else 1.0
-    return Limits(factor * head, factor * row)
+        return scaled(END_TO_END_LIMITS, query_factor)
+    return scaled(ERROR_LIMITS[workload.dtype], OVER_16_BITS if workload.is_fp8 else 1.0)
+
+
+def scaled(limits: Limits, factor: float) -> Limits:
+    return Limits(factor * limits.head, factor * limits.row)
 
 
 def checked_places(workload: ServingWorkload) -> list[tuple[int, int]]:

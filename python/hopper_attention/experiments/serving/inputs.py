@@ -105,10 +105,11 @@ def draw_table(workload: ServingWorkload, device: str) -> Tensor:
 
 
 def rotary_tables(workload: ServingWorkload, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin (longest, head_dim / 2) in the dtype of queries."""
+    """cos and sin (rows of a sequence's cache, head_dim / 2) in the dtype of queries."""
     half = workload.head_dim // 2
+    rows = max(pages_of(workload)) * workload.page_size if workload.page_size else workload.longest
     rates = ROTARY_BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
-    angles = torch.arange(workload.longest, device=device, dtype=torch.float64)[:, None] * rates
+    angles = torch.arange(rows, device=device, dtype=torch.float64)[:, None] * rates
     dtype = getattr(torch, workload.dtype)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

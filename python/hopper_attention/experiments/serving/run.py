@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
     open_bench,
 )
-from hopper_attention.experiments.bench.timing import Effort, GpuLostError, Launch
+from hopper_attention.experiments.bench.timing import Effort, GpuLostError, Launch, broken_context_is_lost
 from hopper_attention.experiments.features.run import WorkloadLostError
 from hopper_attention.experiments.features.spec import COPY_BYTES, FAMILIES, PEAK_FLOPS, Family
 from hopper_attention.experiments.serving import spec
@@ -136,6 +137,7 @@ class Trial:
     sets: Sequence[CacheInputs]
     passes: int
     pieces: Sequence[Piece]
+    query_factor: float
 
     def admit(self, peer: ServingPeer) -> Entry | Failed:
         """The fastest way to call a peer among those that are right, or why there is none."""
@@ -176,7 +178,7 @@ class Trial:
                 poison_new_rows(self.sets[0])
                 out: Tensor = peer.leave(launch())
                 bench.stopwatch.synchronize()
-                limits = limits_of(self.workload, peer.rounds_queries)
+                limits = limits_of(self.workload, peer.rounds_queries, self.query_factor)
                 error, wrong = check_output(self.workload, out, self.pieces, limits)
                 if wrong:
                     return Failed(f"wrong result: {wrong}")
@@ -202,7 +204,8 @@ def run_cell(
     with bench.budget.pause():
         sets = [draw_set(workload, family, seed, bench.setting.device) for seed in range(count)]
         passes = count_passes(workload, count, bench.setting)
-        trial = Trial(bench, workload, sets, passes, compute_pieces(workload, sets[0]))
+        pieces = compute_pieces(workload, sets[0])
+        trial = Trial(bench, workload, sets, passes, pieces, family.query_factor)
     admitted = {peer.name: trial.admit(peer) for peer in peers}
     entries = {name: entry for name, entry in admitted.items() if isinstance(entry, Entry)}
     turns, calls = bench.plan_all(entries), count * passes
@@ -314,17 +317,26 @@ def run_serving(
     with open_bench(setting, effort, find_gauge(setting.device), head["machine"].get("l2_bytes", 0)) as bench:
         for index, workload in enumerate(workloads):
             progress(f"[{index + 1}/{len(workloads)}] {workload.name}")
-            try:
+            with or_workload_lost(workload):
                 cell = run_cell_or_fail(bench, workload, present, drawn, len(workloads) - index)
+                report = with_cell(report, cell)
+                save(report)
+                free_memory(setting)
                 if workload == spec.SHORT:
                     timed = [peer for peer in present if peer.name in HOST_PEERS]
                     report = replace(report, host=measure_host(bench, workload, timed, drawn))
-            except GpuLostError as lost:
-                raise WorkloadLostError(f"{workload.name}: {describe_error(lost)}") from lost
-            report = with_cell(report, cell)
-            save(report)
-            free_memory(setting)
+                    save(report)
     return report
+
+
+@contextmanager
+def or_workload_lost(workload: ServingWorkload) -> Iterator[None]:
+    """Turn a lost GPU or a broken CUDA context into the loss of this workload."""
+    try:
+        with broken_context_is_lost():
+            yield
+    except GpuLostError as lost:
+        raise WorkloadLostError(f"{workload.name}: {describe_error(lost)}") from lost
 
 
 def free_memory(setting: Setting) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ def test_every_page_belongs_to_one_sequence_and_their_order_is_random() -> None:
 def test_new_keys_are_rotated_and_written_behind_the_others(workload: ServingWorkload) -> None:
     inputs = drawn(workload)
     before = inputs.k_cache.clone()
+    assert inputs.new is not None and inputs.new.cos.shape == (80 if workload.page_size else 70, 8)
     right = [keys_plainly(workload, inputs, b) for b in range(workload.batch)]
     plain = plain_of(workload, inputs)
     assert torch.equal(inputs.k_cache, before) and plain.used.tolist() == list(workload.lengths)
@@ -264,6 +266,8 @@ def test_errors_allowed_on_e4m3_depend_on_the_queries() -> None:
     exact = checks.limits_of(half, False)
     assert exact == checks.limits_of(half, True)
     assert checks.limits_of(fp8, False).head == 2 * exact.head < checks.limits_of(fp8, True).head
+    assert checks.limits_of(fp8, True, 4.0).row == 4 * checks.limits_of(fp8, True).row
+    assert checks.limits_of(fp8, False, 4.0) == checks.limits_of(fp8, False)
 
 
 # Runs, with fake clocks
@@ -374,6 +378,18 @@ def test_without_memory_for_inputs_all_fail_and_the_run_goes_on(monkeypatch: pyt
     assert not serving_targets(report)[-1].met
 
 
+def test_a_call_that_leaves_new_keys_unwritten_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(workload: ServingWorkload, inputs: CacheInputs, setting: Setting) -> Ways:
+        complete = appended(workload, inputs)
+        return {"": lambda: attend_plainly(workload, complete)}
+
+    forgets = replace(fake_peer("fa3"), bind=bind)
+    (cell,) = run_serving((APPENDED,), (fake_peer("ours"), forgets), SETTING, EFFORT).cells
+    found = cell.peers["fa3"]
+    assert isinstance(found, Failed) and "of out are not finite" in found.reason
+    assert isinstance(cell.peers["ours"], Measured)
+
+
 def test_a_lost_gpu_ends_the_run_and_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_fakes(monkeypatch)
     saved: list[ServingReport] = []
@@ -408,6 +424,35 @@ def test_calls_are_one_graph_or_eager_where_they_cannot_be(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     one, note = run.as_one(launches, GPU)
     assert note == "eager calls: RuntimeError: not while capturing" and one() == 0 and len(played) == 6
+
+
+def test_a_graph_is_captured_once_and_returns_what_its_first_call_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[str] = []
+
+    class FakeGraph:
+        def replay(self) -> None:
+            steps.append("replay")
+
+    @contextmanager
+    def capture(graph: FakeGraph) -> Iterator[None]:
+        steps.append("begin")
+        yield
+        steps.append("end")
+
+    def launch_of(name: str) -> Launch:
+        def launch() -> str:
+            steps.append(name)
+            return name
+
+        return launch
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    one, note = run.as_one([launch_of("a"), launch_of("b")], GPU)
+    assert note == "" and steps == ["begin", "a", "b", "end"]
+    assert one() == one() == "a" and steps[4:] == ["replay", "replay"]
 
 
 def test_no_call_finds_its_keys_in_l2() -> None:
