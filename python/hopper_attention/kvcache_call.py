@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ CAST = ("q", "k", "v", "qv")
 
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 """Types of arguments that torch's dispatcher has nothing to do with."""
+
+KINDS = {
+    (cap, alibi, sinks): ScoreKind(cap, alibi, sinks)
+    for cap, alibi, sinks in product((False, True), repeat=3)
+}
+"""By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
 
 Facts = tuple["tuple[Any, ...] | None", ...]
 """``TensorSpec`` of tensors as plain tuples, which are made and hashed sooner; None for what is not given."""
@@ -90,7 +97,9 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
         checks.check_are_tensors(**tensors.given, **more)
     check_no_gradient((*tensors, *extras))
-    tensors = _cast(tensors)
+    # What traces a call may not know how to ask.
+    if not is_plain or torch._C._is_any_autocast_enabled():
+        tensors = _cast(tensors)
     if type(options.window_size) is not tuple:
         options = options._replace(window_size=features.read_window(options.window_size))
     make = remembered_call if is_plain and _is_hashable(options) else make_call
@@ -145,7 +154,7 @@ def make_call(
             causal and shape.seqlen_q > 1, window, chunk, shape.seqlen_q, shape.seqlen_k
         ),
         scale_with_qv(options.softmax_scale, shape.head_dim, shape.head_dim_v if shape.has_qv else 0),
-        ScoreKind(softcap != 0.0, has_alibi, has_sinks),
+        KINDS[softcap != 0.0, has_alibi, has_sinks],
         rotary_interleaved=checks.check_flag("rotary_interleaved", options.rotary_interleaved),
         rotates_each_query=hides,
         num_splits=0 if options.num_splits is None else int(options.num_splits),

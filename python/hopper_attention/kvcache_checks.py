@@ -17,7 +17,7 @@ from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, HALF_DTYPES, Tenso
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.qv import check_qv
-from hopper_attention.scores import PLAIN, ScoreKind
+from hopper_attention.scores import ScoreKind
 
 ROTARY_STEP = 16
 """Columns that rotary embedding takes are a multiple of it, as in FlashAttention-3."""
@@ -172,7 +172,7 @@ class CacheCall:
     shape: CacheShape
     mask: MaskSpec
     softmax_scale: float
-    scores: ScoreKind = PLAIN
+    scores: ScoreKind
     rotary_interleaved: bool = True
     rotates_each_query: bool = False
     num_splits: int = 0
@@ -182,8 +182,10 @@ class CacheCall:
     wants_lse: bool = False
 
     def __hash__(self) -> int:
-        """Cheap: calls that are alike are one object, mostly, as they are remembered."""
-        return hash((self.shape.total_q, self.shape.capacity, self.softmax_scale))
+        """Of what calls differ in, and no more: calls that are alike are one object, mostly, as they are remembered."""
+        shape = self.shape
+        sizes = shape.total_q, shape.capacity, shape.seqlen_k, shape.total_new, shape.page_size, shape.pages
+        return hash((sizes, self.softmax_scale, self.wants_lse))
 
 
 def read_shape(specs: Specs, max_seqlen_q: int, max_seqlen_k: int) -> CacheShape:

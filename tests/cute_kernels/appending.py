@@ -62,7 +62,7 @@ class Case:
 
 def cloned(tensor: Tensor) -> Tensor:
     """A copy with the same strides, and the same in the gaps between its elements."""
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone())
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage().clone())
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -237,7 +237,7 @@ def bytes_of(x: Tensor) -> Tensor:
 def whole(x: Tensor) -> Tensor:
     """The memory of a tensor, element by element."""
     kind = {1: torch.uint8, 2: torch.int16}[x.element_size()]
-    return torch.empty(0, dtype=kind).set_(x.untyped_storage())
+    return torch.empty(0, dtype=kind, device=x.device).set_(x.untyped_storage())
 
 
 def check(case: Case, before: Case, lengths: Tensor, rotated: Tensor | None) -> None:

@@ -23,7 +23,7 @@ def on(device: str, case: Case) -> Case:
     """The same on another device, its tensors laid out alike."""
 
     def move(x: Tensor) -> Tensor:
-        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
         return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
     changes = {}
