@@ -175,10 +175,10 @@ class DecodeKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # The kernel that puts parts together may come as soon as there is room for it, and waits for this one, as this
-        # one does for what is before it.
-        cute.arch.griddepcontrol_launch_dependents()
+        # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come before
+        # what writes them has ended.
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
         cta = cute.arch.block_idx()[0]
         work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
