@@ -12,7 +12,7 @@ WARP_THREADS = 32
 
 E4M3 = "float8_e4m3fn"
 
-REGISTERS_WIDENED = {"consumer": 240, "widener": 152, "producer": 40}
+REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
 """Of a thread, by role, where a warpgroup widens the cache."""
 
 PRODUCER_WARPS = 2
@@ -85,7 +85,7 @@ class DecodeConfig:
     @property
     def threads(self) -> int:
         if self.is_widened:
-            return 3 * WARPGROUP_THREADS
+            return 4 * WARPGROUP_THREADS
         return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
@@ -135,9 +135,10 @@ def validate_decode_config(config: DecodeConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
+    allowed = tuple(TILE_N_WIDENED if c.is_widened else TILE_N)
     for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
-        if size not in HEAD_DIMS:
-            raise ValueError(f"{name} is {size}, allowed: {', '.join(map(str, HEAD_DIMS))}")
+        if size not in allowed:
+            raise ValueError(f"{name} is {size}, allowed: {', '.join(map(str, allowed))}")
     if c.tile_m not in (32, 64):
         raise ValueError(f"tile_m is {c.tile_m}, allowed: 32 or 64")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 128:
@@ -158,14 +159,15 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
 
-WIDE_STAGES = 3
+WIDE_STAGES = 2
 """Stages of widened keys; a cache of e4m3 has what memory is left to it."""
 
-TILE_N = {64: 128, 128: 64, 192: 32, 256: 16}
+TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
 """Keys of a block, by the larger of the two head_dims."""
 
-TILE_N_WIDENED = {64: 64, 128: 64, 192: 32, 256: 16}
-"""The same for a cache of e4m3, where the consumer has fewer registers; half of it for tiles of 64 rows."""
+TILE_N_WIDENED = {64: 128, 128: 128, 192: 32}
+"""The same for a cache of e4m3, where the consumer has fewer registers, too few for rows of 256 columns; half of it for
+tiles of 64 rows."""
 
 
 def tile_n_of(head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:

@@ -88,45 +88,34 @@ class Consumer(LoopInvariant):
         """Leave O of key blocks ``first`` to ``end``, one at least, in ``acc``, not normalised, and their sums in
         ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
 
-        While the softmax of a block is computed, P V of the block before it is under way, and so is Q K^T of the next.
+        P V of a block is under way while the softmax of the next one is.
         """
-        lane = self.thread % cute.arch.WARP_SIZE
-        following, acc_S = (
-            cute.make_rmem_tensor(self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32)
-            for _ in range(2)
+        acc_S = cute.make_rmem_tensor(
+            self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
         )
         self.softmax.start()
         self.acc.fill(0.0)
-        self._start_scores(following, state)
+        self._start_scores(acc_S, state)
         warpgroup.wait_group(0)
-        self.k.release(state, lane)
-        v_state = state.clone()
+        self.k.release(state, self.thread % 32)
+        self._exponentiate(acc_S, mask, edges, end - 1)
+        self._store_P(acc_S)
         for step in cutlass.range(end - first - 1, unroll=1):
             block = end - 1 - step
-            acc_S.store(following.load())
+            v_state = state.clone()
             state.advance()
-            self._start_scores(following, state)
-            self._exponentiate(acc_S, mask, edges, block)
-            warpgroup.wait_group(1)
-            if step > 0:
-                self.v.release(v_state, lane)
-                v_state.advance()
-            self.softmax.rescale_if_needed(self.acc)
-            self._store_P(acc_S)
+            self._start_scores(acc_S, state)
             self._start_product(mask.seqlens.seqlen_k, block, v_state)
             warpgroup.wait_group(1)
-            self.k.release(state, lane)
-        acc_S.store(following.load())
-        self._exponentiate(acc_S, mask, edges, first)
+            self.k.release(state, self.thread % 32)
+            self._exponentiate(acc_S, mask, edges, block - 1)
+            warpgroup.wait_group(0)
+            self.v.release(v_state, self.thread % 32)
+            self.softmax.rescale_if_needed(self.acc)
+            self._store_P(acc_S)
+        self._start_product(mask.seqlens.seqlen_k, first, state)
         warpgroup.wait_group(0)
-        if end - first > 1:
-            self.v.release(v_state, lane)
-            v_state.advance()
-        self.softmax.rescale_if_needed(self.acc)
-        self._store_P(acc_S)
-        self._start_product(mask.seqlens.seqlen_k, first, v_state)
-        warpgroup.wait_group(0)
-        self.v.release(v_state, lane)
+        self.v.release(state, self.thread % 32)
         state.advance()
         return state
 

@@ -200,7 +200,10 @@ class DecodeKernel:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["widener"])
                 thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
-                Widener(c, work, raw, wide, thread, lane).run()
+                if warp < 2 * WARPS_PER_WARPGROUP:
+                    Widener(c, work, raw[0], wide[0], thread, lane).run()
+                else:
+                    Widener(c, work, raw[1], wide[1], thread, lane).run()
         else:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])

@@ -1,4 +1,4 @@
-"""The warpgroup that widens a cache of e4m3: from the stages where TMA leaves it to those that are multiplied."""
+"""The warpgroups that widen a cache of e4m3: from the stages where TMA leaves it to those that are multiplied."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Widener(LoopInvariant):
-    """Widens K and V of each block that this CTA visits, in the order in which the producers bring them."""
+    """Widens K, or V, of each block that this CTA visits, in the order in which its producer brings them."""
 
     config: DecodeConfig
     work: Work
-    raw: tuple[RawKeys, RawKeys]
-    wide: tuple[Keys, Keys]
+    raw: RawKeys
+    wide: Keys
     thread: Int32
     lane: Int32
 
@@ -48,17 +48,16 @@ class Widener(LoopInvariant):
             blocks = work.batch.blocks(seqlens).count
             parts = work.parts(start, blocks)
             for _ in cutlass.range(parts.begin(work.cta + 1) - parts.begin(work.cta), unroll=1):
-                self._widen(self.raw[0], self.wide[0], raw_state, state)
-                self._widen(self.raw[1], self.wide[1], raw_state, state)
+                self._widen(raw_state, state)
                 raw_state.advance()
                 state.advance()
             start += blocks
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
-    def _widen(self, raw: RawKeys, wide: Keys, raw_state: PipelineState, state: PipelineState):
-        """One block of K or V."""
-        c = self.config
+    def _widen(self, raw_state: PipelineState, state: PipelineState):
+        """One block."""
+        c, raw, wide = self.config, self.raw, self.wide
         columns = cute.size(raw.smem, mode=[1])
         vectors = c.tile_n * columns // (VECTOR * WARPGROUP_THREADS)
         source = self._vectors(raw, columns, raw_state.index)

@@ -165,6 +165,13 @@ PAGED_REGISTERS = {(96, 96): TWO_CONSUMERS_OF_PAGES}
 """Of kernels on pages, by (head_dim, head_dim_v), where they are not those of the tiles."""
 
 
+WIDE_BOX = 32
+"""Rows of a page from which on a tile is chosen that has whole boxes of them."""
+
+PAGED_TILE_N = {(128, 128): 160}
+"""Keys of a tile then, by head_dim and head_dim_v, in place of those of the table."""
+
+
 def select_paged_config(
     dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_rows: int, window: bool = False
 ) -> ForwardConfig:
@@ -175,6 +182,8 @@ def select_paged_config(
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
     config = _build(TILINGS[key][-1], dtype, key)
+    if key[:2] in PAGED_TILE_N and page_rows >= WIDE_BOX:
+        config = replace(config, tile_n=PAGED_TILE_N[key[:2]])
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])
     box = config.tile_n if page_rows == ONE_PAGE else gcd(config.tile_n, page_rows)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.config import HEAD_DIMS, DecodeConfig, box_rows_of, select_decode_config, tile_n_of
+from hopper.decode.config import (
+    TILE_N,
+    TILE_N_WIDENED,
+    DecodeConfig,
+    box_rows_of,
+    select_decode_config,
+    tile_n_of,
+)
 from hopper_attention.backends import Target
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
@@ -27,12 +34,17 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:
         return "there is a softcap, and the cache is of e4m3"
-    if max(shape.head_dim, shape.head_dim_v) > max(HEAD_DIMS):
-        return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is above {max(HEAD_DIMS)}"
+    widest = max(TILE_N_WIDENED if shape.is_fp8_cache else TILE_N)
+    if max(shape.head_dim, shape.head_dim_v) > widest:
+        of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
+        return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
     if call.scores.has_alibi:
         return "there are alibi_slopes"
     if not shape.has_keys or not shape.total_q:
         return "there is no query or no key"
+    if shape.has_leftpad and _pages(call)[1] > 1:
+        # A box that begins at any row of a page may end in another one.
+        return "there is a leftpad, which its kernel takes for caches of one page a sequence"
     rows = shape.rows_a_kv_head
     if rows > WARPGROUP_ROWS:
         return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"

@@ -191,7 +191,8 @@ def test_a_cache_is_read_where_it_lies(name: str, kernels: Kernels) -> None:
 NOT_PAGED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
     "e4m3": (MANY, {"cache_dtype": FP8}, "the cache has dtype torch.float8_e4m3fn"),
     "short pages": (replace(MANY, page_size=3), {}, "pages have 3 rows"),
-    "leftpad": (replace(MANY, leftpad=(1, 0, 2)), {}, "there is a leftpad"),
+    "leftpad": (replace(MANY, leftpad=(1, 0, 2)), {}, "paged: there is a leftpad"),
+    "leftpad, few queries": (CacheCase(page_size=8, leftpad=(1, 0, 2)), {}, "decode: there is a leftpad"),
     "wide values": (replace(MANY, head_dims=(32, 264)), {}, "values of at most 256 columns"),
     "no keys": (CacheCase(lengths=(0, 0, 0), capacity=0), {}, "there is no score"),
     "ampere": (MANY, {"backend": "ampere"}, "the backend 'ampere' has no kernel"),
