@@ -20,9 +20,14 @@ CTA_STEP = 16
 keys at the same time, and what they have side by side in memory is fetched together."""
 
 
-def ctas_of_pieces(multiprocessors: int) -> int:
-    """CTAs among which the keys of a launch are shared out."""
-    return max(multiprocessors // CTA_STEP * CTA_STEP, 1)
+MAX_PARTS = 64
+"""Of a tile, for launches of few tiles: beyond that, putting parts together costs more than reading sooner gains."""
+
+
+def ctas_of_pieces(multiprocessors: int, tiles: int) -> int:
+    """CTAs among which the keys of a launch of so many tiles are shared out."""
+    most = max(multiprocessors // CTA_STEP * CTA_STEP, 1)
+    return max(min(most, MAX_PARTS * tiles), 1)
 
 
 def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
