@@ -19,10 +19,14 @@ CTA_STEP = 16
 """Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
 rule, are read at the same keys at the same time, and what they have side by side in memory is fetched together."""
 
+MAX_PARTS = 64
+"""Of a tile, for launches of few tiles: beyond that, putting parts together costs more than reading sooner gains."""
 
-def ctas_of_pieces(multiprocessors: int) -> int:
-    """CTAs among which the keys of a launch are shared out."""
-    return multiprocessors // CTA_STEP * CTA_STEP or multiprocessors
+
+def ctas_of_pieces(multiprocessors: int, tiles: int) -> int:
+    """CTAs among which the keys of a launch of so many tiles are shared out."""
+    most = multiprocessors // CTA_STEP * CTA_STEP or multiprocessors
+    return max(min(most, MAX_PARTS * tiles), 1)
 
 
 def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper_attention import compile_cache, flash_attn_with_kvcache
-from hopper_attention.decode_rules import ctas_of_pieces
+from hopper_attention.decode_rules import MAX_PARTS, ctas_of_pieces
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference import attention_naive
@@ -132,7 +132,7 @@ def test_what_comes_of_a_call(name: str, kernels: DecodeKernels) -> None:
     assert (lse - exact_lse).nan_to_num(0.0).abs().max() <= 1e-3
     (seen,) = kernels.calls
     assert seen["k"] is call["k_cache"] and seen["v"] is call["v_cache"]
-    assert seen["num_ctas"] == ctas_of_pieces(SMS) and seen["max_splits"] is None
+    assert seen["num_ctas"] == ctas_of_pieces(SMS, 6) and seen["max_splits"] is None
     assert seen["parts"].shape == (PARTS_PER_CTA * seen["num_ctas"], kernels.loaded[0].part_floats)
     assert seen["parts"].dtype == torch.float32
 
@@ -157,7 +157,12 @@ def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
     call = PAGES.build(torch.bfloat16)
     flash_attn_with_kvcache(**call, num_splits=3, sm_margin=40)
     (seen,) = kernels.calls
-    assert seen["max_splits"] == 3 and seen["num_ctas"] == ctas_of_pieces(SMS - 40) == 80
+    assert seen["max_splits"] == 3 and seen["num_ctas"] == ctas_of_pieces(SMS - 40, 6) == 80
+
+
+def test_one_tile_is_in_few_parts(kernels: DecodeKernels) -> None:
+    flash_attn_with_kvcache(**CacheCase(lengths=(9,), queries=(1,), heads=(2, 1)).build(torch.bfloat16))
+    assert kernels.calls[0]["num_ctas"] == MAX_PARTS
 
 
 def test_a_cache_without_lengths_is_full(kernels: DecodeKernels) -> None:

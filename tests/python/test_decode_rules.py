@@ -12,7 +12,7 @@ from torch import Tensor
 from hopper.decode.config import DecodeConfig
 from hopper_attention import explain_kvcache
 from hopper_attention.backends import Target
-from hopper_attention.decode_rules import CTA_STEP, ctas_of_pieces, select_decode, why_not_decode
+from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS, ctas_of_pieces, select_decode, why_not_decode
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch.decode import is_aligned, table_of
@@ -45,7 +45,7 @@ SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
     "no pages": (CONTIGUOUS, {}),
     "as many rows as a tile has": (replace(PAGES, queries=(32, 32, 32)), {}),
     "packed queries": (replace(PAGES, queries=(32, 0, 1), packed_q=True), {}),
-    "leftpad and pages": (replace(PAGES, leftpad=(4, 0, 7)), {}),
+    "leftpad in one page": (replace(PAGES, leftpad=(4, 0, 7), page_size=24), {}),
     "batch index": (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}),
     "new tokens": (replace(PAGES, new=(1, 1, 1), rotary_dim=16), {}),
     "one page of any size": (replace(PAGES, page_size=27, capacity=27), {}),
@@ -90,6 +90,16 @@ REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
     ),
     "slopes": (PAGES, {"alibi_slopes": torch.zeros(3, 4)}, "there are alibi_slopes"),
     "rows of e4m3 of 24 bytes": (PAGES, {"cache_dtype": FP8}, "TMA cannot address the strides of the cache"),
+    "leftpad and pages": (
+        replace(PAGES, leftpad=(4, 0, 7)),
+        {},
+        "there is a leftpad, which its kernel takes for caches of one page a sequence",
+    ),
+    "wide rows of e4m3": (
+        replace(PAGES, head_dims=(32, 208)),
+        {"cache_dtype": FP8},
+        "head_dim 32 or head_dim_v 208 of a cache of e4m3 is above 192",
+    ),
     "no keys": (NO_KEYS, {}, "there is no query or no key"),
     "no queries": (replace(PAGES, queries=(0, 0, 0)), {}, "there is no query or no key"),
     "many queries": (
@@ -142,7 +152,7 @@ def test_the_config_is_of_what_is_asked_for() -> None:
         (PAGES, {"window_size": (4, 1)}, {"window": True}),
         (PAGES, {"softcap": 2.0}, {"softcap": True}),
         (PAGES, {"sinks": torch.zeros(4)}, {"sinks": True}),
-        (replace(PAGES, leftpad=(1, 0, 2)), {}, {"leftpad": True}),
+        (replace(PAGES, page_size=24, leftpad=(1, 0, 2)), {}, {"leftpad": True, "box_rows": 128}),
         (replace(PAGES, queries=(1, 2, 0), packed_q=True), {}, {"layout": "varlen"}),
         (replace(PAGES, queries=(17, 17, 17)), {}, {"tile_m": 64}),
         (PAGES, {"num_splits": 3}, {"limits_splits": True}),
@@ -163,7 +173,8 @@ def test_the_config_is_of_what_is_asked_for() -> None:
     ("multiprocessors", "ctas"), [(1, 1), (15, 15), (16, 16), (31, 16), (78, 64), (114, 112), (132, 128)]
 )
 def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
-    assert ctas_of_pieces(multiprocessors) == ctas
+    assert ctas_of_pieces(multiprocessors, 2) == ctas
+    assert ctas_of_pieces(multiprocessors, 1) == min(ctas, MAX_PARTS)
     assert ctas % CTA_STEP == 0 or multiprocessors < CTA_STEP
 
 

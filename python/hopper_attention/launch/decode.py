@@ -80,7 +80,7 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         compile_cache.get_serving(config),
         call.shape,
         call.softmax_scale,
-        ctas_of_pieces(count_ctas(index, call.sm_margin)),
+        ctas_of_pieces(count_ctas(index, call.sm_margin), call.shape.batch * call.shape.kv_heads),
         call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
     )
