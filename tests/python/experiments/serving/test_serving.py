@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -450,7 +452,12 @@ def test_a_graph_is_captured_once_and_returns_what_its_first_call_wrote(
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    one, note = run.as_one([launch_of("a"), launch_of("b")], GPU)
+    launches = [launch_of("a"), launch_of("b")]
+    read_by_replays = [weakref.ref(launch) for launch in launches]
+    one, note = run.as_one(launches, GPU)
+    del launches
+    gc.collect()
+    assert all(reference() is not None for reference in read_by_replays)
     assert note == "" and steps == ["begin", "a", "b", "end"]
     assert one() == one() == "a" and steps[4:] == ["replay", "replay"]
 
