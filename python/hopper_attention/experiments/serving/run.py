@@ -105,8 +105,8 @@ def in_turn(launches: Sequence[Launch]) -> Launch:
 
 
 def as_graph(launches: Sequence[Launch]) -> Launch:
-    """A graph of warm launches. It keeps these, and so the tensors that they hold: a replay reads the same memory, which
-    the next capture would otherwise give back."""
+    """A graph of warm launches. It keeps these, and so the tensors that they hold: the next capture would give back the
+    memory which a replay reads."""
     graph = torch.cuda.CUDAGraph()
     captured = in_turn(launches)
     with torch.cuda.graph(graph):
