@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 
 def operands_of(rest: str) -> list[str]:
     """Split at the commas that no bracket encloses."""
+    if "{" not in rest:
+        return [part for part in map(str.strip, rest.split(",")) if part]
     parts, depth = [""], 0
     for character in rest:
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
@@ -17,9 +21,12 @@ def operands_of(rest: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+@cache
 def dtype_of(suffix: str) -> type:
+    if suffix == "pred":
+        return np.bool_
     kind = {"f": "f", "s": "i", "u": "u", "b": "u"}[suffix[0]]
-    return np.bool_ if suffix == "pred" else np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
+    return np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
 
 
 def address_of(text: str) -> tuple[str, int]:

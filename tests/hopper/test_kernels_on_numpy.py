@@ -341,10 +341,16 @@ def test_a_kernel_without_its_waits_or_fences_is_caught(instruction, monkeypatch
 
 def test_a_missing_fence_is_found() -> None:
     cta = Cta({}, {}, (0, 0, 0), (1, 1, 1))
-    cta.unfenced[16] = 1
+    cta.unfenced.write(0, np.array([16]), 1)
     with pytest.raises(AssertionError, match="without a fence"):
         cta.read_async(np.arange(32))
     assert cta.read_async(np.arange(16)).shape == (16,)
+    cta.unfenced.write(1, np.array([16, 17]), 1)
+    cta.unfenced.fence(0)
+    with pytest.raises(AssertionError, match="without a fence"):
+        cta.read_async(np.arange(32))
+    cta.unfenced.fence(1)
+    assert cta.read_async(np.arange(32)).shape == (32,)
 
 
 def test_products_are_made_when_they_are_waited_for() -> None:
