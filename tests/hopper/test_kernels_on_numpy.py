@@ -69,14 +69,14 @@ def test_forward(head_dim, causal, seqlens, heads) -> None:
 
 
 ABLATION = [
-    {"pipelined": False, "ping_pong": False},
-    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
-    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "stages": 3},
-    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+    {"pipelined": False, "ping_pong": False, "tile_n": 80},
+    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24), "tile_n": 80},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 64, "stages": 3},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 64, "pipelined": False},
     {
         "warp_specialized": False,
         "registers": Registers(256, 0),
-        "tile_n": 96,
+        "tile_n": 48,
         "tile_m": 64,
         "ping_pong": False,
     }
@@ -88,7 +88,7 @@ ABLATION = [
 def test_schedules_of_the_ablation(change) -> None:
     config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
     validate_forward_config(config)
-    check_forward(config, draw(torch.float16, (140, 700), (2, 1), 128))
+    check_forward(config, draw(torch.float16, (140, 420), (2, 1), 128))
 
 
 def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int = 0) -> torch.Tensor:
@@ -116,7 +116,7 @@ def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int
     [
         (64, True, 128, 0),
         (64, False, 192, 9000),
-        (128, True, 192, 9000),
+        (128, True, 128, 9000),
         (256, False, 128, 0),
     ],
 )
@@ -219,10 +219,10 @@ def test_fp8_forward_transposes_v(head_dim, causal) -> None:
 
 
 def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
-    q, k, v = draw(torch.float16, (128, 300), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (128, 300), (1, 1), 64)
     k[0, 250, 0, 3] = math.nan
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_k=128, smooth_v=False))
-    config = select_fp8_forward_config(64, 64, True, "float16", 300, 128)
+    config = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     # The last query sees the last key.
     assert bool(out[0, 78:].isnan().all()) and bool(out[0, :78].isfinite().all())
@@ -247,7 +247,7 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         ("float16", 96, False, (65, 129), (1, 1), True),
         ("float16", 64, False, (130, 200), (2, 2), True),
         ("bfloat16", 40, True, (200, 130), (4, 2), False),
-        ("float16", 64, True, (1, 1), (1, 1), False),
+        ("bfloat16", 64, True, (1, 1), (1, 1), False),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
         ("bfloat16", 256, True, (150, 150), (2, 1), True),
         ("float16", 136, False, (65, 129), (1, 1), False),
