@@ -452,17 +452,22 @@ def tidy(body: str) -> list[str]:
 
 def _pieces(text: str) -> Iterator[Any]:
     """Text outside of blocks as strings, blocks that declare registers as one-element lists."""
-    rest = text
-    while match := re.search(r"\{\s*\.reg", rest):
-        yield rest[: match.start()]
+    end = 0
+    for match in BLOCK.finditer(text):
+        if match.start() < end:  # inside of the last block
+            continue
+        yield text[end : match.start()]
         depth = 0
-        for i in range(match.start(), len(rest)):
-            depth += {"{": 1, "}": -1}.get(rest[i], 0)
+        for brace in BRACE.finditer(text, match.start()):
+            depth += 1 if brace[0] == "{" else -1
             if depth == 0:
                 break
-        yield [rest[match.start() + 1 : i]]
-        rest = rest[i + 1 :]
-    yield rest
+        yield [text[match.start() + 1 : brace.start()]]
+        end = brace.end()
+    yield text[end:]
+
+
+BLOCK, BRACE = re.compile(r"\{\s*\.reg"), re.compile(r"[{}]")
 
 
 def _split(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -36,22 +36,35 @@ NOTHING = (
 
 
 def decode(name: str, rest: str) -> Step:
+    return _maker_of(name)(name, rest)
+
+
+@cache
+def _maker_of(name: str) -> Callable[[str, str], Step]:
+    """From the name of an instruction and its operands, as they are written, to what it does."""
     if name.startswith("cvta."):
-        return _cvta(operands_of(rest))
+        return lambda name, rest: _cvta(operands_of(rest))
     if name.startswith(NOTHING):
-        return lambda warp, mask: None
+        return lambda name, rest: _nothing
     if name.startswith("fence.proxy.async"):
-        return _fence
+        return lambda name, rest: _fence
     for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk."), ("copy", "cp.async.")):
         if name.startswith(prefix + "commit_group"):
-            return lambda warp, mask: warp.groups[kind].commit()
+            return lambda name, rest: lambda warp, mask: warp.groups[kind].commit()
         if name.startswith(prefix + "wait_group"):
-            pending = int(rest.strip())
-            return lambda warp, mask: warp.groups[kind].wait(pending)
+            return lambda name, rest: _wait_group(kind, int(rest.strip()))
     for prefix, make in (CLUSTER_STEPS | SPECIAL).items():
         if name == prefix or name.startswith(prefix + "."):
-            return make(name, operands_of(rest))
-    raise NotImplementedError(f"instruction {name} {rest}")
+            return lambda name, rest: make(name, operands_of(rest))
+    raise NotImplementedError(f"instruction {name}")
+
+
+def _nothing(warp: Warp, mask: np.ndarray) -> None:
+    pass
+
+
+def _wait_group(kind: str, pending: int) -> Step:
+    return lambda warp, mask: warp.groups[kind].wait(pending)
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import numpy as np
 
+OPERAND = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,{\[])+")
+
 
 def operands_of(rest: str) -> list[str]:
     """Split at the commas that no bracket encloses."""
-    if "{" not in rest:
-        return [part for part in map(str.strip, rest.split(",")) if part]
-    parts, depth = [""], 0
-    for character in rest:
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
+    return [part for part in map(str.strip, OPERAND.findall(rest)) if part]
 
 
 @cache

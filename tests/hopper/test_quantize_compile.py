@@ -27,7 +27,7 @@ from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
 from tests.compile_pool import usage_of_each
-from tests.hopper.ptx_machine import to_e4m3
+from tests.hopper.floats import to_e4m3
 from tests.hopper.quantize_on_numpy import quantize_on_numpy
 from tests.ptx import ptx_of
 
