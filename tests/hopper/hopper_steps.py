@@ -50,7 +50,7 @@ def _maker_of(name: str) -> Callable[[str, str], Step]:
         return lambda name, rest: _fence
     for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk."), ("copy", "cp.async.")):
         if name.startswith(prefix + "commit_group"):
-            return lambda name, rest: lambda warp, mask: warp.groups[kind].commit()
+            return lambda name, rest: _commit_group(kind)
         if name.startswith(prefix + "wait_group"):
             return lambda name, rest: _wait_group(kind, int(rest.strip()))
     for prefix, make in (CLUSTER_STEPS | SPECIAL).items():
@@ -61,6 +61,10 @@ def _maker_of(name: str) -> Callable[[str, str], Step]:
 
 def _nothing(warp: Warp, mask: np.ndarray) -> None:
     pass
+
+
+def _commit_group(kind: str) -> Step:
+    return lambda warp, mask: warp.groups[kind].commit()
 
 
 def _wait_group(kind: str, pending: int) -> Step:
