@@ -35,6 +35,9 @@ from hopper_attention.experiments.roofline.render import render_roofline
 from hopper_attention.experiments.scaling.plot import plot_scaling
 from hopper_attention.experiments.scaling.run import ScalingReport, load_scaling
 from hopper_attention.experiments.scaling.tables import render_scaling
+from hopper_attention.experiments.serving.plot import plot_serving
+from hopper_attention.experiments.serving.results import ServingReport, load_serving
+from hopper_attention.experiments.serving.tables import render_serving
 from hopper_attention.experiments.timeline.plot import plot_recording
 from hopper_attention.experiments.timeline.render import render_timeline
 from hopper_attention.experiments.timeline.spec import TimelineReport, load_timeline
@@ -98,6 +101,12 @@ def read_features(results: Path) -> list[FeatureReport]:
     return [load_features(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
+def read_serving(results: Path) -> list[ServingReport]:
+    """The report of attention on a key/value cache, if one has been committed."""
+    path = results / f"serving_{GPU}.json"
+    return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
 def read_timeline(results: Path) -> list[TimelineReport]:
     """The recordings of the ablation's kernels, if they have been committed."""
     path = results / f"timeline_{GPU}.json"
@@ -139,6 +148,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / "scaling.md"] = render_scaling(scaling, "scaling.png")
     for features in read_features(results):
         pages[folder / "features.md"] = render_features(features, "features.png")
+    for serving in read_serving(results):
+        pages[folder / "serving.md"] = render_serving(serving, "serving.png")
     for prepass in read_prepass(results):
         pages[folder / "prepass.md"] = render_quantize(prepass)
     for timeline in read_timeline(results):
@@ -159,6 +170,8 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
         yield plot_scaling(scaling, folder / "scaling.png")
     for features in read_features(results):
         yield plot_features(features, folder / "features.png")
+    for serving in read_serving(results):
+        yield plot_serving(serving, folder / "serving.png")
     for timeline in read_timeline(results):
         for recording in timeline.recordings:
             yield plot_recording(timeline, recording, folder)

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and
+Families are forward, paged, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and
 ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
@@ -32,21 +33,25 @@ from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
-from hopper.forward.tilings import shipped_forward_configs
+from hopper.forward.tilings import ONE_PAGE, select_paged_config, shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper.wide.config import WideForwardConfig, select_wide_config
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
+from hopper_attention.launch.packed_forward import find_planner
+from hopper_attention.launch.paged_forward import PagedForwardLauncher
 from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
+from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.quantization_rules import means_of
 from hopper_attention.quantized import Means
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.scores import NO_SCORES
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
 FP8_LSE_ERROR = 1.1e-2
@@ -118,6 +123,47 @@ def run_wide_case(config: WideForwardConfig, device: str) -> str:
     error = (out.double() - oracle).abs().max().item()
     wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
     return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+
+
+def paged_configs() -> tuple[ForwardConfig, ...]:
+    """Boxes of 16 rows, and a contiguous cache."""
+    return tuple(
+        select_paged_config("bfloat16", head_dim, head_dim, causal, rows)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+        for rows in (16, ONE_PAGE)
+    )
+
+
+def run_paged_case(config: ForwardConfig, device: str) -> str:
+    """Queries on a cache of which the pages are in reverse order, from the last of the memory on. Pages that are not in
+    use have no place in it: their numbers are out of range, and keys behind the last one are NaN."""
+    seqlen_q, seqlen_k = config.tile_m + 17, 2 * config.tile_n + 5
+    q, k, v = draw(seqlen_q, seqlen_k, config.head_dim, config.head_dim_v, config.dtype)
+    page_size = seqlen_k + 3 if config.page_box == config.tile_n else 16
+    pages = -(-seqlen_k // page_size)
+    caches = [
+        functional.pad(x, (0, 0, 0, 0, 0, pages * page_size - seqlen_k), value=math.nan) for x in (k, v)
+    ]
+    caches = [x.view(pages, page_size, *x.shape[2:]).flip(0).to(device) for x in caches]
+    table = torch.arange(pages - 1, -1, -1, dtype=torch.int32)
+    if pages > 1:
+        table = functional.pad(table, (0, 1), value=2**31 - 1)
+    out, lse, _ = (x[0].to(device) for x in poisoned_results(q, config.head_dim_v, q.dtype))
+    launch = PagedForwardLauncher(
+        torch.cuda.current_device(), config, get_forward(config), find_planner(config), CTAS
+    )
+    lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, seqlen_q], [seqlen_k]))
+    options = tuple(lengths), config.head_dim**-0.5, MaskSpec(config.causal), NO_SCORES, (out, lse)
+    launch(q[0].to(device), *caches, (table[None].to(device), None), *options)
+    torch.cuda.synchronize()
+    oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal)
+    plain = attention_standard(q, k, v, causal=config.causal)
+    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
+    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
+    error = (out.cpu()[None].double() - oracle).abs().max().item()
+    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
+    return "; ".join(wrong + _lse_faults(lse.cpu()[None], oracle_lse, 2e-4))
 
 
 def wide_configs() -> tuple[WideForwardConfig, ...]:
@@ -235,6 +281,7 @@ def _counter_faults(counter: Tensor) -> list[str]:
 
 FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
     "forward": (shipped_forward_configs, run_case),
+    "paged": (paged_configs, run_paged_case),
     "wide": (wide_configs, run_wide_case),
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),

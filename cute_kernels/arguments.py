@@ -47,6 +47,20 @@ def captured_arguments(functions: UserFunctions) -> tuple:
     return tuple(any_tensor(CAPTURED_DTYPES[kind.dtype], kind.dimensions) for kind in functions.tensors)
 
 
+def key_lists_argument():
+    """What ``ListedBlocks`` are read from, int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may
+    be 0."""
+    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
+
+
+def query_lists_argument():
+    """What ``ListedQueries`` are read from, int32 (b, h, key tiles, 1 + query tiles, 2), rows of 8 bytes. The first two
+    strides may be 0."""
+    shape = (*(cute.sym_int() for _ in range(4)), 2)
+    strides = (*(cute.sym_int(64, divisibility=2) for _ in range(3)), 2, 1)
+    return make_fake_tensor(Int32, shape, strides, assumed_align=8)
+
+
 def plan_argument():
     """A plan of packed sequences (``cute_kernels/plan``), 16-byte aligned."""
     return make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)

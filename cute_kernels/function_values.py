@@ -3,6 +3,8 @@
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -55,6 +57,13 @@ class FunctionValues(LoopInvariant):
         self._shared: Known = {}
         b, h = place
         self._work_out("shared", self._shared, {"b": b, "h": h})
+
+    def without_mask(self) -> "FunctionValues":
+        """The same without the mask function, for where all is seen."""
+        values = copy(self)
+        values.functions = replace(self.functions, mask=NOTHING)
+        values._order = values._sort_out()
+        return values
 
     @property
     def outputs(self) -> tuple[int, ...]:

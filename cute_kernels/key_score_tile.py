@@ -17,7 +17,7 @@ from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRI
 from cute_kernels.function_values import FunctionValues, Known, select
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_mask import KeyMask
-from cute_kernels.score_tile import LOG2_E, SoftCap
+from cute_kernels.score_tile import LOG2_E, SoftCap, seen_in_block
 from cute_kernels.user_functions import NO_FUNCTIONS, NOTHING, UserFunctions
 
 LN_2 = math.log(2.0)
@@ -86,7 +86,8 @@ class KeyScoreTile(LoopInvariant):
     With a softcap c, a scaled score s becomes c t with t = tanh(s / c), so that dS = P (dP - delta) (1 - t^2), and dQ
     and dK get the factor softmax_scale as ever. ``scale_log2`` is c log2(e) then. The accumulator holds t until P takes
     its place, so ALiBi's bias is added in the exponent. A user's ``functions`` are worked out there too: they are given
-    the scaled score in base e, and the derivative of the score function is one more factor of dS.
+    the scaled score in base e, and the derivative of the score function is one more factor of dS. ``kinds`` has that of
+    the query tile where it comes from a list (``ListedQueries``) and may be HIDDEN or PARTLY_SEEN.
     """
 
     mask: KeyMask
@@ -95,6 +96,15 @@ class KeyScoreTile(LoopInvariant):
     slopes_log2: tuple[Float32, ...] = ()
     dropout: tuple[RowDropout, ...] = ()
     functions: tuple[FunctionValues, ...] = ()
+    kinds: tuple[Int32, ...] = ()
+
+    def seen_as(self, kind: Int32) -> "KeyScoreTile":
+        """The same for a query tile from a list: the mask function counts where it is seen in part."""
+        return replace(self, kinds=(kind,))
+
+    def fully_seen(self) -> "KeyScoreTile":
+        """The same for a query tile from a list of which all is seen: the mask function is not asked."""
+        return replace(self, functions=tuple(values.without_mask() for values in self.functions))
 
     @property
     def has_factors(self) -> bool:
@@ -275,9 +285,15 @@ class FunctionColumn(LoopInvariant):
             factor = factor * slope_of_tanh(t)
         is_seen = (t != -Float32.inf) & self.is_there & block.are_there[r]
         if functions.mask != NOTHING:
-            is_seen = is_seen & known[functions.mask]
+            is_seen = is_seen & self._is_seen(known[functions.mask])
         p = probability(score_log2 - lse, block.clamps)
         return select(is_seen, p, Float32(0.0)), select(is_seen, factor, Float32(0.0))
+
+    def _is_seen(self, by_function: Boolean) -> Boolean:
+        """What the mask function says, as far as it counts."""
+        for kind in self.block.tile.kinds:
+            return seen_in_block(by_function, kind)
+        return by_function
 
 
 def slope_of_tanh(t: Float32) -> Float32:

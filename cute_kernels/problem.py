@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from cute_kernels.user_functions import UserFunctions
+
 DTYPES = ("float16", "bfloat16")
 SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 MAX_HEAD_DIM = 256
@@ -39,6 +43,35 @@ def check_chunk(window: bool, chunk: bool) -> None:
     """Raise ValueError for a config with a chunk but without the window that it is part of."""
     if chunk and not window:
         raise ValueError("window is False, allowed with chunk=True: True")
+
+
+class WithBlockLists(Protocol):
+    """What of a config decides on whether its kernel can go by lists of blocks."""
+
+    @property
+    def block_lists(self) -> bool: ...
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def window(self) -> bool: ...
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def functions(self) -> UserFunctions: ...
+
+
+def check_block_lists(config: WithBlockLists) -> None:
+    """Raise ValueError for a config with lists of blocks beside what their kernels do not take."""
+    c = config
+    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
+        raise ValueError(
+            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
+            "False and 'dense', with a mask function"
+        )
 
 
 def check_problem_size(kernel: str, tile_m: int, sizes: tuple[int, int], seqlens: tuple[int, int]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import ENTRY_BITS
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.visible import first_key, first_query, keys_end, queries_end
 from cute_kernels.window import Window
@@ -99,3 +101,83 @@ class QueryRange:
         if not self.window.has_right:
             return n_block - self.first_visitor(m_block, seqlens) if self.window.has_left else n_block
         return self.visitors_end(m_block, num_n_blocks, seqlens) - 1 - n_block
+
+
+@dataclass(frozen=True)
+class Visit(LoopInvariant):
+    """The query tiles that one key tile visits: from ``begin`` with a mask, from ``unmasked`` without, up to ``end``;
+    where the window has a left side, from ``left_masked`` with a mask again."""
+
+    begin: Any
+    unmasked: Any
+    left_masked: Any
+    end: Any
+
+    def number(self, place: Any) -> Any:
+        """The number of the query tile that is visited at ``place``: here the same."""
+        return place
+
+    def masked(self, scores: Any, place: Any) -> Any:
+        """What is done to scores (``KeyScoreTile``) at a place before ``unmasked``, or from ``left_masked`` on."""
+        return scores
+
+    def fully_seen(self, scores: Any) -> Any:
+        """The same at the others."""
+        return scores
+
+
+@dataclass(frozen=True)
+class ListedQueries(Visit):
+    """The query tiles of one key tile and head that stand in a list, visited from its first to its last.
+
+    Places are places in the list, int32 (1 + query tiles, 2). Its first row has ``unmasked`` and ``end``, then there is
+    one for each query tile that is visited: its entry, which is its number shifted by ``ENTRY_BITS`` and in the lower
+    bits HIDDEN, PARTLY_SEEN or SEEN; and its ``turn``. Tiles that are seen come last, so that what is before
+    ``unmasked`` is not. A list from which no tile sees a key may have one all the same, whose entry says that it is
+    hidden.
+    """
+
+    entries: Any
+
+    @staticmethod
+    def of(entries: Any) -> "ListedQueries":
+        unmasked, end = entries[0, 0], entries[0, 1]
+        return ListedQueries(0 * end, unmasked, end, end, entries)
+
+    def number(self, place: Any) -> Any:
+        return self.entries[place + 1, 0] >> ENTRY_BITS
+
+    def kind(self, place: Any) -> Any:
+        return self.entries[place + 1, 0] & ((1 << ENTRY_BITS) - 1)
+
+    def turn(self, place: Any) -> Any:
+        """How many key tiles add to the query tile before this one does, where that has an order: those with lower
+        numbers that visit it."""
+        return self.entries[place + 1, 1]
+
+    def at(self, place: Any, is_seen: bool) -> "ListedQuery":
+        """The query tile at a place; ``is_seen``: of ``unmasked`` or behind it."""
+        return ListedQuery(self, place, is_seen)
+
+    def masked(self, scores: Any, place: Any) -> Any:
+        return scores.seen_as(self.kind(place))
+
+    def fully_seen(self, scores: Any) -> Any:
+        return scores.fully_seen()
+
+
+@dataclass(frozen=True)
+class ListedQuery(LoopInvariant):
+    """One query tile of a list."""
+
+    queries: ListedQueries
+    place: Any
+    is_seen: bool
+
+    @property
+    def turn(self) -> Any:
+        return self.queries.turn(self.place)
+
+    def scores(self, scores: Any) -> Any:
+        """What is done to its scores (``KeyScoreTile``)."""
+        return self.queries.fully_seen(scores) if self.is_seen else self.queries.masked(scores, self.place)

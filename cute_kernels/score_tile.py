@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import tanh, tanh_approx
@@ -114,9 +114,15 @@ class FunctionChange(LoopInvariant):
                     if functions.has_mask:
                         is_seen = known[functions.mask]
                         if kind is not None:
-                            is_seen = (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
+                            is_seen = seen_in_block(is_seen, kind)
                         score = select(is_seen, score, -Float32.inf)
                     scores[r, (e, j)] = score
+
+
+def seen_in_block(is_seen: Boolean, kind: Int32) -> Boolean:
+    """Whether an element of a listed block is seen of which the mask function says ``is_seen``; the block is of
+    ``kind`` HIDDEN, PARTLY_SEEN or SEEN."""
+    return (is_seen & (kind == PARTLY_SEEN)) | (kind == SEEN)
 
 
 @dataclass(frozen=True)
@@ -205,10 +211,14 @@ class ListedScoreTile(ScoreTile):
     @cute.jit
     def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
         """``n_block`` is a place in the list."""
+        self.change(acc_S, n_block)
+        if const_expr(is_masked):
+            self.mask.apply(acc_S, self.blocks.number(n_block))
+
+    def change(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        """``n_block`` is a place in the list."""
         entry = self.blocks.entry(n_block)
         number = entry >> ENTRY_BITS
         for change in self.changes[:-1]:
             change.apply(acc_S, number)
         self.changes[-1].apply_listed(acc_S, number, entry & ((1 << ENTRY_BITS) - 1))
-        if const_expr(is_masked):
-            self.mask.apply(acc_S, number)

@@ -7,26 +7,32 @@ from typing import Any
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
+from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.combine.config import CombineConfig
 from cute_kernels.plan.config import PlanConfig
 from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.wide.config import WideForwardConfig
 
 HOPPER_ARCH = "sm_90a"
 
-OF_ANY_ARCH = (AmpereForwardConfig, AmpereBackwardConfig, PlanConfig)
+OF_ANY_ARCH = (AmpereForwardConfig, AmpereBackwardConfig, PlanConfig, AppendConfig, CombineConfig)
 """Configs that say what they are compiled for."""
 
 COMPILERS: dict[type, tuple[str, str]] = {
     Fp8ForwardConfig: ("hopper.forward.compile", "compile_forward_fp8"),
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
     WideForwardConfig: ("hopper.wide.compile", "compile_wide"),
+    DecodeConfig: ("hopper.decode.compile", "compile_decode"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
+    AppendConfig: ("cute_kernels.append.compile", "compile_append"),
+    CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),

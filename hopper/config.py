@@ -16,6 +16,8 @@ from cute_kernels.problem import (
     MAX_HEAD_DIM,
     SCORE_FEATURES,
     SHORT_NAMES,
+    VARLEN,
+    check_block_lists,
     check_chunk,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
@@ -61,7 +63,8 @@ class ForwardConfig:
     none. ``layout`` is "dense", for sequences of one length, or "varlen", for packed ones. ``softcap`` caps scores by a
     tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes
     elements of P. ``functions`` are a user's ``score_mod`` and ``mask_mod``. With ``block_lists`` the kernel visits the
-    key blocks of a list alone, and asks the mask function only in those that the list calls seen in part.
+    key blocks of a list alone, and asks the mask function only in those that the list calls seen in part. With
+    ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache.
     """
 
     dtype: str
@@ -86,6 +89,7 @@ class ForwardConfig:
     dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
+    page_box: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -183,6 +187,7 @@ class ForwardConfig:
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         parts += [self.functions.name] if self.functions else []
         parts += ["listed"] if self.block_lists else []
+        parts += [f"pages{self.page_box}"] if self.page_box else []
         return "_".join(parts)
 
 
@@ -220,11 +225,12 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.dropout and c.tile_n % 32:
         raise ValueError(f"tile_n is {c.tile_n}, allowed with dropout: multiples of 32")
-    if c.block_lists and (c.causal or c.window or c.layout != DENSE or not c.functions.has_mask):
+    if c.page_box and (c.layout != VARLEN or c.page_box % 8 or c.tile_n % c.page_box):
         raise ValueError(
-            f"block_lists is True with causal={c.causal}, window={c.window} and layout {c.layout!r}, allowed: False, "
-            "False and 'dense', with a mask function"
+            f"page_box is {c.page_box} with layout {c.layout!r}, allowed: 0, or with 'varlen' multiples of 8 that "
+            f"divide tile_n, {c.tile_n}"
         )
+    check_block_lists(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
@@ -260,6 +266,8 @@ def check_problem_size(config: ForwardConfig, batch: int, heads: int, seqlen_q: 
 
 TWO_CONSUMERS = Registers(consumer=240, producer=24)
 THREE_CONSUMERS = Registers(consumer=160, producer=32)
+TWO_CONSUMERS_OF_PAGES = Registers(consumer=232, producer=40)
+"""Where a box of a page is more than two copies."""
 ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)

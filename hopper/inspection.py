@@ -58,14 +58,14 @@ def resource_usage(config: Any) -> ResourceUsage:
 
 
 def parse_ptxas(report: str, shared_bytes: int) -> ResourceUsage:
-    """The figures of a report of ``ptxas -v`` on one kernel."""
+    """The figures of a report of ``ptxas -v``; of several kernels that one call launches, the largest of each."""
     used, spills = USED.findall(report), SPILLS.findall(report)
-    if len(used) != 1 or len(spills) != 1:
+    if not used or len(used) != len(spills):
         raise RuntimeError(
-            f"expected ptxas to report on one kernel, found {len(used)} reports in: {report!r}"
+            f"expected ptxas to report on a kernel or more, found {len(used)} reports in: {report!r}"
         )
-    stack, stores, loads = map(int, spills[0])
-    return ResourceUsage(int(used[0]), stack, stores, loads, shared_bytes)
+    stack, stores, loads = (max(map(int, of_each)) for of_each in zip(*spills, strict=True))
+    return ResourceUsage(max(map(int, used)), stack, stores, loads, shared_bytes)
 
 
 def digest_of_code(cubin: bytes) -> str:
@@ -74,14 +74,14 @@ def digest_of_code(cubin: bytes) -> str:
     Raises:
         RuntimeError: it has no instructions.
     """
-    sections = {
-        match[1]: data for name, data in _sections(cubin).items() if (match := CODE_SECTIONS.match(name))
-    }
-    if b"text" not in sections:
+    sections = [
+        (match[1], data) for name, data in _sections(cubin).items() if (match := CODE_SECTIONS.match(name))
+    ]
+    if not any(kind == b"text" for kind, _ in sections):
         raise RuntimeError(f"found no machine code in a cubin of {len(cubin)} bytes")
     digest = hashlib.sha256()
-    for kind in sorted(sections):
-        digest.update(b"%s %d " % (kind, len(sections[kind])) + sections[kind])
+    for kind, data in sorted(sections):
+        digest.update(b"%s %d " % (kind, len(data)) + data)
     return digest.hexdigest()[:DIGEST_LETTERS]
 
 

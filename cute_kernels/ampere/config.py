@@ -16,6 +16,7 @@ from cute_kernels.problem import (
     MAX_HEAD_DIM,
     SCORE_FEATURES,
     SHORT_NAMES,
+    check_block_lists,
     check_chunk,
     cover_head_dims,
 )
@@ -75,7 +76,9 @@ class AmpereForwardConfig:
     products with V, not all of it before them. ``ctas_per_sm`` bounds the registers of a thread. With ``window`` the
     kernel is given the sides of a sliding window, and with ``chunk`` the keys of a chunk. ``layout`` says how sequences
     lie in the tensors. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit
-    without a value to each row; ``dropout`` zeroes elements of P. ``functions`` are a user's.
+    without a value to each row; ``dropout`` zeroes elements of P. ``functions`` are a user's. With
+    ``block_lists`` the kernel visits the key blocks of a list alone, and asks the mask function only in those that the
+    list calls seen in part.
     """
 
     dtype: str
@@ -98,6 +101,7 @@ class AmpereForwardConfig:
     sinks: bool = False
     dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
+    block_lists: bool = False
 
     @property
     def changes_scores(self) -> bool:
@@ -147,6 +151,7 @@ class AmpereForwardConfig:
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name)]
         parts += [self.functions.name] if self.functions else []
+        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -165,6 +170,7 @@ def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
+    check_block_lists(c)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
         if value % 32 or not 32 <= value <= MAX_HEAD_DIM:

@@ -40,13 +40,16 @@ class OptionalFeatures(Protocol):
     @property
     def functions(self) -> UserFunctions: ...
 
+    @property
+    def block_lists(self) -> bool: ...
+
 
 class KernelOptions(NamedTuple):
     """Of one launch, each as a tuple that is empty where there is no such thing.
 
     ``sides`` are those of a window and its chunk, ``factors`` softmax_scale / cap of a softcap, ``slopes`` the tensor
     (batch, heads) of ALiBi, ``sinks`` that of (heads,), ``dropout`` what ``Dropout.of`` takes, ``captured`` the tensors
-    that a user's functions read.
+    that a user's functions read, ``lists`` the tensor of lists of blocks.
     """
 
     sides: tuple
@@ -55,6 +58,7 @@ class KernelOptions(NamedTuple):
     sinks: tuple
     dropout: tuple
     captured: tuple
+    lists: tuple
 
     def softcaps(self, dtype: type[cutlass.Numeric]) -> tuple[SoftCap, ...]:
         return tuple(SoftCap(factor, dtype is cutlass.Float16) for factor in self.factors)
@@ -72,16 +76,19 @@ def read_options(
 ) -> tuple[KernelOptions, Float32]:
     """The options, and the scale of exponents of 2, of what stands between the scale and the stream: the sides of the
     window and then the keys of a chunk, if the config has them, and if it changes scores (softcap, alibi_slopes), in a
-    forward kernel sinks, and (philox, kept) of dropout, with None for what there is not, and the tensors that a user's
-    functions read."""
+    forward kernel sinks, and (philox, kept) of dropout, with None for what there is not, the tensors that a user's
+    functions read, and with ``block_lists`` that of the lists."""
     number_of_sides = len(_sides(config))
     sides, terms = arguments[:number_of_sides], arguments[number_of_sides:]
-    of_functions = len(terms) - len(config.functions.tensors)
+    of_lists = len(terms) - config.block_lists
+    terms, lists = terms[:of_lists], terms[of_lists:]
+    of_functions = of_lists - len(config.functions.tensors)
     terms, captured = terms[:of_functions], terms[of_functions:]
     terms, dropout = terms[:-2], terms[-2:] if config.dropout else ()
     caps, slopes, sinks = (tuple(x for x in terms[i : i + 1] if x is not None) for i in range(3))
     factors = tuple(softmax_scale / cap for cap in caps)
-    options = KernelOptions(tuple(sides), factors, slopes, sinks, tuple(dropout), tuple(captured))
+    others = tuple(dropout), tuple(captured), tuple(lists)
+    options = KernelOptions(tuple(sides), factors, slopes, sinks, *others)
     return options, scale_in_base_2(softmax_scale, caps)
 
 

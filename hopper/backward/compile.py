@@ -9,6 +9,7 @@ from cute_kernels.arguments import (
     compile_for_torch,
     philox_argument,
     plan_argument,
+    query_lists_argument,
     strided,
     words,
 )
@@ -26,7 +27,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     torch's current stream, with num_ctas as one more argument where ``config.is_persistent``, as many as there are SMs.
     Unless the config ``is_plain``, softmax_scale is followed by ``window_left, window_right, attention_chunk, plan,
     sequences, softcap, alibi_slopes, philox, kept, *captured``, None for what the config has no use for
-    (``BackwardOptions``).
+    (``BackwardOptions``), and with ``config.block_lists`` by the lists (``BackwardWork``).
 
     counter int32 has two zeros, which are zero again afterwards, and with ``config.ordered``
     ``config.counts_per_tile`` further zeros for each query tile of all heads. q (b, sq, h, d), k (b, sk, hk, d), v
@@ -61,6 +62,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
+        *([query_lists_argument()] if c.block_lists else []),
         *ctas,
         options=options,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_block_lists, check_chunk
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper.config import (
     BARRIER_BYTES,
@@ -36,7 +36,8 @@ class BackwardConfig:
     window, whose sides the kernel is given when it runs; with ``causal`` the right one is 0. With ``chunk`` it is given
     the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
     "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to
-    them, ``dropout`` zeroes elements of P. ``functions`` are a user's.
+    them, ``dropout`` zeroes elements of P. ``functions`` are a user's. With ``block_lists`` a key tile visits the
+    query tiles of a list alone, and the mask function is not asked in those that the list calls seen.
     """
 
     dtype: str
@@ -55,6 +56,7 @@ class BackwardConfig:
     alibi: bool = False
     dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
+    block_lists: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -101,7 +103,7 @@ class BackwardConfig:
     @property
     def can_miss_queries(self) -> bool:
         """Whether there may be key tiles that no query sees."""
-        return self.window or self.layout != DENSE
+        return self.window or self.layout != DENSE or self.block_lists
 
     @property
     def least_blocks(self) -> int:
@@ -170,6 +172,7 @@ class BackwardConfig:
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("softcap", "alibi", "dropout") if getattr(self, name)]
         parts += [self.functions.name] if self.functions else []
+        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -266,6 +269,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
+    check_block_lists(c)
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -287,6 +291,7 @@ def select_backward_config(
     alibi: bool = False,
     dropout: bool = False,
     functions: UserFunctions = NO_FUNCTIONS,
+    block_lists: bool = False,
 ) -> BackwardConfig:
     """The config that serves a problem. Windows and packed sequences have the tiles of dense problems, and so have
     scores and P that are changed, but at head_dim 64, where the widest tile leaves no registers for it.
@@ -318,6 +323,7 @@ def select_backward_config(
         alibi=alibi,
         dropout=dropout,
         functions=functions,
+        block_lists=block_lists,
     )
     validate_backward_config(config)
     return config

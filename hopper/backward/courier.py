@@ -2,12 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.pipeline import PipelineAsync, PipelineState
 
 from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.query_range import Visit
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from hopper.backward.config import BackwardConfig
 from hopper.backward.consumer import previous_stage
@@ -50,22 +51,36 @@ class Courier(LoopInvariant):
             n_block, head_kv, batch = work.coordinates(tile)
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                if const_expr(self.config.can_miss_queries):
-                    visit = work.anew().visit(pin(n_block, Int32), batch)
+                of_head = self._visit(work, visit, (batch, head_kv * work.heads_per_kv_head + i, n_block))
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
+                for place in cutlass.range(of_head.begin, of_head.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)
                     if clock & 1 == self.stage:
-                        turn = self._turn(work, n_block, m_block, batch)
+                        m_block, turn = (
+                            of_head.number(place),
+                            self._turn(work, of_head, place, n_block, batch),
+                        )
                         self._deliver(clock & 3, first_tile + m_block, turn)
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
             clock += 4
 
-    def _turn(self, work: BackwardWork, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
-        """That of a block, worked out anew where lengths and windows would take registers throughout."""
+    def _visit(self, work: BackwardWork, of_tile: Visit, place: tuple[Int32, Int32, Int32]) -> Visit:
+        """That of a head at ``place``, (batch, head, n_block), worked out anew where windows would take registers
+        throughout."""
+        if self.config.block_lists:
+            return work.visit_of_head(of_tile, place)
         if self.config.can_miss_queries:
-            return work.anew().turn(n_block, m_block, batch)
-        return work.turn(n_block, m_block, batch)
+            batch, _, n_block = place
+            return work.anew().visit(pin(n_block, Int32), batch)
+        return of_tile
+
+    def _turn(self, work: BackwardWork, visit: Visit, place: Int32, n_block: Int32, batch: Int32) -> Int32:
+        """That of a block, worked out anew where lengths and windows would take registers throughout."""
+        if self.config.block_lists:
+            return visit.turn(place)
+        if self.config.can_miss_queries:
+            return work.anew().turn(n_block, place, batch)
+        return work.turn(n_block, place, batch)
 
     @cute.jit
     def _receive(self, scheduler: TileScheduler, state: PipelineState) -> Int32:

@@ -1,5 +1,6 @@
 """The Hopper backward kernel for 16-bit inputs."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -142,6 +143,7 @@ class BackwardKernel:
             mQ.shape[2] // mK.shape[2],
             sizes,
             options.changes,
+            options.lists,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -162,6 +164,7 @@ class BackwardKernel:
         heads_per_kv_head: Int32,
         sizes: tuple[tuple, tuple],
         changes: tuple,
+        lists: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -188,7 +191,7 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         window = window_of(c.causal, sides)
-        work = self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes)
+        work = replace(self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes), lists=lists)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
@@ -244,7 +247,8 @@ class BackwardKernel:
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
-                state = producer.load_queries(head, seqlens, visit, state)
+                of_head = work.visit_of_head(visit, (batch, head, n_block))
+                state = producer.load_queries(head, seqlens, of_head, state)
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
@@ -281,12 +285,16 @@ class BackwardKernel:
             consumer.pipes.kv.consumer_wait(kv_state)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                scores = rules.for_head(mask, head_kv * work.heads_per_kv_head + i, batch)
-                for m_block in cutlass.range(visit.begin, visit.unmasked, unroll=1):
-                    consumer.block(scores, m_block, first_tile + m_block, state, True)
+                head = head_kv * work.heads_per_kv_head + i
+                scores = rules.for_head(mask, head, batch)
+                of_head = work.visit_of_head(visit, (batch, head, n_block))
+                for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
+                    m_block, in_block = of_head.number(place), of_head.masked(scores, place)
+                    consumer.block(in_block, m_block, first_tile + m_block, state, not c.block_lists)
                     state.advance()
-                for m_block in cutlass.range(visit.unmasked, visit.left_masked, unroll=1):
-                    consumer.block(scores, m_block, first_tile + m_block, state, False)
+                for place in cutlass.range(of_head.unmasked, of_head.left_masked, unroll=1):
+                    m_block, in_block = of_head.number(place), of_head.fully_seen(scores)
+                    consumer.block(in_block, m_block, first_tile + m_block, state, False)
                     state.advance()
                 if const_expr(work.window.has_left):
                     for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
@@ -451,7 +459,7 @@ class GeneralBackwardKernel(BackwardKernel):
         *captured_ctas_and_stream,
     ):
         """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
-        tensors that the config's functions read, num_ctas and the stream."""
+        tensors that the config's functions read, with ``block_lists`` the lists, num_ctas and the stream."""
         *captured, num_ctas, stream = captured_ctas_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         given = (

@@ -26,6 +26,7 @@ class BackwardOptions(LoopInvariant):
         slopes: those of ALiBi, float32 (batch, heads).
         dropout: the arguments of ``Dropout.of``.
         captured: the tensors that the functions of the config read.
+        lists: those of ``BackwardWork``.
     """
 
     window: tuple = ()
@@ -34,6 +35,7 @@ class BackwardOptions(LoopInvariant):
     slopes: tuple = ()
     dropout: tuple = ()
     captured: tuple = ()
+    lists: tuple = ()
 
     @property
     def changes(self) -> tuple:
@@ -48,16 +50,18 @@ class BackwardOptions(LoopInvariant):
         softcap: Float32 | None,
         slopes: cute.Tensor | None,
         dropout: tuple[cute.Tensor | None, Int32 | None],
-        captured: tuple,
+        captured_and_lists: tuple,
     ) -> "BackwardOptions":
-        """Of arguments, those that the config has a use for."""
+        """Of arguments, those that the config has a use for. The tensors that its functions read come before lists."""
+        of_functions = len(config.functions.tensors)
         return BackwardOptions(
             sides_of(config, *window),
             plan if config.layout == VARLEN else (),
             (softcap,) if config.softcap else (),
             (slopes,) if config.alibi else (),
             dropout if config.dropout else (),
-            captured,
+            captured_and_lists[:of_functions],
+            captured_and_lists[of_functions:],
         )
 
 

@@ -1,6 +1,6 @@
 """The Hopper backward kernel for wide heads: two CTAs of a cluster work on the same queries."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +28,7 @@ from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
 from hopper.backward.pair_batch import pair_batch_of
 from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFragments, ScoresConsumer
 from hopper.backward.pair_producer import PairProducer
+from hopper.backward.pair_walk import Problem, load_listed, load_range, walk_listed, walk_range
 from hopper.backward.producer import BackwardOperands
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
@@ -56,44 +57,6 @@ class PairLayouts(NamedTuple):
     p: cute.ComposedLayout
     ds: cute.ComposedLayout
     other_ds: cute.ComposedLayout
-
-
-class Problem(NamedTuple):
-    """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing; ``changes`` those of ``BackwardOptions``."""
-
-    softmax_scale: Float32
-    seqlens: SeqlenInfo
-    heads_per_kv_head: Int32
-    n_block: Int32
-    head_kv: Int32
-    rank: Int32
-    queries: QueryRange
-    m_ends: tuple
-    changes: tuple
-
-    @property
-    def pair(self) -> Any:
-        """The number of the cluster's key tile."""
-        return self.n_block // CLUSTER_CTAS
-
-    @property
-    def pairs(self) -> Any:
-        """Key tiles of the sequence."""
-        if self.seqlens.is_packed:
-            return cute.ceil_div(self.seqlens.seqlen_k, self.queries.tile_n)
-        return cute.arch.grid_dim()[0] // CLUSTER_CTAS
-
-    @property
-    def m_end(self) -> Any:
-        """Query tiles of a head in the sums of dQ."""
-        return self.m_ends[0] if self.seqlens.is_packed else self.queries.tiles(self.seqlens)
-
-    @property
-    def first_tile(self) -> Any:
-        """The number of the first query tile of the first query head, among all heads of the batch."""
-        first = self.head_kv * self.heads_per_kv_head * self.m_end
-        return first + self.seqlens.first_query_tile(self.queries.tile_m) if self.seqlens.is_packed else first
 
 
 class PairedBackwardKernel:
@@ -187,6 +150,7 @@ class PairedBackwardKernel:
             mQ.shape[2] // mK.shape[2],
             m_ends,
             options.changes,
+            options.lists,
         ).launch(
             grid=batch.grid(mK, options.plan),
             block=(c.threads, 1, 1),
@@ -208,6 +172,7 @@ class PairedBackwardKernel:
         heads_per_kv_head: Int32,
         m_ends: tuple,
         changes: tuple,
+        lists: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -231,7 +196,7 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists
         if const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
@@ -267,13 +232,11 @@ class PairedBackwardKernel:
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
         """The problem of a CTA; ``shared`` is what all have of it."""
-        softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes = shared
-        p = Problem(
-            softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, rank, queries, m_ends, changes
-        )
-        if self.config.ordered and queries.last_keys_first:
+        softmax_scale, heads_per_kv_head, *rest = shared
+        p = Problem(softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, *rest)
+        if self.config.ordered and p.queries.last_keys_first:
             # The last keys first: they are the first to add to their queries, and wait for none.
-            p = p._replace(n_block=CLUSTER_CTAS * (p.pairs - 1 - p.pair) + rank)
+            p = p._replace(n_block=CLUSTER_CTAS * (p.pairs - 1 - p.pair) + p.rank)
         return p
 
     @cute.jit
@@ -330,13 +293,10 @@ class PairedBackwardKernel:
 
     @cute.jit
     def _produce(self, producer: PairProducer, problem: Problem):
-        p = problem
-        m_begin = p.queries.begin(p.pair, p.seqlens)
-        m_end = p.queries.end(p.pair, p.seqlens)
-        producer.load_keys(p.n_block, p.head_kv, p.seqlens)
-        for i in cutlass.range(p.heads_per_kv_head, unroll=1):
-            head, block = p.head_kv * p.heads_per_kv_head + i, i * (m_end - m_begin)
-            producer.load_queries(head, p.seqlens, m_begin, m_end, block)
+        if const_expr(self.config.block_lists):
+            load_listed(producer, problem)
+        else:
+            load_range(producer, problem)
 
     @cute.jit
     def _consume(
@@ -348,52 +308,18 @@ class PairedBackwardKernel:
         stores: tuple,
         wg: cutlass.Constexpr[int],
     ):
-        """Walk over the query tiles of each head. The first block stands by itself: there is none before it."""
+        """dK and dV of the keys, from all their query tiles, to global memory."""
         p, c = problem, self.config
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS_PER_WARPGROUP
         key = p.n_block * c.keys + first_row_of_thread(warp_in_group, lane)
         mask = KeyMask(p.queries.window, c.tile_m, p.seqlens, key, first_column_of_thread(lane))
-        m_begin = p.queries.begin(p.pair, p.seqlens)
-        m_unmasked = p.queries.unmasked_begin(p.pair, p.seqlens)
-        m_left_masked = p.queries.unmasked_end(p.pair, p.seqlens)
-        m_end, tiles = p.queries.end(p.pair, p.seqlens), p.m_end
-        first_tile = p.first_tile
-        blocks = m_end - m_begin
-        consumer.clear()
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        consumer.pipes.kv.consumer_wait(kv_state)
-        first_head = p.head_kv * p.heads_per_kv_head
-        scores = rules.for_head(mask, first_head, p.seqlens.batch)
-        consumer.block(scores, m_begin, Int32(0), Int32(0), Int32(0), True, True)
-        tile_before, turn_before = first_tile + m_begin, self._turn(problem, m_begin)
-        for i in cutlass.range(p.heads_per_kv_head, unroll=1):
-            tile, block = first_tile + i * tiles, i * blocks - m_begin
-            scores = rules.for_head(mask, first_head + i, p.seqlens.batch)
-            begin = m_begin + 1 if i == 0 else m_begin
-            middle = cutlass.max(begin, m_unmasked)
-            for m_block in cutlass.range(begin, middle, unroll=1):
-                consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
-                tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
-            left_masked = (
-                cutlass.max(middle, m_left_masked) if const_expr(p.queries.window.has_left) else m_end
-            )
-            for m_block in cutlass.range(middle, left_masked, unroll=1):
-                consumer.block(scores, m_block, block + m_block, tile_before, turn_before, False, False)
-                tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
-            if const_expr(p.queries.window.has_left):
-                for m_block in cutlass.range(left_masked, m_end, unroll=1):
-                    consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
-                    tile_before, turn_before = tile + m_block, self._turn(problem, m_block)
-        consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
+        if const_expr(c.block_lists):
+            walk_listed(consumer, rules, mask, p)
+        else:
+            walk_range(consumer, rules, mask, p)
         for of_launch in rules.dropout:
             multiply_all(consumer.acc_dV, (of_launch.factor,))
         self._store(consumer, smem, stores, problem, wg)
-
-    def _turn(self, problem: Problem, m_block: Int32) -> Int32:
-        """How many pairs add to the query tile before this one, where the order is fixed (``BackwardWork``). They have
-        lower numbers and so have started: CTAs start in the order of their numbers."""
-        p = problem
-        return p.queries.turn(p.pair, m_block, p.pairs, p.seqlens)
 
     @cute.jit
     def _store(
@@ -587,7 +513,8 @@ class GeneralPairedBackwardKernel(PairedBackwardKernel):
         kept: Int32 | None,
         *captured_and_stream,
     ):
-        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is."""
+        """Launch. What the config has no use for is None; ``BackwardOptions`` says what the rest is. Then come the
+        tensors that the config's functions read, with ``block_lists`` the lists, and the stream."""
         *captured, stream = captured_and_stream
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         sides, dropout = (window_left, window_right, attention_chunk), (philox, kept)

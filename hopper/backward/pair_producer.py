@@ -8,6 +8,7 @@ from cutlass import Int16, Int32
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.query_range import Visit
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig
 from hopper.backward.exchange import PairPipelines, state_of
@@ -43,7 +44,7 @@ class PairProducer(LoopInvariant):
             cute.copy(operand.atom, gmem[None, row, column], smem[None, 0], tma_bar_ptr=barrier)
 
     @cute.jit
-    def load_queries(self, head: Int32, seqlens: SeqlenInfo, m_begin: Int32, m_end: Int32, block: Int32):
+    def load_queries(self, head: Int32, seqlens: SeqlenInfo, visit: Visit, block: Int32):
         """Issue the loads of one query head, whose first block is number ``block``."""
         c, ops = self.config, self.operands
         q, do = (
@@ -53,11 +54,12 @@ class PairProducer(LoopInvariant):
                 (ops.do, ops.delta, c.head_dim_v),
             )
         )
-        for step in cutlass.range(m_end - m_begin, unroll=1):
+        for step in cutlass.range(visit.end - visit.begin, unroll=1):
             q_state = state_of(c.stages_of("q"), block + step, is_producer=True)
-            self._load((ops.q, ops.lse), q, m_begin + step, self.pipes.q, q_state)
+            m_block = visit.number(visit.begin + step)
+            self._load((ops.q, ops.lse), q, m_block, self.pipes.q, q_state)
             do_state = state_of(c.stages_of("do"), block + step, is_producer=True)
-            self._load((ops.do, ops.delta), do, m_begin + step, self.pipes.do, do_state)
+            self._load((ops.do, ops.delta), do, m_block, self.pipes.do, do_state)
 
     @cute.jit
     def _partition(

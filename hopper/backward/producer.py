@@ -11,9 +11,9 @@ from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
 from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.query_range import Visit
 from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.backward.config import BackwardConfig
-from hopper.backward.work import Visit
 from hopper.tiles import TmaOperand
 
 
@@ -64,7 +64,8 @@ class BackwardProducer(LoopInvariant):
         tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, seqlens.rows_q)
         tLsL, tLgL = partition_vector(ops.lse, c.tile_m, head, seqlens)
         tDsD, tDgD = partition_vector(ops.delta, c.tile_m, head, seqlens)
-        for m_block in cutlass.range(visit.begin, visit.end, unroll=1):
+        for place in cutlass.range(visit.begin, visit.end, unroll=1):
+            m_block = visit.number(place)
             self.pipes.q.producer_acquire(state)
             self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
             self._copy(ops.lse, tLgL[None, m_block], tLsL[None, state.index], self.pipes.q, state)

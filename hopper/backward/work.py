@@ -1,7 +1,6 @@
 """The key tiles of a launch of the backward kernel, and the query tiles that each of them visits."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from cutlass import Int32, const_expr
 
@@ -9,21 +8,11 @@ from cute_kernels.fast_math import pin
 from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.query_range import QueryRange
+from cute_kernels.query_range import ListedQueries, QueryRange, Visit
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
-
-
-class Visit(NamedTuple):
-    """The query tiles of one key tile: from ``begin`` with a mask, from ``unmasked`` without, up to ``end``; where the
-    window has a left side, from ``left_masked`` with a mask again."""
-
-    begin: Int32
-    unmasked: Int32
-    left_masked: Int32
-    end: Int32
 
 
 @dataclass(frozen=True)
@@ -35,6 +24,9 @@ class BackwardWork(LoopInvariant):
     that were claimed before it, so there is always one that waits for none. Without a mask they come one behind the
     other, since CTAs that have once waited stay apart. Under a causal mask, or in a window with a right side, each
     starts at its diagonal, and the last key tile is the first at its queries: so that one is claimed first.
+
+    ``lists`` is empty, or has the int32 tensor (batch, heads, key tiles, 1 + query tiles, 2) from which
+    ``ListedQueries`` are read.
     """
 
     config: BackwardConfig
@@ -45,6 +37,7 @@ class BackwardWork(LoopInvariant):
     m_end: Int32
     seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
+    lists: tuple = ()
 
     @property
     def queries(self) -> QueryRange:
@@ -59,6 +52,7 @@ class BackwardWork(LoopInvariant):
         return n_block, head_kv, batch
 
     def visit(self, n_block: Int32, batch: Int32) -> Visit:
+        """That of all heads; without lists."""
         queries, seqlens = self.queries, self.seqlens.of(batch)
         begin, unmasked = queries.begin(n_block, seqlens), queries.unmasked_begin(n_block, seqlens)
         if const_expr(self._ends_alike):
@@ -66,6 +60,13 @@ class BackwardWork(LoopInvariant):
         end = queries.end(n_block, seqlens)
         left_masked = queries.unmasked_end(n_block, seqlens) if const_expr(self.window.has_left) else end
         return Visit(begin, unmasked, left_masked, end)
+
+    def visit_of_head(self, of_tile: Visit, place: tuple[Int32, Int32, Int32]) -> Visit:
+        """What a key tile visits of a query head: ``of_tile``, or what is listed at ``place``, (batch, head,
+        n_block)."""
+        for lists in self.lists:
+            return ListedQueries.of(lists[(*place, None, None)])
+        return of_tile
 
     def anew(self) -> "BackwardWork":
         """The same, of which nothing is computed before this point; for couriers, which have no registers to keep what

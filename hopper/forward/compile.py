@@ -7,6 +7,7 @@ from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
     captured_arguments,
     compile_for_torch,
+    key_lists_argument,
     philox_argument,
     plan_argument,
     strided,
@@ -30,12 +31,15 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     the persistent grid, usually the number of SMs.
 
     Unless the config ``is_plain``, it is ``fn(q, k, v, out, lse, tile_counter, softmax_scale, window_left,
-    window_right, attention_chunk, plan, sequences, softcap, alibi_slopes, sinks, philox, kept, *captured, num_ctas)``,
-    as ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the layout "varlen" q and
-    out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32, of query tiles, with
-    ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). alibi_slopes float32 (b, h), the stride
-    of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout (``cute_kernels/philox.py``);
-    captured are the tensors that the functions of the config read, and with ``block_lists`` one more, the lists.
+    window_right, attention_chunk, plan, sequences, page_table, leftpad, softcap, alibi_slopes, sinks, philox, kept,
+    *captured, num_ctas)``, as ``GeneralForwardKernel`` has them, with None for what the config has no use for. With the
+    layout "varlen" q and out are (total_q, h, ...), k and v (total_k, hk, ...), lse (h, total_q or 0); plan is int32,
+    of query tiles, with ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``). With ``page_box``
+    k and v are (pages, page_size, hk, ...), their first strides the same multiple of their second ones; page_table
+    int32 (b, pages of a sequence) and leftpad int32 (b,) or (0,) are those of ``Pages``. alibi_slopes float32 (b, h),
+    the stride of b may be 0; sinks float32 (h,); philox int64 (2,) and kept 1 to 256 are of dropout
+    (``cute_kernels/philox.py``); captured are the tensors that the functions of the config read, and with
+    ``block_lists`` one more, the lists.
 
     What the function does not check, and its callers must: no other size is 0, h is a multiple of hk, d and dv are
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
@@ -57,20 +61,21 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         *((Int32(0), Int32(0)) if c.window else (None, None)),
         Int32(0) if c.chunk else None,
         *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        *((_page_table(), words(cute.sym_int())) if c.page_box else (None, None)),
         Float32(0.0) if c.softcap else None,
         strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
         strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
-        *([_block_lists()] if c.block_lists else []),
+        *([key_lists_argument()] if c.block_lists else []),
         ctas,
         options=options,
     )
 
 
-def _block_lists():
-    """int32 (b, h, query tiles, 1 + key tiles), of which the first two strides may be 0."""
-    return strided(Int32, tuple(cute.sym_int() for _ in range(4)), 1)
+def _page_table():
+    """int32 (b, pages of a sequence)."""
+    return strided(Int32, (cute.sym_int(), cute.sym_int()), 1)
 
 
 def _dense_tensors(config: ForwardConfig) -> tuple:
@@ -84,11 +89,12 @@ def _dense_tensors(config: ForwardConfig) -> tuple:
 
 
 def _packed_tensors(config: ForwardConfig) -> tuple:
-    """The same of packed sequences."""
+    """The same of packed sequences; with ``page_box`` K and V are (pages, page_size, hk, ...)."""
     dtype = DSL_DTYPES[config.dtype]
     total_q, total_k, h, hk = (cute.sym_int() for _ in range(4))
     d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    shapes = (total_q, h, d), (total_k, hk, d), (total_k, hk, dv), (total_q, h, dv)
+    keys = (total_k, cute.sym_int()) if config.page_box else (total_k,)
+    shapes = (total_q, h, d), (*keys, hk, d), (*keys, hk, dv), (total_q, h, dv)
     tensors = (strided(dtype, shape, VECTOR_ELEMENTS) for shape in shapes)
     return *tensors, strided(Float32, (h, cute.sym_int()), 1)
 

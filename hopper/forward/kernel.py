@@ -34,6 +34,7 @@ from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.operands import Mmas, PerOperand, Work
+from hopper.forward.paged import PagedTma, Pages
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
@@ -68,7 +69,8 @@ class KernelParts:
     def of_16_bits(config: ForwardConfig) -> "KernelParts":
         """For inputs in 16 bits."""
         if config.layout == VARLEN:
-            return KernelParts(SixteenBits(config), PackedTma(config), PackedBatch(config))
+            kv_source = PagedTma(config) if config.page_box else PackedTma(config)
+            return KernelParts(SixteenBits(config), kv_source, PackedBatch(config))
         return KernelParts(SixteenBits(config), DenseTma(config), DenseBatch(config))
 
 
@@ -79,7 +81,7 @@ class LaunchOptions(LoopInvariant):
     ``extras`` are for the kernel's ``precision``; ``plan`` is the plan and its number of sequences, for
     ``PackedBatch``; ``window`` the two sides, and then the chunk if there is one; ``softcap`` the cap; ``slopes`` those
     of ALiBi; ``dropout`` the arguments of ``Dropout.of``; ``captured`` the tensors that a user's functions read;
-    ``lists`` the tensor of lists of blocks (``Work``).
+    ``lists`` the tensor of lists of blocks (``Work``); ``pages`` the table and the left pads of ``Pages``.
     """
 
     extras: tuple = ()
@@ -90,6 +92,7 @@ class LaunchOptions(LoopInvariant):
     dropout: tuple = ()
     captured: tuple = ()
     lists: tuple = ()
+    pages: tuple = ()
 
 
 class ForwardKernel:
@@ -160,13 +163,15 @@ class ForwardKernel:
         """``__call__`` with the tensor of V that ``kv_source`` takes, and the other tensors as ``batch`` takes them."""
         c, batch = self.config, self.parts.batch
         mVt = self.parts.kv_source.arrange_v(arguments.v)
-        mQ, mK, mO = (batch.view(t) for t in (arguments.q, arguments.k, arguments.o))
+        mQ = batch.view(arguments.q)
+        mK = self.parts.kv_source.arrange_k(arguments.k, batch)
+        mO = batch.view(arguments.o)
         mLSE = batch.view_lse(mLSE)
 
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
-        atom_K, tma_K = cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim))
+        atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
@@ -189,6 +194,7 @@ class ForwardKernel:
             options.dropout,
             options.captured,
             options.lists,
+            self.parts.kv_source.pages(arguments, options.pages),
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -215,6 +221,7 @@ class ForwardKernel:
         dropout: tuple,
         captured: tuple,
         lists: tuple,
+        pages: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -256,7 +263,8 @@ class ForwardKernel:
         softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
         rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
-        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists)
+        pages = tuple(Pages(*each) for each in pages)
+        work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists, pages)
         precision = self.parts.precision
         if const_expr(not c.warp_specialized):
             scales = precision.make_scales(scale_log2, extras, storage)
@@ -427,6 +435,8 @@ class GeneralForwardKernel(ForwardKernel):
         attention_chunk: Int32 | None,
         plan: cute.Tensor | None,
         sequences: Int32 | None,
+        page_table: cute.Tensor | None,
+        leftpad: cute.Tensor | None,
         softcap: Float32 | None,
         alibi_slopes: cute.Tensor | None,
         sinks: cute.Tensor | None,
@@ -439,9 +449,10 @@ class GeneralForwardKernel(ForwardKernel):
         The sides of a window are 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is 0,
         whatever is given. ``attention_chunk`` is 1 or more keys. With the layout "varlen" mQ, mK, mV, mO are (total,
         heads, head_dim), mLSE (heads, total_q or 0), and ``plan`` is of query tiles, for ``sequences`` - 1 sequences of
-        the caller's. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks float32 (heads,);
-        ``philox`` and ``kept`` are those of ``Dropout.of``. Then come the tensors that the config's functions read,
-        with ``block_lists`` the tensor of lists (``Work``), num_ctas and the stream.
+        the caller's. With ``page_box`` mK and mV are (pages, page_size, heads, head_dim), and ``page_table`` and
+        ``leftpad`` are those of ``Pages``. ``softcap`` is positive; alibi_slopes are float32 (batch, heads) and sinks
+        float32 (heads,); ``philox`` and ``kept`` are those of ``Dropout.of``. Then come the tensors that the config's
+        functions read, with ``block_lists`` the tensor of lists (``Work``), num_ctas and the stream.
         """
         c = self.config
         *captured, num_ctas, stream = captured_ctas_and_stream
@@ -449,6 +460,7 @@ class GeneralForwardKernel(ForwardKernel):
         options = LaunchOptions(
             extras=(sinks,) if const_expr(c.sinks) else (),
             plan=(plan, sequences) if const_expr(c.layout == VARLEN) else (),
+            pages=(page_table, leftpad) if const_expr(c.page_box) else (),
             window=sides_of(c, window_left, window_right, attention_chunk),
             softcap=(softcap,) if const_expr(c.softcap) else (),
             slopes=(alibi_slopes,) if const_expr(c.alibi) else (),

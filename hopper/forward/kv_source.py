@@ -12,7 +12,8 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
-from hopper.forward.operands import Pipelines, Work
+from hopper.forward.batch import DenseBatch
+from hopper.forward.operands import PerOperand, Pipelines, Work
 from hopper.forward.producer import Producer
 from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
 
@@ -38,15 +39,28 @@ class DenseTma(LoopInvariant):
         """Warps that are told which tile comes next."""
         return WARPS_PER_WARPGROUP * self.config.consumers
 
+    def arrange_k(self, mK: cute.Tensor, batch: DenseBatch) -> cute.Tensor:
+        """K as TMA sees it: with its rows first, then head_dim, then kv_heads."""
+        return batch.view(mK)
+
     def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
         """V as (head_dim_v, keys, kv_heads, batch), of an argument (batch, keys, kv_heads, head_dim_v)."""
         return cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+
+    def pages(self, arguments: PerOperand, given: tuple) -> tuple:
+        """What a launch gives a kernel of the pages in which K and V lie; ``given`` are arguments of it."""
+        return ()
 
     def v_layout(self, dtype) -> cute.ComposedLayout:
         """Of V in shared memory, (head_dim_v, tile_n, stages)."""
         c = self.config
         rows = swizzled_layout(c.tile_n, c.head_dim_v, c.stages, dtype)
         return cute.make_composed_layout(rows.inner, 0, cute.select(rows.outer, mode=[1, 0, 2]))
+
+    def make_k_atom(self, mK: cute.Tensor, layout: cute.ComposedLayout) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA that loads a block of K, whose ``layout`` in shared memory is (tile_n, head_dim, stages)."""
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.tile_n, self.config.head_dim)
+        return cpasync.make_tiled_tma_atom(load, mK, layout, tile)
 
     def make_v_atom(self, mVt: cute.Tensor, dtype) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The TMA that loads a block of V."""

@@ -49,7 +49,7 @@ class Mmas(NamedTuple):
 class Work(LoopInvariant):
     """The tiles of a launch: who hands them out, in which order, which key blocks each visits, and what is done to
     scores. ``lists`` is empty, or has the int32 tensor (batch, heads, query tiles, 1 + key tiles) from which
-    ``ListedBlocks`` are read."""
+    ``ListedBlocks`` are read; ``pages`` is empty, or has the ``Pages`` of K and V."""
 
     scheduler: TileScheduler
     order: TileOrder | PackedTileOrder
@@ -58,6 +58,7 @@ class Work(LoopInvariant):
     heads_per_kv_head: Int32
     rules: ScoreRules
     lists: tuple = ()
+    pages: tuple = ()
 
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
         seqlens = self.seqlens.of(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any, TypeVar
 
 from cute_kernels import problem
@@ -12,6 +13,7 @@ from hopper.config import (
     ONE_CONSUMER_OF_THREE_CTAS,
     THREE_CONSUMERS,
     TWO_CONSUMERS,
+    TWO_CONSUMERS_OF_PAGES,
     WARPGROUP_ROWS,
     ForwardConfig,
     validate_forward_config,
@@ -95,6 +97,12 @@ PACKED_TILINGS: dict[tuple[int, int, bool], Tiling] = {
 """The tiles of packed sequences, where those of PACKED_SEQLEN keys lose more with short sequences than they win with
 long ones."""
 
+ONE_PAGE = 2**31 - 1
+"""In place of rows, where every sequence lies in one page, whatever its size."""
+
+PAGE_ROWS = (128, 64, 32, 16, 8)
+"""Rows that may be known to lie together in a page, from the first of the page on: the widest one that divides its size
+makes the widest boxes. Fewer than the 8 of a swizzle are no box."""
 
 FUNCTION_TILINGS: dict[tuple[int, int], Tiling] = {
     (64, 64): tiling(128, 128, 4),
@@ -151,6 +159,35 @@ def select_with_functions(
     pair = cover_head_dims(head_dim, head_dim_v)
     config = _build(FUNCTION_TILINGS[pair], dtype, (*pair, causal))
     return replace(config, window=window, layout=layout, **others)
+
+
+PAGED_REGISTERS = {(96, 96): TWO_CONSUMERS_OF_PAGES}
+"""Of kernels on pages, by (head_dim, head_dim_v), where they are not those of the tiles."""
+
+
+WIDE_BOX = 32
+"""Rows of a page from which on a tile is chosen that has whole boxes of them."""
+
+PAGED_TILE_N = {(128, 128): 160}
+"""Keys of a tile then, by head_dim and head_dim_v, in place of those of the table."""
+
+
+def select_paged_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_rows: int, window: bool = False
+) -> ForwardConfig:
+    """The config of packed queries on keys and values in the pages of a cache, of which ``page_rows`` are whole boxes
+    of rows: one of PAGE_ROWS that divides the page size, or ONE_PAGE.
+
+    Its tiles are those of the longest sequences: a cache has few queries for its keys, and the walks are long.
+    """
+    key = (*cover_head_dims(head_dim, head_dim_v), causal)
+    config = _build(TILINGS[key][-1], dtype, key)
+    if key[:2] in PAGED_TILE_N and page_rows >= WIDE_BOX:
+        config = replace(config, tile_n=PAGED_TILE_N[key[:2]])
+    if key[:2] in PAGED_REGISTERS:
+        config = replace(config, registers=PAGED_REGISTERS[key[:2]])
+    box = config.tile_n if page_rows == ONE_PAGE else gcd(config.tile_n, page_rows)
+    return replace(config, window=window, layout=VARLEN, page_box=box)
 
 
 def with_dropout(config: ForwardConfig) -> ForwardConfig:

@@ -11,9 +11,12 @@ check_rooms()
 # E402, here and below: a foreign `hopper` must be found out before ours is imported.
 from hopper_attention import mods  # noqa: E402
 from hopper_attention.api import flash_attn_func  # noqa: E402
+from hopper_attention.combine import flash_attn_combine  # noqa: E402
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
 from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
+from hopper_attention.kvcache import flash_attn_with_kvcache, get_scheduler_metadata  # noqa: E402
+from hopper_attention.kvcache_plan import explain_kvcache  # noqa: E402
 from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
 from hopper_attention.varlen import flash_attn_varlen_func  # noqa: E402
@@ -28,7 +31,9 @@ __all__ = [
     "describe_machine",
     "explain",
     "explain_fp8",
+    "explain_kvcache",
     "explain_varlen",
+    "flash_attn_combine",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -37,6 +42,8 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "mods",
     "quantize_qkv",
 ]

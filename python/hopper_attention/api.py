@@ -203,9 +203,8 @@ def flash_attn_func(
             an index outside of a tensor is taken for the nearest inside. Gradients flow through it to q and k, not to
             the tensors that it reads. Not for float8_e4m3fn.
         mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, likewise, beside the other masks.
-        block_mask: FlexAttention's BlockMask in place of a mask_mod, beside the other masks. Where there are none, and
-            its blocks are multiples of 128 queries and 64 keys, the Hopper kernel of the forward pass visits no block
-            that it hides.
+        block_mask: FlexAttention's BlockMask in place of a mask_mod, beside the other masks. Where there are none,
+            kernels visit no block that it hides, forward and backward.
         qv: (batch, seqlen_q, heads, head_dim_v), of q's dtype and device: a second query, which multiplies V: scores
             are softmax_scale (Q K^T + QV V^T), and softmax_scale is (head_dim + head_dim_v)**-0.5 by default
             (FlashAttention-3's, for attention over a latent, MLA). 16 bits, forward only: a backward pass through the

@@ -24,6 +24,7 @@ from hopper_attention.backends import (
     why_not_hopper,
 )
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.forward_rules import lists_of
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
 
@@ -149,7 +150,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     # A sink is in the LSE, which is all that a backward kernel sees of it.
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper":
-        return replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        return replace(hopper, **lists_of(p, (hopper.tile_m, hopper.tile_n)))
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
     if capability not in ARCH_OF_CAPABILITY:
@@ -159,4 +161,5 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
     config = select_ampere_backward_config(*options, arch, *features)
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
-    return replace(config, **fields, chunk=p.has_chunk)
+    lists = lists_of(p, (config.tile_m, config.tile_n))
+    return replace(config, **fields | lists, chunk=p.has_chunk)

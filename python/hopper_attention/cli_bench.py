@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from hopper_attention.cli_parts import (
     NO_FILE,
+    STDOUT,
     Device,
     Fa3Library,
     JsonPath,
@@ -356,6 +357,69 @@ def features(
 
             print_path(console, "plot", plot_features(report, Path(plot)))
         write_json_text(dump_features(report), json_path, console)
+        end_if_lost(lost, console)
+
+
+@bench_app.command()
+def serving(
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Workloads with this in their name; * is anything.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Those with an e4m3 cache as well.")] = False,
+    inputs: Annotated[Inputs, typer.Option(help="N(0, 1); or with queries times 4.")] = "normal",
+    peers: Peers = "",
+    fa3_library: Fa3Library = NO_FILE,
+    device: Device = "auto",
+    budget: Budget = 60.0,
+    plot: PlotPath = NO_FILE,
+    json_path: JsonPath = NO_FILE,
+) -> None:
+    """Attention on a key/value cache: decode, pages, chunked prefill, new keys; us of each peer, ours over the best,
+    and host time. Report, written after each workload: serving_<gpu>.json, page: serving.md."""
+    with one_line_errors():
+        where = device_to_measure(device)
+        from hopper_attention.experiments.bench.peers import Setting
+        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.features.run import WorkloadLostError
+        from hopper_attention.experiments.reports import write_text
+        from hopper_attention.experiments.serving import spec
+        from hopper_attention.experiments.serving.peers import parse_serving_peers
+        from hopper_attention.experiments.serving.results import ServingReport, dump_serving, serving_targets
+        from hopper_attention.experiments.serving.run import run_serving
+        from hopper_attention.experiments.serving.tables import host_table, serving_problems, serving_table
+        from hopper_attention.experiments.tables import target_table
+
+        workloads = spec.pick_workloads(only, spec.ALL_WORKLOADS if every else spec.WORKLOADS)
+        rows = parse_serving_peers(peers)
+        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
+        console = console_for(json_path, WIDE_PIPE)
+        latest: list[ServingReport] = []
+        lost = ""
+
+        def save(report: ServingReport) -> None:
+            latest.append(report)
+            if json_path not in (NO_FILE, STDOUT):
+                write_text(Path(json_path), dump_serving(report))
+
+        with progress_bar() as bar:
+            start = line_progress(bar, len(workloads))
+            try:
+                run_serving(workloads, rows, setting, effort, family=inputs, progress=start, save=save)
+            except WorkloadLostError as error:
+                lost = f"stopped at {error}"
+        report = latest[-1]
+        console.print(serving_table(report))
+        if report.host:
+            console.print(host_table(report))
+        targets = serving_targets(report)
+        if targets:
+            console.print(target_table(targets))
+        show_problems(serving_problems(report), console)
+        if plot != NO_FILE and report.cells:
+            from hopper_attention.experiments.serving.plot import plot_serving
+
+            print_path(console, "plot", plot_serving(report, Path(plot)))
+        write_json_text(dump_serving(report), json_path, console)
         end_if_lost(lost, console)
 
 

@@ -28,10 +28,13 @@ import platformdirs
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
+from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.combine.config import CombineConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
 from hopper.wide.config import WideForwardConfig
@@ -218,6 +221,11 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
 
 def get_quantize(config: QuantizeConfig) -> Kernel:
     """The quantizer of ``config``, ready to be called; see ``hopper.quantize.compile.compile_quantize``."""
+    return _cache_in(folder_of(config)).get(config)
+
+
+def get_serving(config: AppendConfig | CombineConfig | DecodeConfig) -> Kernel:
+    """A kernel that serves a KV cache beside attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 

@@ -107,3 +107,14 @@ def unit_scales(batch: int, kv_heads: int, device: torch.device) -> Tensor:
     )
     # A graph fills its own, at every replay.
     return torch.ones(shape, dtype=torch.float32, device=device) if ones is None else ones
+
+
+def multiples(count: int, step: int, device: torch.device) -> Tensor:
+    """int32 (count,): 0, step, 2 step, and so on; kept, as the offsets of sequences of one length."""
+
+    def made(on: torch.device | str) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=on) * step
+
+    kept = constants.get(("multiples", count, step, device), device, lambda: made("cpu"))
+    # A graph makes its own, at every replay.
+    return made(device) if kept is None else kept

@@ -80,7 +80,7 @@ def mask_of_window(
         ValueError, TypeError: it is no pair of sides.
         NotImplementedError: the sequences are too long for a window.
     """
-    window = _read_window(window_size)
+    window = read_window(window_size)
     mask = MaskSpec.canonical(causal, *window, seqlen_q, seqlen_k, attention_chunk)
     check_window_lengths(mask, seqlen_q, seqlen_k)
     return mask
@@ -99,6 +99,16 @@ def resolve_packed_mask(
         return MaskSpec(causal)
     chunk = _read_count("attention_chunk", attention_chunk)
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
+
+
+def hides_keys(causal: bool, window_size: Any, attention_chunk: Any) -> bool:
+    """Whether a causal mask, a window or a chunk is asked for, even one that hides nothing of short sequences.
+
+    Raises:
+        ValueError, TypeError: an argument has no meaning.
+    """
+    has_window = not is_full(window_size) and read_window(window_size) != FULL_WINDOW
+    return causal or has_window or _read_count("attention_chunk", attention_chunk) > 0
 
 
 def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
@@ -205,7 +215,12 @@ def is_full(window_size: Any) -> bool:
     return type(window_size) is tuple and window_size == FULL_WINDOW
 
 
-def _read_window(window_size: Any) -> tuple[int, int]:
+def read_window(window_size: Any) -> tuple[int, int]:
+    """(left, right) of a ``window_size``, -1 for a side without a limit.
+
+    Raises:
+        ValueError, TypeError: it is no pair of sides.
+    """
     sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")

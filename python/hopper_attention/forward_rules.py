@@ -13,9 +13,15 @@ from cute_kernels.ampere.config import (
 )
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
-from hopper.forward.tilings import select_forward_config, select_with_functions, with_dropout
+from hopper.forward.tilings import (
+    select_forward_config,
+    select_paged_config,
+    select_with_functions,
+    with_dropout,
+)
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Target, choose_backend
+from hopper_attention.block_masks import is_divided
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
@@ -37,7 +43,7 @@ class ReferenceConfig:
 
 
 SMALL_TILE = 64
-"""Keys of a tile that goes into the blocks of a BlockMask where that of the tables does not."""
+"""Keys of a tile that divides the blocks of a BlockMask where that of the tables does not."""
 
 Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
 
@@ -123,9 +129,11 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     Raises:
         NotImplementedError: the backend has no kernel for such problems.
     """
+    p = problem
+    if p.page_rows:
+        return _select_paged(p, backend)
     if backend == "reference":
         return ReferenceConfig()
-    p = problem
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields = p.scores.fields | {"chunk": p.has_chunk}
     if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
@@ -134,7 +142,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         arch = ARCH_OF_CAPABILITY[capability[0], capability[1]]
         dims = p.head_dim, p.head_dim_v
         plain = select_ampere_forward_config(dtype, *dims, p.causal, arch, p.has_window, layout)
-        return replace(plain, **fields)
+        return replace(plain, **fields | lists_of(p, (plain.tile_m, plain.tile_n)))
     if p.scores.functions:
         return _with_functions(p, dtype, layout, fields)
     options = p.causal, p.longest_k, p.has_window, layout
@@ -145,16 +153,58 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
 def _with_functions(
     problem: AttentionProblem, dtype: str, layout: str, fields: dict[str, Any]
 ) -> ForwardConfig:
-    """The config of a problem with a user's functions. It visits the blocks of a BlockMask alone (``block_lists``)
-    where tiles divide them, and where there is no other mask and nothing is packed; else all blocks."""
+    """The config of a problem with a user's functions."""
     p = problem
     options = dtype, p.head_dim, p.head_dim_v, p.causal, p.has_window, layout
     config = select_with_functions(*options, **fields)
-    for functions, (rows, keys) in p.scores.listed:
-        tile_n = next((n for n in (config.tile_n, SMALL_TILE) if keys % n == 0), 0)
-        if rows % config.tile_m == 0 and tile_n and not (p.causal or p.has_window or p.is_packed):
-            return replace(config, functions=functions, block_lists=True, tile_n=tile_n)
+    tiles = [(config.tile_m, tile_n) for tile_n in (config.tile_n, SMALL_TILE)]
+    for _, block in p.scores.listed:
+        tile = next((tile for tile in tiles if is_divided(block, tile)), tiles[0])
+        if lists := lists_of(p, tile):
+            return replace(config, tile_n=tile[1], **lists)
     return config
+
+
+def lists_of(problem: AttentionProblem, tile: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a config of a problem with a BlockMask whose kernel visits what lists name (``block_lists``), where
+    there is no other mask and nothing is packed; else none. A ``tile``, (queries, keys), that has parts of several
+    blocks needs the functions that know the table (``CapturedFunctions.for_tiles``)."""
+    p = problem
+    if p.causal or p.has_window or p.is_packed:
+        return {}
+    for functions, block in p.scores.listed:
+        is_part = is_divided(block, tile)
+        return {"functions": functions if is_part else p.scores.functions, "block_lists": True}
+    return {}
+
+
+def why_not_paged(problem: AttentionProblem, backend: str) -> str:
+    """What keeps a kernel from attending to a cache where it lies; empty if one can."""
+    p = problem
+    if backend != "hopper":
+        return f"the backend {backend!r} has no kernel that reads the pages of a cache"
+    if p.dtype not in DTYPE_NAMES:
+        return (
+            f"q has dtype {p.dtype}, and the kernel that reads pages takes {', '.join(DTYPE_NAMES.values())}"
+        )
+    if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
+        return (
+            f"the kernel that reads pages has no second query, and values of at most {MAX_HEAD_DIM} columns"
+        )
+    if p.scores.functions or p.scores.has_dropout:
+        return "the kernel that reads pages has no score_mod, mask_mod or dropout"
+    return ""
+
+
+def _select_paged(problem: AttentionProblem, backend: str) -> ForwardConfig:
+    """The config of a problem whose keys lie in the pages of a cache."""
+    p = problem
+    reason = why_not_paged(p, backend)
+    if reason:
+        raise NotImplementedError(f"{reason}; use flash_attn_varlen_func on a copy of the keys in use")
+    options = p.causal, p.page_rows, p.has_window
+    config = select_paged_config(DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, *options)
+    return replace(config, chunk=p.has_chunk, **p.scores.fields)
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:

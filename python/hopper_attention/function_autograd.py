@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention.functions import CapturedFunctions
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
@@ -37,7 +36,7 @@ class DenseCall:
     @property
     def constants(self) -> tuple[Tensor | None, ...]:
         """The call's tensors without a gradient, which autograd saves too; None for slopes that are not there."""
-        return self.scores.alibi_slopes, *self.scores.captured.tensors
+        return self.scores.alibi_slopes, *self.scores.captured.saved
 
     def with_saved(self, sinks: Tensor | None, constants: Sequence[Tensor | None]) -> DenseCall:
         """The same call with the tensors that autograd saved, and of which it says if they were changed in place."""
@@ -46,7 +45,7 @@ class DenseCall:
     def _scores_with(self, sinks: Tensor | None, constants: Sequence[Tensor | None]) -> Scores:
         slopes, *captured = constants
         tensors = tuple(x for x in captured if x is not None)
-        functions = CapturedFunctions(self.scores.captured.functions, tensors)
+        functions = self.scores.captured.with_saved(tensors)
         return FunctionScores(self.scores.softcap, slopes, sinks, functions=functions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

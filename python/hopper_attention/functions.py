@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.user_functions import BOOL, FLOAT, INPUTS, NO_FUNCTIONS, NOTHING, UserFunctions
-from hopper_attention.block_masks import BlockTable, is_no_mask
+from hopper_attention.block_masks import BlockTable, is_divided, is_no_mask
 from hopper_attention.tracing import TensorReads, Trace, Value
 
 ScoreMod = Callable[..., Any]
@@ -49,8 +49,31 @@ class CapturedFunctions:
         return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.tensors)
 
     @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """All tensors that a backward pass needs, as ``with_saved`` takes them."""
+        of_lists = (x for captured, table in self.listed for x in (table.kinds, *captured.tensors))
+        return *self.tensors, *of_lists
+
+    def with_saved(self, saved: tuple[Tensor, ...]) -> CapturedFunctions:
+        """The same with these in place of its own."""
+        own, of_lists = saved[: len(self.tensors)], saved[len(self.tensors) :]
+        listed = tuple(
+            (replace(captured, tensors=of_lists[1:]), replace(table, kinds=of_lists[0]))
+            for captured, table in self.listed
+        )
+        return replace(self, tensors=own, listed=listed)
+
+    def for_tiles(self, tile: tuple[int, int]) -> CapturedFunctions:
+        """Those that say what is seen of a tile, (queries, keys), which a list calls seen in part: without the table
+        where a tile is a part of one block."""
+        for captured, table in self.listed:
+            if is_divided(table.block, tile):
+                return captured
+        return self
+
+    @property
     def listed_kind(self) -> ListedKind:
-        return tuple((captured.functions, (table.rows, table.keys)) for captured, table in self.listed)
+        return tuple((captured.functions, table.block) for captured, table in self.listed)
 
 
 NO_CAPTURED = CapturedFunctions()

@@ -35,6 +35,8 @@ class AttentionProblem:
         is_packed: sequences of different lengths lie one after another in one tensor.
         scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
         has_qv: there is a second query, of head_dim_v columns, that multiplies V.
+        page_rows: of a cache in whose pages K and V lie, rows that are known to lie together (``PAGE_ROWS``,
+            ``ONE_PAGE``); 0 where there is none.
     """
 
     dtype: torch.dtype
@@ -49,6 +51,7 @@ class AttentionProblem:
     is_packed: bool = False
     scores: ScoreKind = PLAIN
     has_qv: bool = False
+    page_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,12 @@ class Scores:
     def for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a kernel takes: ``changes_for_kernel``, and of dropout ``philox``, contiguous, and ``kept_steps``. None
         for what there is not of these. Then the tensors that functions read."""
+        return *self._without_functions(batch, heads), *self.captured.for_kernel
+
+    def _without_functions(self, batch: int, heads: int) -> tuple[Any, ...]:
         philox = self.philox
         dropout = (None, None) if philox is None else (philox.contiguous(), kept_steps(self.dropout_p))
-        return *self.changes_for_kernel(batch, heads), *dropout, *self.captured.for_kernel
+        return *self.changes_for_kernel(batch, heads), *dropout
 
     def changes_for_kernel(self, batch: int, heads: int) -> tuple[Any, ...]:
         """Softcap; the slopes, float32 (batch, heads), the last stride 1; and the sinks, float32 (heads,), contiguous.
@@ -161,20 +164,26 @@ class Scores:
         return cap, slopes, sinks
 
     def for_listed_kernel(self, tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read of functions is that of
-        listed blocks. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
-        ((captured, table),) = self.captured.listed
-        others = self.for_kernel(*sizes[:2])
-        return (
-            *others[: len(others) - len(self.captured.tensors)],
-            *captured.for_kernel,
-            table.lists(tile, sizes),
-        )
+        """``for_kernel`` of one that goes by lists of blocks, which come last: what is read is that of the functions
+        ``for_tiles``. ``tile`` and ``sizes`` are those of ``BlockTable.lists``."""
+        ((_, table),) = self.captured.listed
+        read = self.captured.for_tiles(tile).for_kernel
+        return *self._without_functions(*sizes[:2]), *read, table.lists(tile, sizes)
 
     def for_gradient(self, batch: int, heads: int) -> tuple[Any, ...]:
         """What a backward kernel takes of ``for_kernel``: it finds the sinks in the LSE."""
         cap, slopes, _, *others = self.for_kernel(batch, heads)
         return cap, slopes, *others
+
+    def for_listed_gradient(
+        self, tile: tuple[int, int], sizes: tuple[int, int, int, int], least: int
+    ) -> tuple[Any, ...]:
+        """``for_gradient`` of a kernel that goes by lists of query tiles, which come last. ``tile``, ``sizes`` and
+        ``least`` are those of ``BlockTable.query_lists``."""
+        ((_, table),) = self.captured.listed
+        cap, slopes, _, *dropout = self._without_functions(*sizes[:2])
+        read = self.captured.for_tiles(tile).for_kernel
+        return cap, slopes, *dropout, *read, table.query_lists(tile, sizes, least)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from hopper_attention import flash_attn_func, flash_attn_varlen_func, mods
 from hopper_attention.reference import attention_naive
@@ -136,6 +137,54 @@ def test_sequences_of_different_lengths(backend: str, case: str) -> None:
     right = torch.autograd.grad(wanted, exact, dout.double())
     for ours, theirs in zip((out, *gradients), (wanted, *right), strict=True):
         assert off(ours, theirs) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+CASES_OF_BLOCKS: list[tuple[int, int | tuple[int, int], tuple[int, int], dict[str, Any]]] = [
+    (64, 128, LONG, {}),
+    (128, 128, SHORT, {"deterministic": True}),
+    (128, (96, 100), LONG, {}),
+    (192, 64, LONG, {"deterministic": True}),
+    (256, 256, LONG, {}),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "block", "lengths", "given"), CASES_OF_BLOCKS, ids=str)
+def test_a_block_mask(
+    draw,
+    backend: str,
+    head_dim: int,
+    block: int | tuple[int, int],
+    lengths: tuple[int, int],
+    given: dict[str, Any],
+) -> None:
+    """Captured in a graph as well, which makes lists anew when it is replayed."""
+    x, functions = draw(torch.bfloat16, 2, lengths, (4, 2), head_dim), documents(4, 2)
+    blocks = create_block_mask(functions.mask_mod, 2, None, *lengths, device="cuda", BLOCK_SIZE=block)
+    inputs = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    dout = torch.randn_like(inputs[0])
+
+    def step() -> tuple[Tensor, ...]:
+        out = flash_attn_func(*inputs, block_mask=blocks, backend=backend, **given)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = step()
+    torch.cuda.synchronize()
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    wanted, _ = attention_naive(*exact, mask_mod=functions.mask_mod)
+    right = torch.autograd.grad(wanted, exact, dout.double())
+    for ours, theirs in zip(results, (wanted, *right), strict=True):
+        assert off(ours, theirs) < 2 * torch.finfo(torch.bfloat16).eps
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for ours, theirs in zip(captured, (wanted, *right), strict=True):
+        assert off(ours, theirs) < 2 * torch.finfo(torch.bfloat16).eps
+    if given:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, results, strict=True))
 
 
 def test_values_of_tensors_are_no_part_of_a_kernel(draw, backend: str) -> None:

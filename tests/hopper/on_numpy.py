@@ -135,7 +135,7 @@ class Arguments:
         for tensor in rules.captured.for_kernel:
             self.tensor(tensor, tuple(tensor.shape), tensor.stride())
         if rules.lists is not None:
-            self.tensor(rules.lists, tuple(rules.lists.shape), rules.lists.stride()[:3])
+            self.tensor(rules.lists, tuple(rules.lists.shape)[:4], rules.lists.stride()[:3])
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1

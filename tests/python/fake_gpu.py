@@ -12,12 +12,15 @@ import torch
 from hopper_attention import device_memory
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
+    append,
     backward,
+    combine,
     dequantized,
     forward,
     fp8,
     packed_fp8,
     packed_quantize,
+    paged_forward,
     quantize,
     qv,
     varlen,
@@ -25,6 +28,22 @@ from hopper_attention.launch import (
 
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
+
+REMEMBERING = (
+    append,
+    backward,
+    combine,
+    dequantized,
+    forward,
+    fp8,
+    packed_fp8,
+    packed_quantize,
+    paged_forward,
+    quantize,
+    qv,
+    varlen,
+)
+"""Modules of launchers that are remembered."""
 
 
 def pretend(
@@ -66,7 +85,7 @@ def pretend(
 
 def forget_launchers() -> None:
     """Make every launcher be found anew."""
-    for module in (backward, dequantized, forward, fp8, packed_fp8, packed_quantize, quantize, qv, varlen):
+    for module in REMEMBERING:
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

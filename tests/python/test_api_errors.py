@@ -15,7 +15,6 @@ from torch import Tensor
 from hopper_attention import (
     explain,
     flash_attn_func,
-    flash_attn_interface,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
@@ -273,15 +272,6 @@ def test_bad_kvpacked() -> None:
         flash_attn_kvpacked_func(Q, (KV, KV))
     with pytest.raises(ValueError, match="softcap is -20"):
         flash_attn_kvpacked_func(Q, torch.stack([KV, KV], 2), softcap=-20)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"],
-)
-def test_missing_functions_of_the_drop_in_module(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"^{name}: .* not implemented yet, neither .*; use "):
-        getattr(flash_attn_interface, name)(Q, KV, KV, max_seqlen_q=5)
 
 
 def test_double_backward_is_refused() -> None:

@@ -16,6 +16,8 @@ from hopper_attention.experiments.bench.results import dump_forward
 from hopper_attention.experiments.features import spec as features_spec
 from hopper_attention.experiments.features.spec import Workload
 from hopper_attention.experiments.reports import dump_figures
+from hopper_attention.experiments.serving import spec as serving_spec
+from hopper_attention.experiments.serving.spec import ServingWorkload
 from tests.python.experiments.bench.test_results import LATENCY, fake_report
 
 ON_CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without a GPU says")
@@ -35,7 +37,17 @@ def succeed(*arguments: object) -> Result:
 
 def test_help_names_every_kind() -> None:
     output = succeed("--help").output
-    for kind in ("forward", "fp8", "backward", "latency", "scaling", "quantize", "features", "compare"):
+    for kind in (
+        "forward",
+        "fp8",
+        "backward",
+        "latency",
+        "scaling",
+        "quantize",
+        "features",
+        "serving",
+        "compare",
+    ):
         assert kind in output
 
 
@@ -49,6 +61,7 @@ def test_help_names_every_kind() -> None:
         ("scaling", "scaling_", "scaling.md"),
         ("quantize", "prepass_", "prepass.md"),
         ("features", "features_", "features.md"),
+        ("serving", "serving_", "serving.md"),
     ],
 )
 def test_help_names_the_report_and_its_page(kind: str, report: str, page: str) -> None:
@@ -118,6 +131,28 @@ def test_features_of_small_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [cell["workload"]["window"] for cell in json.loads(out.read_text())["cells"]] == [[7, 0]]
 
 
+def test_serving_of_small_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = ServingWorkload(lengths=(40, 24), heads=2, heads_kv=1, head_dim=16)
+    workloads = decode, replace(decode, page_size=8, queries=3)
+    monkeypatch.setattr(serving_spec, "WORKLOADS", workloads)
+    fp8 = replace(decode, lengths=(40, 40), is_fp8=True)
+    monkeypatch.setattr(serving_spec, "ALL_WORKLOADS", (*workloads, fp8))
+    out, plot = tmp_path / "serving.json", tmp_path / "serving.svg"
+    run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
+    output = succeed("serving", *run, "--inputs", "peaky").output
+    data = json.loads(out.read_text())
+    assert data["kind"] == "serving" and {"ours", "ours_plain", "fa3", "fa3_best"} < set(data["peers"])
+    assert [cell["workload"]["page_size"] for cell in data["cells"]] == [0, 8]
+    assert all(cell["peers"]["ours"]["ok"] for cell in data["cells"])
+    assert "queries times 4" in data["method"]["inputs"] and data["cells"][1]["peers"]["ours_plain"]["ok"]
+    assert "fa4: needs a CUDA device" in output and "pages of 8" in output
+    assert "Ragged sequences" in plot.read_text()
+    succeed("serving", "--only", "e4m3", "--all", *run)
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert cell["peers"]["ours_fp8q"]["ok"] and cell["workload"]["is_fp8"]
+    assert "only is 'e4m3', allowed" in call("serving", "--only", "e4m3", *run).stderr
+
+
 def test_backward_of_a_small_problem(tmp_path: Path) -> None:
     out, plot = tmp_path / "backward.json", tmp_path / "backward.svg"
     run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
@@ -143,9 +178,11 @@ def test_reports_are_compared(words: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @ON_CPU_ONLY
-@pytest.mark.parametrize("kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize", "features"])
+@pytest.mark.parametrize(
+    "kind", ["forward", "fp8", "backward", "latency", "scaling", "quantize", "features", "serving"]
+)
 def test_without_a_gpu_the_default_run_is_refused_before_anything_else(kind: str) -> None:
-    option = {"scaling": "--lengths", "features": "--only"}.get(kind, "--shapes")
+    option = {"scaling": "--lengths", "features": "--only", "serving": "--only"}.get(kind, "--shapes")
     for mistakes in ((), (option, "no such")):
         result = call(kind, *mistakes)
         assert result.exit_code == 2, result.output

@@ -146,3 +146,11 @@ def test_unit_scales(state: State) -> None:
     assert of_graph.shape == (4, 3, 1) and bool((of_graph == 1).all())
     state["capturing"] = False
     assert unit_scales(4, 3, CPU) is not of_graph
+
+
+def test_offsets_of_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = device_memory.multiples(4, 7, CPU)
+    assert first.tolist() == [0, 7, 14, 21] and first.dtype == torch.int32
+    assert device_memory.multiples(4, 7, CPU) is first
+    monkeypatch.setattr(device_memory, "is_capturing", lambda device: True)
+    assert device_memory.multiples(3, 5, CPU).tolist() == [0, 5, 10]

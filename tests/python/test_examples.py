@@ -26,6 +26,14 @@ def test_an_example_of_the_api_page_runs_by_itself(number: int) -> None:
     exec(compile(examples("docs/api.md")[number], f"docs/api.md, example {number + 1}", "exec"), {})
 
 
+def test_the_examples_of_the_serving_page_run_one_after_the_other() -> None:
+    found, names = examples("docs/serving.md"), dict[str, Any]()
+    for number, example in enumerate(found):
+        exec(compile(example, f"docs/serving.md, example {number + 1}", "exec"), names)
+    assert len(found) >= 8
+    assert names["lengths"].tolist() == [46, 42, 85]
+
+
 def test_readmes_examples_run_one_after_the_other() -> None:
     found, names = examples("README.md"), dict[str, Any]()
     for number, example in enumerate(found):

@@ -463,33 +463,6 @@ def test_blocks_that_are_not_listed_are_hidden_and_full_ones_are_not_masked() ->
     close(flash_attn_func(*inputs, block_mask=everything), wanted)
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "block", "is_listed"),
-    [
-        ("hopper", {}, 128, True),
-        ("hopper", {"causal": True}, 128, False),
-        ("hopper", {}, 64, False),
-        ("ampere", {}, 128, False),
-    ],
-)
-def test_lists_reach_the_kernel_that_goes_by_them(
-    backend: str, options: dict[str, Any], block: int, is_listed: bool, kernel_calls: list[tuple[Any, ...]]
-) -> None:
-    inputs = [x.detach() for x in qkv(200, 300)]
-    blocks = block_mask_of(in_documents, (200, 300), block=block)
-    flash_attn_func(*inputs, block_mask=blocks, backend=backend, **options)
-    config, arguments = kernel_calls[-1]
-    assert getattr(config, "block_lists", False) == is_listed
-    if is_listed:
-        lists = arguments[-2]
-        assert lists.shape == (2, 4, 2, 4) and lists.dtype == torch.int32 and config.name.endswith("listed")
-        seen = blocks.to_dense()[:, 0] > 0
-        for b in range(2):
-            for row in range(2):
-                count, *entries = lists[b, 3, row].tolist()
-                assert [entry >> 2 for entry in entries[:count]] == seen[b, row].nonzero().flatten().tolist()
-
-
 def test_block_masks_that_do_not_fit_are_named() -> None:
     inputs = qkv(200, 300)
     with pytest.raises(TypeError, match="block_mask is a Tensor, allowed"):

@@ -156,7 +156,7 @@ def test_long_sequences_are_refused(lengths: tuple[int, int]) -> None:
 
 # Kernels
 
-ABSENT = (None,) * 8
+ABSENT = (None,) * 10
 """A chunk, a plan, what changes scores and dropout, of which these kernels have none."""
 
 

@@ -6,7 +6,14 @@ from cutlass import Float32, Int32
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel, PackedAmpereBackwardKernel
 from cute_kernels.ampere.options import option_arguments
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    plan_argument,
+    query_lists_argument,
+    strided,
+    words,
+)
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 
@@ -23,8 +30,8 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
     none; the right one counts for nothing in a causal kernel. With ``chunk`` its keys follow them, 1 or more. If the
     config changes scores, four more follow, (softcap, alibi_slopes, philox, kept), with None for what it has no use
-    for: a positive float; float32 (b, h), whose first stride may be 0; int64 (2,); 1 to 256. Last come the tensors that
-    the functions of the config read.
+    for: a positive float; float32 (b, h), whose first stride may be 0; int64 (2,); 1 to 256. Then come the tensors that
+    the functions of the config read, and with ``block_lists`` the lists (``query_lists_argument``).
 
     With ``layout`` "varlen" it is ``fn(q, k, v, dout, lse, delta, dq, dk, dv, counter, plan, sequences, softmax_scale,
     ...)``: q (total_q, h, d), k (total_k, hk, d), and so on. Sequence i has query tiles of its own, from ``offset_q //
@@ -35,7 +42,7 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     """
     tensors = packed_tensors(config) if config.layout == VARLEN else dense_tensors(config)
     counter, scale = words(cute.sym_int()), Float32(0.0)
-    given = option_arguments(config)
+    given = *option_arguments(config), *([query_lists_argument()] if config.block_lists else [])
     if config.layout == VARLEN:
         kernel, plan = PackedAmpereBackwardKernel(config), (plan_argument(), Int32(0))
         return compile_for_torch(kernel, *tensors, counter, *plan, scale, *given, options=options)

@@ -26,6 +26,7 @@ from cute_kernels.problem import (
     MAX_HEAD_DIM,
     SCORE_FEATURES,
     SHORT_NAMES,
+    check_block_lists,
     check_chunk,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
@@ -49,7 +50,9 @@ class AmpereBackwardConfig:
     each of ``dq_passes``, for want of registers. With ``ordered`` the parts of dQ are added in an order that does not
     depend on timing. With ``window`` the kernel is given the sides of a sliding window, and with ``chunk`` the keys of
     a chunk. ``layout`` says how sequences lie in the tensors. ``softcap``, ``alibi`` and a user's ``functions`` are of
-    scores that the forward kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE.
+    scores that the forward kernel changed so, ``dropout`` of a P that it dropped from; its sinks are in the LSE. With
+    ``block_lists`` a key tile visits the query tiles of a list alone, and the mask function is not asked in those that
+    the list calls seen.
     """
 
     dtype: str
@@ -74,6 +77,7 @@ class AmpereBackwardConfig:
     alibi: bool = False
     dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
+    block_lists: bool = False
 
     @property
     def changes_scores(self) -> bool:
@@ -87,7 +91,12 @@ class AmpereBackwardConfig:
     @property
     def can_miss_queries(self) -> bool:
         """Whether there may be key tiles that no query sees."""
-        return self.window or self.layout != DENSE
+        return self.window or self.layout != DENSE or self.block_lists
+
+    @property
+    def least_blocks(self) -> int:
+        """Query tiles that a key tile visits at least, though none may see it."""
+        return 0
 
     @property
     def threads(self) -> int:
@@ -230,6 +239,7 @@ class AmpereBackwardConfig:
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
         parts += [self.functions.name] if self.functions else []
+        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -247,6 +257,7 @@ def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
+    check_block_lists(c)
     if c.warps not in (4, 8):
         raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
     for name in ("tile_m", "tile_n"):

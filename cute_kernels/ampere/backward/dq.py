@@ -44,8 +44,8 @@ class GradientOfQ(LoopInvariant):
 
     @cute.jit
     def add(self, make: Callable[[int], list[cute.Tensor]], place: tuple):
-        """Add to the tile at ``place``, (head, query tile), what ``make`` gives for each of ``dq_passes`` parts
-        of the columns: accumulators of bands of 16 rows."""
+        """Add to the tile at ``place``, (head, query tile) and of a list its ``ListedQuery``, what ``make`` gives for
+        each of ``dq_passes`` parts of the columns: accumulators of bands of 16 rows."""
         for part in cutlass.range_constexpr(self.config.dq_passes):
             accs = make(part)
             if const_expr(self.config.ordered and part == 0):
@@ -61,16 +61,17 @@ class GradientOfQ(LoopInvariant):
     def _pinned(self, place: tuple) -> tuple[Int32, ...]:
         """Where a warp's part lies, or else addresses are computed before the loop over blocks and held in registers
         throughout. Where dQ takes fewer, in passes, those for the warp are affordable, and it is faster."""
-        return (*self.tiles.pinned(*place), self._pinned_if_scarce(self.warp))
+        return (*self.tiles.pinned(*place[:2]), self._pinned_if_scarce(self.warp))
 
     def _pinned_if_scarce(self, x: Int32) -> Int32:
         return pin(x, Int32) if self.config.dq_passes == 1 else x
 
     def _count_and_turn(self, place: tuple) -> tuple[cute.Pointer, Int32]:
-        place = self._pinned(place)
-        return self.turns.iterator + self.turns.layout(place), self.key_tile.turn(
-            self.tiles.m_block_of(place)
-        )
+        pinned = self._pinned(place)
+        count = self.turns.iterator + self.turns.layout(pinned)
+        for listed in place[2:]:
+            return count, listed.turn
+        return count, self.key_tile.turn(self.tiles.m_block_of(pinned))
 
     def _add_part(self, accs: list[cute.Tensor], place: tuple, part: int) -> None:
         c = self.config

@@ -110,7 +110,7 @@ class AmpereBackwardKernel:
     ):
         c, window = self.config, window_of(self.config.causal, options.sides)
         tensors = Tensors(mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
-        gradients = KeyGradients.of(c, tensors, window)
+        gradients = KeyGradients.of(c, tensors, window, options.lists)
         seqlen_q, seqlen_k, n_blocks = mQ.shape[1], mK.shape[1], cute.ceil_div(mK.shape[1], c.tile_n)
         batch = DenseBatch(c, seqlen_q, seqlen_k, n_blocks, mK.shape[2], takes_last_first(c, window))
         rules = options.key_rules(scale_log2, mQ.element_type, c.functions)

@@ -57,17 +57,21 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyGradients(LoopInvariant):
-    """What one CTA does; ``claimed`` is a word in shared memory for the number of its tile."""
+    """What one CTA does; ``claimed`` is a word in shared memory for the number of its tile. ``lists`` are those of
+    ``KeyTile``."""
 
     config: AmpereBackwardConfig
     tensors: Tensors
     window: Window
     smem: SharedMemory
     claimed: cute.Tensor
+    lists: tuple = ()
 
     @staticmethod
-    def of(config: AmpereBackwardConfig, tensors: Tensors, window: Window) -> "KeyGradients":
-        return KeyGradients(config, tensors, window, *allocate(config))
+    def of(
+        config: AmpereBackwardConfig, tensors: Tensors, window: Window, lists: tuple = ()
+    ) -> "KeyGradients":
+        return KeyGradients(config, tensors, window, *allocate(config), lists)
 
     @cute.jit
     def claim(self) -> Int32:
@@ -107,13 +111,16 @@ class KeyGradients(LoopInvariant):
         column = share.score_query + first_column_of_thread(lane)
         mask = KeyMask(self.window, c.tile_m, seqlens, key, column)
         turns = self._turns()
-        key_tile = KeyTile(c, self.window, place.n_block, place.n_blocks, seqlens)
+        key_tile = KeyTile(c, self.window, place.n_block, place.n_blocks, seqlens, self.lists)
         dq = GradientOfQ(c, tensors.dq, turns, key_tile, self._tiles(seqlens), (warp, lane))
         mainloop = Mainloop(c, DSL_DTYPES[c.dtype], smem, share, mask, dq, rules)
         mainloop.clear()
         walk = Walk(c, QueryLoader(c, smem, self._queries(seqlens)), mainloop, key_tile)
         for i in cutlass.range(heads_per_kv_head, unroll=1):
-            walk.head(head_kv * heads_per_kv_head + i)
+            if const_expr(c.block_lists):
+                walk.listed_head(head_kv * heads_per_kv_head + i)
+            else:
+                walk.head(head_kv * heads_per_kv_head + i)
         if const_expr(c.can_miss_queries):
             # Where no query sees the keys, nobody has waited for them.
             cute.arch.cp_async_wait_group(0)

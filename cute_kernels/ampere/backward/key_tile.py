@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.query_range import QueryRange
+from cute_kernels.query_range import ListedQueries, QueryRange
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import Window
 
@@ -26,13 +26,15 @@ class UnmaskedTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyTile(LoopInvariant):
-    """Key tile ``n_block`` of the ``n_blocks`` of a sequence; ``window`` says which keys a query sees."""
+    """Key tile ``n_block`` of the ``n_blocks`` of a sequence; ``window`` says which keys a query sees. ``lists`` is
+    empty, or has the tensor from which ``ListedQueries`` are read."""
 
     config: AmpereBackwardConfig
     window: Window
     n_block: Int32
     n_blocks: Int32
     seqlens: SeqlenInfo
+    lists: tuple = ()
 
     @property
     def queries(self) -> QueryRange:
@@ -52,6 +54,11 @@ class KeyTile(LoopInvariant):
     def end(self) -> Int32:
         """One past the last query tile that sees a key."""
         return self.queries.end(self.n_block, self.seqlens)
+
+    def listed(self, head: Int32) -> ListedQueries:
+        """The query tiles that are listed for a query head."""
+        (lists,) = self.lists
+        return ListedQueries.of(lists[self.seqlens.batch, head, self.n_block, None, None])
 
     def turn(self, m_block: Int32) -> Int32:
         """How many key tiles add to a query tile before this one, where that has an order."""

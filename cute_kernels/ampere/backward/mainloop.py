@@ -69,8 +69,9 @@ class Mainloop(LoopInvariant):
         stage: Int32,
         unmasked: UnmaskedTiles,
     ):
-        """The query tile at ``place``, (head, query tile), whose Q and dO lie in buffer ``stage``; it needs a mask if
-        it is not one of the ``unmasked``. All warps of the CTA meet once inside."""
+        """The query tile at ``place``, (head, query tile) and of a list its ``ListedQuery``, whose Q and dO lie in
+        buffer ``stage``; it needs a mask if it is not one of the ``unmasked``. All warps of the CTA meet once
+        inside."""
         m_block = place[1]
         # Before there are scores, which leave no registers for it.
         kept = [tile.kept(m_block, self.config.score_queries) for tile in self._score_tiles(place)]
@@ -122,6 +123,8 @@ class Mainloop(LoopInvariant):
             # As in ``_mask``; and the slope is read anew for each block.
             mask, head = replace(mask, key=pin(mask.key, Int32), col=pin(mask.col, Int32)), pin(head, Int32)
         tile = self.rules.for_head(mask, head, mask.seqlens.batch)
+        for listed in place[2:]:
+            tile = listed.scores(tile)
         bands = range(self.config.score_bands)
         masks = [replace(mask, key=mask.key + band * MMA_ROWS) for band in bands]
         return [

@@ -11,6 +11,7 @@ from cute_kernels.ampere.backward.key_tile import KeyTile
 from cute_kernels.ampere.backward.loader import QueryLoader
 from cute_kernels.ampere.backward.mainloop import Mainloop
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.query_range import ListedQueries
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,40 @@ class Walk(LoopInvariant):
                 if m_block + 1 < end:
                     self.loader.load(head, m_block + 1, following)
             stage = following
+
+    @cute.jit
+    def listed_head(self, head: Int32):
+        """All query tiles that are listed for a head."""
+        listed = self.key_tile.listed(head)
+        cute.arch.sync_threads()
+        if listed.end > 0:
+            self.loader.load(head, listed.number(Int32(0)), Int32(0))
+        stage = Int32(0)
+        for place in cutlass.range(0, listed.unmasked, unroll=1):
+            stage = self._listed_block(head, listed, place, stage, False)
+        for place in cutlass.range(listed.unmasked, listed.end, unroll=1):
+            stage = self._listed_block(head, listed, place, stage, True)
+
+    @cute.jit
+    def _listed_block(
+        self,
+        head: Int32,
+        listed: ListedQueries,
+        place: Int32,
+        stage: Int32,
+        is_seen: cutlass.Constexpr[bool],
+    ) -> Int32:
+        """The tile at a place in the list; returns the buffer of the next one."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        following = stage ^ (self.config.stages - 1)
+        if const_expr(self.config.stages == 2):
+            if place + 1 < listed.end:
+                self.loader.load(head, listed.number(place + 1), following)
+        block = (head, listed.number(place), listed.at(place, is_seen))
+        self.mainloop.block(block, stage, self.key_tile.unmasked())
+        if const_expr(self.config.stages == 1):
+            cute.arch.sync_threads()
+            if place + 1 < listed.end:
+                self.loader.load(head, listed.number(place + 1), following)
+        return following

@@ -6,7 +6,13 @@ from cutlass import Float32, Int32
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpereForwardKernel
 from cute_kernels.ampere.options import option_arguments
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    key_lists_argument,
+    plan_argument,
+    strided,
+)
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 
@@ -22,8 +28,8 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     With ``window`` two more int32 follow, ``window_left`` and ``window_right``, neither negative and ``NO_LIMIT`` for
     none; the right one counts for nothing in a causal kernel. With ``chunk`` its keys follow them, 1 or more. If the
     config changes scores, five more follow, (softcap, alibi_slopes, sinks, philox, kept), with None for what it has no
-    use for: a positive float; float32 (b, h), whose first stride may be 0; float32 (h,); int64 (2,); 1 to 256. Last
-    come the tensors that the functions of the config read.
+    use for: a positive float; float32 (b, h), whose first stride may be 0; float32 (h,); int64 (2,); 1 to 256. Then
+    come the tensors that the functions of the config read, and with ``block_lists`` the lists (``key_lists_argument``).
 
     With ``layout`` "varlen" it is ``fn(q, k, v, out, lse, plan, sequences, softmax_scale, ...)``: q (total_q, h, d), k
     (total_k, hk, d), v (total_k, hk, dv), out (total_q, h, dv); lse (h, total_q), or (h, 0); plan int32, that of tiles
@@ -33,7 +39,8 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     What the function does not check, and its callers must: no other size is 0 (total_k may be), h is a multiple of hk,
     d and dv are at most the config's, and the sizes pass ``check_problem_size``, or ``check_packed_size``.
     """
-    given = option_arguments(config, config.sinks)
+    lists = [key_lists_argument()] if config.block_lists else []
+    given = *option_arguments(config, config.sinks), *lists
     if config.layout == VARLEN:
         kernel, tensors = PackedAmpereForwardKernel(config), packed_tensors(config)
         return compile_for_torch(

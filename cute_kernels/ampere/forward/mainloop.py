@@ -17,7 +17,7 @@ from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
 from cute_kernels.integers import minimum
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.key_blocks import KeyBlocks, ListedBlocks
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.window import Window
@@ -39,6 +39,9 @@ class WarpBlocks(LoopInvariant):
 
     @staticmethod
     def of(of_cta: KeyBlocks, of_warp: KeyBlocks, bands: tuple[KeyBlocks, ...]) -> "WarpBlocks":
+        if isinstance(of_cta, ListedBlocks):
+            # All warps alike. The end of the sequence is in the block that comes first, or in none.
+            return WarpBlocks(of_cta, of_cta.end, 0, (of_cta.last,) * len(bands), (0,))
         if not of_cta.window.has_left:
             return WarpBlocks(of_cta, of_warp.end, 0, tuple(band.unmasked for band in bands), (0,))
         # Rows past the last query may see no block at all.
@@ -162,7 +165,7 @@ class Mainloop(LoopInvariant):
                     scores[band].change(acc_S[band], n_block)
             if const_expr(is_masked):
                 if blocks.needs_mask(band, n_block):
-                    scores[band].mask.apply(acc_S[band], n_block)
+                    scores[band].mask.apply(acc_S[band], blocks.of_cta.number(n_block))
             self.softmax[band].take_scores(acc_S[band], is_first=False)
         v_slot = self.ring.next_slot(k_slot)
         self.ring.await_item()

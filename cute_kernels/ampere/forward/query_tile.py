@@ -21,7 +21,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange, KeyBlocks
+from cute_kernels.key_blocks import BlockRange, KeyBlocks, ListedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import VARLEN
@@ -74,7 +74,7 @@ class QueryTile(LoopInvariant):
         ring = self._start_loads(place, head_kv, blocks, inputs, (sQ, sKV), thread)
         first_row = self._first_row(place, warp)
         rules = self._rules(scale_log2)
-        scores = self._scores(rules, place, first_row, lane)
+        scores = self._scores(rules, place, first_row, lane, blocks)
         tiles = WarpTiles(c, sQ, sKV, warp, lane)
         softmax = [self._softmax(scale_log2) for _ in range(c.bands)]
         mainloop = Mainloop(c, DSL_DTYPES[c.dtype], ring, tiles, softmax)
@@ -82,8 +82,9 @@ class QueryTile(LoopInvariant):
         # Anew: what follows from pinned values is worked out behind the loop, and not held in registers through it.
         if c.window:
             place, warp, lane = self._anew()
-            of_warp = self._blocks_of_warp(place, self._blocks(place), warp)
-            scores = self._scores(rules, place, self._first_row(place, warp), lane)
+            blocks = self._blocks(place)
+            of_warp = self._blocks_of_warp(place, blocks, warp)
+            scores = self._scores(rules, place, self._first_row(place, warp), lane, blocks)
             mainloop.attend_left_side(scores, of_warp, *step)
         if c.window or c.layout == VARLEN or c.changes_scores:
             place, warp, lane = self._anew()
@@ -122,7 +123,7 @@ class QueryTile(LoopInvariant):
             c,
             TileLoader(q_tile, c.tile_n, c.threads, sKV, rows_of(mK, seqlens.rows_k, head_kv), thread),
             TileLoader(v_tile, c.tile_n, c.threads, sKV, rows_of(mV, seqlens.rows_k, head_kv), thread),
-            blocks.begin,
+            blocks,
         )
         q_loader.load(place.m_block * c.tile_m, Int32(0), True)
         ring.fill(blocks.last)
@@ -146,19 +147,27 @@ class QueryTile(LoopInvariant):
             return ShiftSinkSoftmax(self.options.sinks[0], scale_log2)
         return ShiftSoftmax(scale_log2)
 
-    def _scores(self, rules: ScoreRules, place: Place, first_row: Int32, lane: Int32) -> list[ScoreTile]:
-        """Of each band of the warp."""
+    def _scores(
+        self, rules: ScoreRules, place: Place, first_row: Int32, lane: Int32, blocks: KeyBlocks
+    ) -> list[ScoreTile]:
+        """Of each band of the warp; ``blocks`` are the CTA's."""
         row, column = first_row + first_row_of_thread(0, lane), first_column_of_thread(lane)
         masks = (
             TileMask(self.window, self.config.tile_n, place.seqlens, row + band * MMA_ROWS, column)
             for band in range(self.config.bands)
         )
         head, batch = place.head, place.seqlens.batch
+        if self.config.block_lists:
+            return [rules.listed_tile(mask, head, batch, blocks) for mask in masks]
         return [rules.tile(mask, head, batch) for mask in masks]
 
     def _blocks(self, place: Place) -> KeyBlocks:
         """Of the CTA."""
-        return self._block_range(self.config.tile_m).of(place.m_block, place.seqlens)
+        block_range = self._block_range(self.config.tile_m)
+        for lists in self.options.lists:
+            entries = lists[place.seqlens.batch, place.head, place.m_block, None]
+            return ListedBlocks.of(block_range, place.m_block, place.seqlens, entries)
+        return block_range.of(place.m_block, place.seqlens)
 
     def _blocks_of_warp(self, place: Place, of_cta: KeyBlocks, warp: Int32) -> WarpBlocks:
         c = self.config

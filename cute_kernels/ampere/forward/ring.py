@@ -9,6 +9,7 @@ from cutlass import Int32, const_expr
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.tile_loader import TileLoader
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import KeyBlocks
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,14 @@ class KeyValueRing(LoopInvariant):
     """Loads item 2 t, which is K of the t-th key block visited, and item 2 t + 1, which is V of it.
 
     ``stages - 1`` items are under way or waiting while one is used. A stage is known by its first byte in the ring, its
-    slot; what was used before the current item frees the slot that is filled next. ``begin`` is the last block visited.
+    slot; what was used before the current item frees the slot that is filled next. ``n_block`` is a place of the walk
+    over ``blocks``.
     """
 
     config: AmpereForwardConfig
     k: TileLoader
     v: TileLoader
-    begin: Int32 | int
+    blocks: KeyBlocks
 
     @cute.jit
     def fill(self, n_block: Int32):
@@ -56,7 +58,7 @@ class KeyValueRing(LoopInvariant):
     ):
         """Item ``item`` counted from K of ``n_block``; only the first block may reach past the end."""
         block = n_block - item // 2
-        if block >= self.begin:
+        if block >= self.blocks.begin:
             loader = self.k if const_expr(item % 2 == 0) else self.v
-            loader.load(block * self.config.tile_n, slot, is_guarded and item < 2)
+            loader.load(self.blocks.number(block) * self.config.tile_n, slot, is_guarded and item < 2)
         cute.arch.cp_async_commit_group()

@@ -74,7 +74,10 @@ class BackwardLauncher(Launcher):
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
-        options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        if self.config.block_lists:
+            options = listed_options(self.config, scores, q, k)
+        else:
+            options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
         self.kernel(
             q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
         )
@@ -99,6 +102,14 @@ def kernel_options(
     if isinstance(config, BackwardConfig):
         return *(sides or NO_SIDES), *plan, *changes
     return *present(sides), *(changes if any(x is not None for x in changes) else ())
+
+
+def listed_options(config: KernelConfig, scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    """The same of a kernel that goes by lists of query tiles."""
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    before = (*NO_SIDES, *NO_PLAN) if isinstance(config, BackwardConfig) else ()
+    tile = config.tile_m, config.tile_n
+    return *before, *scores.for_listed_gradient(tile, sizes, config.least_blocks)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

@@ -23,8 +23,9 @@ REMEMBERED_CALLS = 4096
 REMEMBERED_LAUNCHERS = 1024
 """Launchers kept of each kind."""
 
-NO_SIDES, NO_PLAN = (None, None, None), (None, None)
-"""In place of the sides of a window and a chunk, and of a plan and the number of its sequences."""
+NO_SIDES, NO_PLAN, NO_PAGES = (None, None, None), (None, None), (None, None)
+"""In place of the sides of a window and a chunk, of a plan and the number of its sequences, and of a table of pages and
+left pads, which the forward kernel of 16 bits takes behind a plan."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from hopper.config import ForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
@@ -32,6 +31,7 @@ from hopper_attention.forward_rules import (
     takes_wide_values,
 )
 from hopper_attention.launch.base import (
+    NO_PAGES,
     NO_PLAN,
     NO_SIDES,
     REMEMBERED_CALLS,
@@ -173,9 +173,10 @@ class ForwardLauncher(Launcher):
         (batch, heads, *_), sides = sizes, kernel_sides(*window)
         if self.listed:
             tile_m, tile_n = self.listed
-            return *NO_SIDES, *NO_PLAN, *scores.for_listed_kernel((tile_m, tile_n), sizes)
+            before = (*NO_SIDES, *NO_PLAN, *NO_PAGES) if self.num_ctas else ()
+            return *before, *scores.for_listed_kernel((tile_m, tile_n), sizes)
         if self.num_ctas:
-            return *(sides or NO_SIDES), *NO_PLAN, *scores.for_kernel(batch, heads)
+            return *(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *scores.for_kernel(batch, heads)
         return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
 
 
@@ -226,9 +227,7 @@ def find(
     kernel = compile_cache.get_forward(config)
     if isinstance(config, AmpereForwardConfig):
         num_ctas = 0
-    listed = (
-        (config.tile_m, config.tile_n) if isinstance(config, ForwardConfig) and config.block_lists else ()
-    )
+    listed = (config.tile_m, config.tile_n) if config.block_lists else ()
     return ForwardLauncher(index, kernel, result, repairs, scale, num_ctas, listed)
 
 

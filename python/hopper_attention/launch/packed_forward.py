@@ -15,7 +15,7 @@ from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.launch.base import NO_SIDES, Launcher, count_ctas, index_of
+from hopper_attention.launch.base import NO_PAGES, NO_SIDES, Launcher, count_ctas, index_of
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides, present
@@ -114,7 +114,7 @@ class PackedForwardLauncher(Launcher):
         options: tuple[Any, ...]
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            options = *(sides or NO_SIDES), plan, batch + 1, *scores.for_kernel(batch, heads)
+            options = *(sides or NO_SIDES), plan, batch + 1, *NO_PAGES, *scores.for_kernel(batch, heads)
             self.kernel(q, k, v, out, lse, counter, softmax_scale, *options, self.num_ctas)
         else:
             options = softmax_scale, *present(sides)

@@ -109,6 +109,22 @@ def feature_figures(text: str, kind: str) -> Iterable[Figure]:
             yield Figure(cell.workload.name, OVER_BEST, cell.ratio, "", True)
 
 
+def serving_figures(text: str, kind: str) -> Iterable[Figure]:
+    from hopper_attention.experiments.bench.results import Failed
+    from hopper_attention.experiments.serving.results import load_serving
+
+    report = load_serving(text)
+    for cell in report.cells:
+        for peer in cell.peers:
+            if not math.isnan(cell.us(peer)):
+                yield Figure(cell.workload.name, peer, cell.us(peer), "us")
+        if not math.isnan(cell.ratio):
+            yield Figure(cell.workload.name, OVER_BEST, cell.ratio, "", True)
+    for peer, entry in report.host.items():
+        if not isinstance(entry, Failed):
+            yield Figure("call", peer, entry.median_us, "us host")
+
+
 READERS: Mapping[str, Callable[[str, str], Iterable[Figure]]] = {
     "forward": throughput_figures,
     "fp8": throughput_figures,
@@ -118,6 +134,7 @@ READERS: Mapping[str, Callable[[str, str], Iterable[Figure]]] = {
     "scaling": scaling_figures,
     "prepass": quantize_figures,
     "features": feature_figures,
+    "serving": serving_figures,
 }
 
 

@@ -16,11 +16,15 @@ from cute_kernels.ampere.config import select_ampere_forward_config
 from hopper.backward.config import shipped_backward_configs
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
+from hopper_attention import compile_cache
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.rmse.spec import RmseExperiment
+from hopper_attention.launch import forward
 from hopper_attention.reference.tiled import attention_tiled
 from hopper_attention.reference.tiled_backward import tiled_backward
+from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.test_paged_forward import Kernels
 
 SETTING = bench_peers.Setting("cpu")
 PROBLEM = Problem("bfloat16", 1, 512, 512, 2, 2, 128, 128, causal=True)
@@ -135,8 +139,22 @@ def test_the_sanitizers_case_has_partial_tiles_and_several_blocks(monkeypatch: p
     monkeypatch.setattr(sanitize, "get_forward", fake_kernels(note))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     config = shipped_forward_configs()[-1]
-    assert sanitize.main(["--device", "cpu", "--config", config.name]) == 0
+    assert sanitize.main(["--device", "cpu", "--family", "forward", "--config", config.name]) == 0
     assert seen == [(1, config.tile_m + 17, 2, config.head_dim_v)]
+
+
+def test_the_sanitizer_runs_caches_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels()
+    pretend(monkeypatch, forward)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (sanitize, compile_cache):
+        monkeypatch.setattr(module, "get_forward", kernels.load)
+    for config in sanitize.paged_configs()[:2]:
+        assert sanitize.run_paged_case(config, "cpu") == ""
+    assert [call[1].shape[1] for call in kernels.calls] == [16, 2 * 128 + 8]
+    monkeypatch.setattr(kernels, "attend", lambda *given: None)
+    assert sanitize.run_paged_case(config, "cpu").startswith("error nan")
+    forget_launchers()
 
 
 def test_the_sanitizer_runs_what_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""What a kernel that appends to a KV cache is built from, as data. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.problem import DTYPES, SHORT_NAMES
+
+E4M3 = "float8_e4m3fn"
+ELEMENTS = (*DTYPES, E4M3)
+ROTARY_DTYPES = (*ELEMENTS, "float32")
+
+NONE, INTERLEAVED, HALVES = "none", "interleaved", "halves"
+ROTARIES = (NONE, INTERLEAVED, HALVES)
+"""What a rotation turns together: columns 2i and 2i + 1, or i and i + rotary_dim / 2."""
+
+VECTOR = 8
+"""Columns that a thread moves: 16 bytes, of e4m3 8."""
+
+ROTARY_STEP = 2 * VECTOR
+"""What rotary_dim is a multiple of."""
+
+THREADS = 128
+
+ARCHS_WITHOUT_E4M3 = ("sm_80", "sm_86")
+ARCHS_WITHOUT_DEPENDENT_LAUNCH = ("sm_80", "sm_86", "sm_89")
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """Everything that is fixed when the kernel is compiled; sizes, strides and pages are not.
+
+    ``dtype`` is that of the new K and V, ``cache_dtype`` that of the cache. With a ``rotary`` other than "none" K is
+    rotated, and queries of ``q_dtype`` are too, by tables of ``rotary_dtype``. With ``launches_next`` the kernel lets
+    the next one of its stream start before it ends (programmatic dependent launch), if that one is launched with
+    ``use_pdl=True``; it must then wait (``griddepcontrol_wait``) before it reads what this one writes.
+    """
+
+    arch: str
+    dtype: str
+    cache_dtype: str
+    rotary: str = NONE
+    rotary_dtype: str = ""
+    q_dtype: str = ""
+    launches_next: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether K and V are divided by descales."""
+        return self.cache_dtype != self.dtype
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotary != NONE
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels."""
+        names = SHORT_NAMES | {"float32": "fp32"}
+        rotary = f"_{self.rotary}_{names[self.rotary_dtype]}_q{names[self.q_dtype]}" if self.rotates else ""
+        early = "_pdl" if self.launches_next else ""
+        return f"append_{self.arch}_{names[self.dtype]}_{names[self.cache_dtype]}{rotary}{early}"
+
+
+def validate_append_config(config: AppendConfig) -> None:
+    """Raise ValueError for a config that no kernel can be built from, NotImplementedError for its GPU."""
+    c = config
+    _check("dtype", c.dtype, ELEMENTS)
+    _check("cache_dtype", c.cache_dtype, (c.dtype,) if c.dtype == E4M3 else (c.dtype, E4M3))
+    _check("rotary", c.rotary, ROTARIES)
+    _check("rotary_dtype", c.rotary_dtype, ROTARY_DTYPES if c.rotates else ("",))
+    _check("q_dtype", c.q_dtype, ELEMENTS if c.rotates else ("",))
+    reads_e4m3 = c.is_scaled or (c.rotates and E4M3 in (c.dtype, c.q_dtype, c.rotary_dtype))
+    if reads_e4m3 and c.arch in ARCHS_WITHOUT_E4M3:
+        raise NotImplementedError(
+            f"arch is {c.arch}, which has no instructions for {E4M3}: append in PyTorch, with reference.append"
+        )
+    if c.launches_next and c.arch in ARCHS_WITHOUT_DEPENDENT_LAUNCH:
+        raise NotImplementedError(
+            f"launches_next is True and arch is {c.arch}, which has no programmatic dependent launch; allowed: False"
+        )
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, allowed))}")

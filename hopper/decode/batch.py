@@ -1,0 +1,122 @@
+"""Which sequence and which tile of it a block of the row belongs to, read off the lengths on the GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import VARLEN
+from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
+from hopper.decode.config import DecodeConfig
+from hopper.decode.schedule import SequenceBlocks
+
+LANES = 32
+
+
+@dataclass(frozen=True)
+class CacheBatch(LoopInvariant):
+    """The sequences of a launch. ``lengths`` int32 (batch,) are rows of the cache that are filled; ``starts`` is empty
+    or has the row of each with which its keys begin, ``offsets`` is empty or has cu_seqlens_q. ``seqlen_q`` is the
+    queries of each sequence, or all of them where there are offsets. ``capacity`` is the rows that a sequence may have.
+
+    Whatever the lengths and offsets say, what they come to lies in the tensors.
+    """
+
+    config: DecodeConfig
+    window: Window
+    lengths: cute.Tensor
+    starts: tuple[cute.Tensor, ...]
+    offsets: tuple[cute.Tensor, ...]
+    seqlen_q: Int32
+    capacity: Int32
+    kv_heads: Int32
+    group: Int32
+
+    def first_row(self, batch: Int32) -> Any:
+        """Of the cache, that holds key 0."""
+        for starts in self.starts:
+            return minimum(maximum(starts[batch], 0), self.capacity)
+        return 0
+
+    def seqlens(self, batch: Int32) -> SeqlenInfo:
+        filled = minimum(maximum(self.lengths[batch], 0), self.capacity)
+        seqlen_k = maximum(filled - self.first_row(batch), 0)
+        for offsets in self.offsets:
+            first = minimum(maximum(offsets[batch], 0), self.seqlen_q)
+            end = minimum(maximum(offsets[batch + 1], first), self.seqlen_q)
+            return SeqlenInfo(end - first, seqlen_k, batch, first, is_packed=True)
+        return SeqlenInfo(self.seqlen_q, seqlen_k, batch)
+
+    def blocks(self, seqlens: SeqlenInfo) -> SequenceBlocks:
+        return SequenceBlocks(seqlens, self.window, self.config.tile_n)
+
+    def row_tiles(self, seqlens: SeqlenInfo) -> Any:
+        """Tiles of a K/V head."""
+        return ceil_div(seqlens.seqlen_q * self.group, self.config.tile_m)
+
+    def tiles(self, seqlens: SeqlenInfo) -> Any:
+        return self.row_tiles(seqlens) * self.kv_heads
+
+    @property
+    def batch(self) -> Int32:
+        return self.lengths.shape[0]
+
+    @cute.jit
+    def units(self, sequence: Int32) -> Int32:
+        """Key blocks of all tiles of a sequence; 0 behind the last one."""
+        units = Int32(0)
+        if sequence < self.batch:
+            seqlens = self.seqlens(sequence)
+            units = self.blocks(seqlens).count * self.tiles(seqlens)
+        return units
+
+    @cute.jit
+    def all_units(self, lane: Int32) -> Int32:
+        """Of all sequences, by the lanes of a warp."""
+        units = Int32(0)
+        for first in cutlass.range(0, self.batch, LANES, unroll=1):
+            units += self.units(first + lane)
+        return cute.arch.warp_reduction_sum(units)
+
+    @cute.jit
+    def units_before(self, sequence: Int32, lane: Int32) -> Int32:
+        """Of all sequences before one, by the lanes of a warp."""
+        units = Int32(0)
+        for i in cutlass.range(lane, sequence, LANES, unroll=1):
+            units += self.units(i)
+        return cute.arch.warp_reduction_sum(units)
+
+    @cute.jit
+    def locate(self, unit: Int32, lane: Int32) -> tuple[Int32, Int32]:
+        """The sequence that has a block, and the first block of that sequence; (batch, all blocks) for one behind
+        all."""
+        sequence, before, passed = Int32(0), Int32(0), Int32(LANES)
+        while passed == LANES and sequence < self.batch:
+            own = self.units(sequence + lane)
+            upto = own
+            for i in cutlass.range_constexpr(LANES.bit_length() - 1):
+                below = cute.arch.shuffle_sync_up(upto, offset=1 << i)
+                upto += below if lane >= (1 << i) else Int32(0)
+            # Lanes behind the last sequence have no block, and so are passed with it.
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + upto <= unit))
+            last_passed = cute.arch.shuffle_sync(upto, offset=maximum(passed - 1, 0))
+            before += last_passed if passed > 0 else Int32(0)
+            sequence += passed
+        return minimum(sequence, self.batch), before
+
+    @cute.jit
+    def following(self, sequence: Int32, tile: Int32, tiles: Int32) -> tuple[Int32, Int32]:
+        """The sequence and the number of the tile behind one of ``tiles``; sequences without queries have none."""
+        tile += 1
+        if tile >= tiles:
+            tile = Int32(0)
+            sequence += 1
+            if const_expr(self.config.layout == VARLEN):
+                while sequence < self.batch and self.units(sequence) == 0:
+                    sequence += 1
+        return sequence, tile

@@ -1,0 +1,223 @@
+"""What the decode kernel is built from, and which problems it serves. Imports nothing of the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
+
+WARP_THREADS = 32
+
+E4M3 = "float8_e4m3fn"
+
+REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
+"""Of a thread, by role, where a warpgroup widens the cache."""
+
+PRODUCER_WARPS = 2
+"""One for K, one for V."""
+
+BOX_COLUMNS = 64
+"""16-bit columns that one box of TMA has: a swizzled row of 128 bytes."""
+
+BOX_ROWS = (128, 64, 32, 16, 8)
+"""Keys that a box may have: what a page holds is a multiple of it. Below 8 rows a box is no swizzled unit."""
+
+HEAD_DIMS = (64, 128, 192, 256)
+"""Columns of Q and K, and of V, that there are kernels for; rows that are narrower are filled with zeros."""
+
+COMBINE_BYTES = 12_288
+"""Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
+
+PARTS_PER_CTA = 2
+"""Partial results that a CTA leaves at most: of the tile that it begins in the middle of, and of the one that it leaves
+unfinished."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Everything that is fixed when a decode kernel is compiled.
+
+    A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. 32 rows stand in
+    the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
+    softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
+    boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
+    ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
+    ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
+    e4m3 comes to ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number
+    as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``ForwardConfig``.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    tile_n: int
+    stages: int
+    box_rows: int
+    tile_m: int = 32
+    ctas_per_sm: int = 1
+    window: bool = False
+    chunk: bool = False
+    layout: str = DENSE
+    paged: bool = True
+    leftpad: bool = False
+    limits_splits: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    cache_dtype: str = ""
+    raw_stages: int = 0
+
+    element_bytes = 2
+    """Of what is multiplied."""
+
+    @property
+    def is_widened(self) -> bool:
+        return self.cache_dtype == E4M3
+
+    @property
+    def mma_dtype(self) -> str:
+        """Of the operands of both GEMMs."""
+        return "float16" if self.is_widened else self.dtype
+
+    @property
+    def threads(self) -> int:
+        if self.is_widened:
+            return 4 * WARPGROUP_THREADS
+        return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a tile of which a thread of the consumer has a part."""
+        return 2 * self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def boxes(self) -> int:
+        """Of the keys of a block."""
+        return self.tile_n // self.box_rows
+
+    @property
+    def smem_bytes(self) -> int:
+        """K and V of each stage, as they come and as they are multiplied, and the barriers."""
+        columns = self.tile_n * (self.head_dim + self.head_dim_v)
+        return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES
+
+    @property
+    def part_floats(self) -> int:
+        """float32 of a partial result: O, and four numbers a row."""
+        return self.tile_m * (self.head_dim_v + 4)
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        parts = ["hopper_decode", SHORT_NAMES[self.dtype], f"d{self.head_dim}"]
+        parts += [] if self.head_dim_v == self.head_dim else [f"v{self.head_dim_v}"]
+        parts += [
+            "causal" if self.causal else "full",
+            f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
+        ]
+        parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
+        parts += ["paged"] if self.paged else []
+        parts += ["splits"] if self.limits_splits else []
+        parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []
+        parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
+        return "_".join(parts)
+
+
+def validate_decode_config(config: DecodeConfig) -> None:
+    """Raise ValueError naming the first field that no kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
+    allowed = tuple(TILE_N_WIDENED if c.is_widened else TILE_N)
+    for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
+        if size not in allowed:
+            raise ValueError(f"{name} is {size}, allowed: {', '.join(map(str, allowed))}")
+    if c.tile_m not in (32, 64):
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: 32 or 64")
+    if c.tile_n % 16 or not 16 <= c.tile_n <= 128:
+        raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 128")
+    if c.box_rows not in BOX_ROWS or c.tile_n % c.box_rows:
+        raise ValueError(
+            f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
+        )
+    if c.cache_dtype not in ("", E4M3):
+        raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
+    if c.is_widened and c.softcap:
+        raise ValueError("softcap is True with a cache of e4m3, allowed: False")
+    if c.is_widened != (c.raw_stages > 1):
+        raise ValueError(f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3, else 0")
+    if c.stages < 2:
+        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    if c.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+WIDE_STAGES = 2
+"""Stages of widened keys; a cache of e4m3 has what memory is left to it."""
+
+TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
+"""Keys of a block, by the larger of the two head_dims."""
+
+TILE_N_WIDENED = {64: 128, 128: 128, 192: 32}
+"""The same for a cache of e4m3, where the consumer has fewer registers, too few for rows of 256 columns; half of it for
+tiles of 64 rows."""
+
+
+def tile_n_of(head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
+    """Keys of a block of the kernel for a problem; the arguments are those of ``select_decode_config``."""
+    size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
+    if cache_dtype != E4M3:
+        return TILE_N[size]
+    tile_n = TILE_N_WIDENED[size]
+    return max(tile_n // 2, 16) if rows > WARPGROUP_ROWS // 2 else tile_n
+
+
+def box_rows_of(tile_n: int, page_size: int, pages: int) -> int | None:
+    """The most rows that a box can have, for ``pages`` of ``page_size`` keys a sequence; None if there is no box.
+
+    The only page of a sequence may end within a box, which TMA clips.
+    """
+    return next((n for n in BOX_ROWS if tile_n % n == 0 and (pages == 1 or page_size % n == 0)), None)
+
+
+def select_decode_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    page_size: int,
+    pages: int,
+    rows: int = 1,
+    **others: Any,
+) -> DecodeConfig | None:
+    """The config for a problem, the narrowest that covers its head_dims; None if pages are too small for TMA.
+
+    Args:
+        page_size, pages: rows of a page, and pages of a sequence.
+        rows: query rows that share a K/V head.
+        others: further fields.
+    """
+    d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
+    tile_n = tile_n_of(head_dim, head_dim_v, rows, others.get("cache_dtype", ""))
+    box_rows = box_rows_of(tile_n, page_size, pages)
+    if box_rows is None:
+        return None
+    columns, raw_stages = tile_n * (d + dv), 0
+    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (columns * DecodeConfig.element_bytes)
+    if others.get("cache_dtype"):
+        stages = WIDE_STAGES
+        room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES - stages * columns * DecodeConfig.element_bytes
+        raw_stages = room // columns
+    tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS
+    config = DecodeConfig(
+        dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
+    )
+    validate_decode_config(config)
+    return config

@@ -1,0 +1,183 @@
+"""The consumer warpgroup of the decode kernel: the rows of a tile against the key blocks of its part."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineState
+
+from cute_kernels.fast_math import pack, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.mask import TileMask
+from cute_kernels.score_tile import SoftCap
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.decode.config import BOX_COLUMNS, DecodeConfig
+from hopper.decode.operands import Keys
+from hopper.decode.rows import HeadRows
+from hopper.decode.softmax import RowSoftmax
+from hopper.wgmma import issue_gemm, keep_descriptor
+
+WORDS_PER_BOX_ROW = BOX_COLUMNS // 2
+"""32-bit words of a row of a box: one for each lane of a warp."""
+
+
+@dataclass(frozen=True)
+class RowMask(TileMask):
+    """``TileMask`` where rows are heads of a token: ``levels`` are those of the thread's rows."""
+
+    levels: tuple[Int32, ...] = ()
+
+    def level(self, r: int) -> Int32:
+        return self.levels[min(r, len(self.levels) - 1)]
+
+
+class Consumer(LoopInvariant):
+    """Q in registers, as the A operand of Q K^T; O in ``acc``; K and V are read from shared memory, where they arrive.
+
+    Rows of a WGMMA that no tile has stay zero in Q and in P.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        mmas: tuple[cute.TiledMma, cute.TiledMma],
+        k: Keys,
+        v: Keys,
+        softmax: RowSoftmax,
+        softcaps: tuple[SoftCap, ...],
+        thread: Int32,
+    ):
+        self.config, self.k, self.v = config, k, v
+        self.softmax, self.softcaps, self.thread = softmax, softcaps, thread
+        self.qk, self.pv = mmas
+        c = config
+        self.tSrQ, self.tOrP = (
+            cute.make_rmem_tensor(mma.partition_shape_A((WARPGROUP_ROWS, columns)), mma.op.a_dtype)
+            for mma, columns in ((self.qk, c.head_dim), (self.pv, c.tile_n))
+        )
+        self.tSrK = keep_descriptor(self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(k.smem)))
+        transposed = cute.make_tensor(v.smem.iterator, cute.select(v.smem.layout, mode=[1, 0, 2]))
+        self.tOrV = keep_descriptor(self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(transposed)))
+        cute.recast_tensor(self.tOrP, Int32).fill(0)
+        self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((WARPGROUP_ROWS, c.head_dim_v)), Float32)
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, rows: HeadRows):
+        """The thread's rows of Q; zeros for rows and columns that there are not."""
+        words = cute.recast_tensor(self.tSrQ, Int32)
+        words.fill(0)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            row = cute.recast_tensor(rows.of(mQ, r), Int32)
+            pairs = cute.size(row)
+            for j in cutlass.range_constexpr(self.config.head_dim // COLUMNS_PER_GROUP):
+                pair = j * (COLUMNS_PER_GROUP // 2) + rows.lane % 4
+                word = Int32(0)
+                if rows.exists(r) and pair < pairs:
+                    word = row[pair]
+                if const_expr(self.config.is_widened and mQ.element_type is BFloat16):
+                    word = pack(*unpack(word, BFloat16), Float16)
+                words[r + ROWS_PER_THREAD * j] = word
+
+    @cute.jit
+    def attend(
+        self, mask: RowMask, edges: tuple, first: Int32, end: Int32, state: PipelineState
+    ) -> PipelineState:
+        """Leave O of key blocks ``first`` to ``end``, one at least, in ``acc``, not normalised, and their sums in
+        ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
+
+        P V of a block is under way while the softmax of the next one is.
+        """
+        acc_S = cute.make_rmem_tensor(
+            self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
+        )
+        self.softmax.start()
+        self.acc.fill(0.0)
+        self._start_scores(acc_S, state)
+        warpgroup.wait_group(0)
+        self.k.release(state, self.thread % 32)
+        self._exponentiate(acc_S, mask, edges, end - 1)
+        self._store_P(acc_S)
+        for step in cutlass.range(end - first - 1, unroll=1):
+            block = end - 1 - step
+            v_state = state.clone()
+            state.advance()
+            self._start_scores(acc_S, state)
+            self._start_product(mask.seqlens.seqlen_k, block, v_state)
+            warpgroup.wait_group(1)
+            self.k.release(state, self.thread % 32)
+            self._exponentiate(acc_S, mask, edges, block - 1)
+            warpgroup.wait_group(0)
+            self.v.release(v_state, self.thread % 32)
+            self.softmax.rescale_if_needed(self.acc)
+            self._store_P(acc_S)
+        self._start_product(mask.seqlens.seqlen_k, first, state)
+        warpgroup.wait_group(0)
+        self.v.release(state, self.thread % 32)
+        state.advance()
+        return state
+
+    @cute.jit
+    def _start_scores(self, acc_S: cute.Tensor, state: PipelineState):
+        """Start Q K^T of the block at ``state``."""
+        self.k.pipe.consumer_wait(state)
+        issue_gemm(self.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, state.index], False)
+
+    @cute.jit
+    def _start_product(self, seqlen_k: Int32, block: Int32, state: PipelineState):
+        """Start O += P V of key block ``block``, whose V is at ``state``."""
+        self.v.pipe.consumer_wait(state)
+        keys = seqlen_k - block * self.config.tile_n
+        if keys < self.config.tile_n:
+            self._clear_values(cutlass.max(keys, 0), state.index)
+        issue_gemm(self.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
+
+    @cute.jit
+    def _exponentiate(self, acc_S: cute.Tensor, mask: RowMask, edges: tuple, block: Int32):
+        """Turn the scores of key block ``block`` into P."""
+        left_masked_end, unmasked_end = edges
+        for softcap in self.softcaps:
+            softcap.apply(acc_S, block)
+        if block >= unmasked_end or block < left_masked_end:
+            mask.apply(acc_S, block)
+        self.softmax.take_scores(acc_S, is_first=False)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            self.softmax.exponentiate(acc_S, r, is_first=False)
+
+    @cute.jit
+    def _store_P(self, acc_S: cute.Tensor):
+        """Round P into the A operand of P V."""
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            self.softmax.store_P(self.tOrP, acc_S, r)
+
+    @cute.jit
+    def _clear_values(self, keys: Int32, stage: Int32):
+        """Zero the rows of V from ``keys`` on: what is in a cache behind the last key may be NaN, which P = 0 does not
+        hide. Swizzling moves nothing from one row of a box to another, so that rows are zeroed as they lie."""
+        c = self.config
+        words = cute.make_tensor(
+            cute.recast_ptr(self.v.smem.iterator, cute.make_swizzle(0, 4, 3), Int32),
+            cute.make_layout(
+                (WORDS_PER_BOX_ROW, c.tile_n, c.head_dim_v // BOX_COLUMNS, c.stages),
+                stride=(
+                    1,
+                    WORDS_PER_BOX_ROW,
+                    WORDS_PER_BOX_ROW * c.tile_n,
+                    c.tile_n * c.head_dim_v // 2,
+                ),
+            ),
+        )
+        warps = WARPGROUP_THREADS // WORDS_PER_BOX_ROW
+        for row in cutlass.range(keys + self.thread // WORDS_PER_BOX_ROW, c.tile_n, warps, unroll=1):
+            for part in cutlass.range_constexpr(c.head_dim_v // BOX_COLUMNS):
+                words[self.thread % WORDS_PER_BOX_ROW, row, part, stage] = Int32(0)
+        cute.arch.fence_view_async_shared()
+        sync_consumers()
+
+
+@cute.jit
+def sync_consumers():
+    """Barrier among the consumer's threads."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP_THREADS)

@@ -1,0 +1,352 @@
+"""The Hopper decode kernel: few queries, many keys, which lie in a cache."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fragments import first_column_of_thread
+from cute_kernels.integers import divide
+from cute_kernels.problem import VARLEN
+from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.window import sides_of
+from hopper.config import WARPGROUP_ROWS
+from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
+from hopper.decode.config import (
+    BOX_COLUMNS,
+    PRODUCER_WARPS,
+    REGISTERS_WIDENED,
+    DecodeConfig,
+    validate_decode_config,
+)
+from hopper.decode.consumer import Consumer, RowMask
+from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Work
+from hopper.decode.producer import Producer
+from hopper.decode.results import PartialResults, Results
+from hopper.decode.rows import HeadRows, TileRows
+from hopper.decode.softmax import RowSoftmax
+from hopper.decode.widener import Widener
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+
+ONE_WARPGROUP = (1, 1, 1)
+
+COMBINING_CTAS = 256
+"""That put parts together, or a little more: starting many takes longer than what they do."""
+
+
+def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
+    """Tiles of so many K/V heads, each of so many rows."""
+    return kv_heads * cute.ceil_div(rows, tile_m)
+
+
+class DecodeKernel:
+    """softmax(softmax_scale Q K^T) V of the queries of a decoding step, K and V in a cache, on sm_90a.
+
+    | role | warps | does |
+    |---|---|---|
+    | consumer | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
+    | producers | 4 and 5 | TMA loads of K, and of V |
+
+    | pipeline | stages | bytes of a full stage | arrivals that empty it |
+    |---|---|---|---|
+    | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
+    | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4` |
+
+    Named barrier 1 is among the consumer's 128 threads. Registers are not shared out: 192 threads have enough.
+
+    The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
+    of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
+    """
+
+    def __init__(self, config: DecodeConfig):
+        validate_decode_config(config)
+        self.config, self.dtype = config, DSL_DTYPES[config.mma_dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor | None,
+        leftpad: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        parts: cute.Tensor,
+        softmax_scale: Float32,
+        max_splits: Int32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
+        softcap: Float32 | None,
+        sinks: cute.Tensor | None,
+        k_descale: cute.Tensor | None,
+        v_descale: cute.Tensor | None,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch.
+
+        mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
+        (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
+        and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``.
+        Descales are float32 (batch, kv_heads), for a cache of e4m3. What the config has no use for is None.
+        """
+        c = self.config
+        caps = (softcap,) if const_expr(c.softcap) else ()
+        is_packed = c.layout == VARLEN
+        atoms, caches = [], []
+        for cache, columns in ((mK, c.head_dim), (mV, c.head_dim_v)):
+            view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+            box = (c.box_rows, columns if const_expr(c.is_widened) else BOX_COLUMNS)
+            layout = cute.make_layout(box, stride=(box[1], 1))
+            if const_expr(not c.is_widened):
+                layout = swizzled_layout(*box, 1, self.dtype)
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            atom, tensor = cpasync.make_tiled_tma_atom(load, view, layout, box)
+            atoms.append(atom)
+            caches.append(tensor)
+        lists = CacheLists(
+            lengths,
+            (leftpad,) if const_expr(c.leftpad) else (),
+            (cu_seqlens_q,) if const_expr(is_packed) else (),
+            mK.shape[1] * table.shape[1] if const_expr(c.paged) else mK.shape[1],
+            mK.shape[2],
+            (max_splits,) if const_expr(c.limits_splits) else (),
+            sides_of(c, window_left, window_right, attention_chunk),
+        )
+        tables = (table,) if const_expr(c.paged) else ()
+        of_sinks = (sinks,) if const_expr(c.sinks) else ()
+        k_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.is_widened) else ((), ())
+        outputs = Outputs(mO, mLSE, of_sinks, v_factors, parts)
+        scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
+        self.kernel(
+            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, k_factors
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=None if c.ctas_per_sm == 1 else 100,
+            use_pdl=True,
+        )
+        ctas, rows = num_ctas, Int32(c.tile_m)
+        if const_expr(not is_packed):
+            of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
+            ctas = cutlass.min(num_ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
+            rows = cutlass.min(of_head, rows)
+        row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
+        self.combine(mQ, lists, outputs, num_ctas).launch(
+            grid=(ctas, row_ctas, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        caches: tuple,
+        mQ: cute.Tensor,
+        table: tuple,
+        lists: CacheLists,
+        outputs: Outputs,
+        scale_log2: Float32,
+        cap_factors: tuple,
+        k_factors: tuple,
+    ):
+        """A CTA for each piece of the row of blocks."""
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
+        wide, raw = self._keys(storage, atoms, caches)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come before
+        # what writes them has ended.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        page_size = caches[0].shape[0]
+        cta = cute.arch.block_idx()[0]
+        work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
+        first_producer = c.threads // cute.arch.WARP_SIZE - (
+            WARPS_PER_WARPGROUP if const_expr(c.is_widened) else PRODUCER_WARPS
+        )
+        if warp >= first_producer:
+            if const_expr(c.is_widened):
+                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["producer"])
+            if warp == first_producer:
+                Producer(c, work, raw[0], table, page_size, lane).run()
+            elif warp == first_producer + 1:
+                Producer(c, work, raw[1], table, page_size, lane).run()
+        elif warp >= WARPS_PER_WARPGROUP:
+            if const_expr(c.is_widened):
+                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["widener"])
+                thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
+                if warp < 2 * WARPS_PER_WARPGROUP:
+                    Widener(c, work, raw[0], wide[0], thread, lane).run()
+                else:
+                    Widener(c, work, raw[1], wide[1], thread, lane).run()
+        else:
+            if const_expr(c.is_widened):
+                cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])
+            softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
+            softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
+            thread = warp * cute.arch.WARP_SIZE + lane
+            consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
+            parts = PartialResults(c, outputs.parts)
+            results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, cta)
+            self._consume(work, consumer, results, mQ, (warp, lane), scale_log2, k_factors)
+
+    @cute.kernel
+    def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
+        """A CTA for each piece and for each row of the tile that may be begun in it."""
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        smem = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
+        )
+        piece, row, _ = cute.arch.block_idx()
+        work = lists.work(c, mQ, piece, num_pieces, lane)
+        parts = PartialResults(c, outputs.parts)
+        by_tile = Boolean(False)
+        if const_expr(c.layout != VARLEN):
+            of_head = mQ.shape[1] * work.batch.group
+            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
+        combine = Combine(
+            c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
+        )
+        combine.run(by_tile, row, cute.arch.grid_dim()[1])
+
+    @cute.jit
+    def _consume(
+        self,
+        work: Work,
+        consumer: Consumer,
+        results: Results,
+        mQ: cute.Tensor,
+        thread: tuple[Int32, Int32],
+        scale_log2: Float32,
+        k_factors: tuple,
+    ):
+        """Every tile of which this CTA has a part; ``thread`` is its warp and lane."""
+        c = self.config
+        warp, lane = thread
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        sequence, tile, start, piece_end = work.first_tile(lane)
+        while start < piece_end:
+            seqlens = work.batch.seqlens(sequence)
+            blocks = work.batch.blocks(seqlens)
+            parts = work.parts(start, blocks.count)
+            first, end = parts.begin(work.cta), parts.begin(work.cta + 1)
+            row_tiles = work.batch.row_tiles(seqlens)
+            head = divide(tile, row_tiles)
+            first_row = (tile - head * row_tiles) * c.tile_m
+            rows = HeadRows(c, TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+            if first >= end:
+                results.leave_nothing(rows)
+            else:
+                consumer.load_queries(mQ, rows)
+                if const_expr(c.is_widened):
+                    consumer.softmax.scale_log2 = scale_log2 * rows.tile.factor(k_factors)
+                mask = RowMask(
+                    work.batch.window,
+                    c.tile_n,
+                    seqlens,
+                    first_row,
+                    first_column_of_thread(lane),
+                    rows.levels(),
+                )
+                edges = blocks.left_masked_end, blocks.unmasked_end
+                state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
+                results.leave(consumer, rows, parts)
+            start += blocks.count
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    def _keys(self, storage, atoms: tuple, caches: tuple) -> tuple[tuple, tuple]:
+        """K and V as they are multiplied, and as they come."""
+        c = self.config
+        wide, raw = [], []
+        memory = (
+            (storage.sK, storage.barriers_k, storage.sKraw, storage.barriers_k_raw, c.head_dim),
+            (storage.sV, storage.barriers_v, storage.sVraw, storage.barriers_v_raw, c.head_dim_v),
+        )
+        warps = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
+        for atom, cache, (smem, barriers, raw_smem, raw_barriers, columns) in zip(
+            atoms, caches, memory, strict=True
+        ):
+            layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
+            stages = smem.get_tensor(layout.outer, swizzle=layout.inner)
+            if const_expr(not c.is_widened):
+                raw_stages, raw_barriers, box_columns = stages, barriers, BOX_COLUMNS
+            else:
+                raw_layout = cute.make_layout(
+                    (c.tile_n, columns, c.raw_stages), stride=(columns, 1, c.tile_n * columns)
+                )
+                raw_stages, box_columns = raw_smem.get_tensor(raw_layout), columns
+            pipe = PipelineTmaAsync.create(
+                num_stages=c.raw_stages or c.stages,
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=warps,
+                tx_count=c.tile_n * columns * raw_stages.element_type.width // 8,
+                barrier_storage=raw_barriers.data_ptr(),
+                defer_sync=True,
+            )
+            raw.append(RawKeys(atom, cache, raw_stages, pipe, box_columns))
+            if const_expr(c.is_widened):
+                pipe = PipelineAsync.create(
+                    num_stages=c.stages,
+                    producer_group=warps,
+                    consumer_group=warps,
+                    barrier_storage=barriers.data_ptr(),
+                    defer_sync=True,
+                )
+            wide.append(Keys(stages, pipe, c.is_widened))
+        return tuple(wide), tuple(raw)
+
+    def _shared_storage(self) -> type:
+        c = self.config
+        columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
+
+        @cute.struct
+        class SharedStorage:
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_k_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
+            barriers_v_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_k], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
+            sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]
+            sVraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_v], 1024]
+
+        return SharedStorage
+
+    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """Q K^T and P V, their first operands in registers."""
+        c = self.config
+        return tuple(
+            hopper_helpers.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                OperandMajorMode.K,
+                major,
+                Float32,
+                ONE_WARPGROUP,
+                (WARPGROUP_ROWS, columns),
+                a_source=warpgroup.OperandSource.RMEM,
+            )
+            for major, columns in ((OperandMajorMode.K, c.tile_n), (OperandMajorMode.MN, c.head_dim_v))
+        )

@@ -1,0 +1,114 @@
+"""What the roles of the decode kernel share."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.pipeline import PipelineState, PipelineTmaAsync
+
+from cute_kernels.integers import divide
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import VARLEN
+from cute_kernels.window import window_of
+from hopper.decode.batch import CacheBatch
+from hopper.decode.config import DecodeConfig
+from hopper.decode.schedule import Pieces, TileParts
+
+
+@dataclass(frozen=True)
+class Keys(LoopInvariant):
+    """K or V as it is multiplied: its stages in shared memory, row-major (tile_n, head_dim, stages), and the pipeline
+    that says when they are full. ``is_widened``: warps fill them, and not TMA."""
+
+    smem: cute.Tensor
+    pipe: Any
+    is_widened: bool
+
+    @cute.jit
+    def release(self, state: PipelineState, lane: Int32):
+        """By each warp that has multiplied a stage."""
+        if const_expr(self.is_widened):
+            if lane == 0:
+                self.pipe.consumer_release(state)
+        else:
+            self.pipe.consumer_release(state)
+
+
+@dataclass(frozen=True)
+class RawKeys(LoopInvariant):
+    """K or V as it comes: the TMA atom of a box, the cache as TMA sees it, (page_size, head_dim, kv_heads, pages), the
+    stages that TMA fills, (tile_n, head_dim, stages), in boxes of ``box_columns`` columns, and their pipeline."""
+
+    atom: cute.CopyAtom
+    cache: cute.Tensor
+    smem: cute.Tensor
+    pipe: PipelineTmaAsync
+    box_columns: int
+
+
+@dataclass(frozen=True)
+class Work(LoopInvariant):
+    """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None."""
+
+    batch: CacheBatch
+    pieces: Pieces
+    max_splits: Int32 | None
+    cta: Int32
+
+    def parts(self, start: Int32, blocks: Any) -> TileParts:
+        """Of the tile whose blocks begin at ``start``."""
+        return TileParts.of(self.pieces, start, blocks, self.max_splits)
+
+    @cute.jit
+    def first_tile(self, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The sequence and number of the tile in which this CTA begins, the first block of that tile, and the block
+        behind the last of this CTA. For the lanes of a warp."""
+        unit, end = self.pieces.begin(self.cta), self.pieces.begin(self.cta + 1)
+        sequence, start = self.batch.locate(unit, lane)
+        tile = Int32(0)
+        if sequence < self.batch.batch:
+            blocks = self.batch.blocks(self.batch.seqlens(sequence)).count
+            tile = divide(unit - start, blocks)
+            start += tile * blocks
+        return sequence, tile, start, end
+
+
+class Outputs(NamedTuple):
+    """O and LSE, what joins them, and the memory for partial results. ``sinks`` is empty, or has float32 (heads,);
+    ``factors`` is empty, or has that of V, float32 (batch, kv_heads)."""
+
+    o: cute.Tensor
+    lse: cute.Tensor
+    sinks: tuple
+    factors: tuple
+    parts: cute.Tensor
+
+
+class CacheLists(NamedTuple):
+    """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window."""
+
+    lengths: cute.Tensor
+    starts: tuple
+    offsets: tuple
+    capacity: Int32
+    kv_heads: Int32
+    max_splits: tuple
+    sides: tuple
+
+    def work(self, config: DecodeConfig, mQ: cute.Tensor, cta: Int32, ctas: Int32, lane: Int32) -> Work:
+        """The work of one CTA of so many."""
+        queries, heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
+        batch = CacheBatch(
+            config,
+            window_of(config.causal, self.sides),
+            self.lengths,
+            self.starts,
+            self.offsets,
+            queries,
+            self.capacity,
+            self.kv_heads,
+            divide(heads, self.kv_heads),
+        )
+        max_splits = self.max_splits[0] if self.max_splits else None
+        return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)

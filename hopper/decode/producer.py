@@ -1,0 +1,97 @@
+"""The producer warps of the decode kernel: bring K or V of the key blocks of their CTA, box by box."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.integers import divide, maximum, minimum
+from cute_kernels.invariant import LoopInvariant
+from hopper.decode.config import DecodeConfig
+from hopper.decode.operands import RawKeys, Work
+
+
+@dataclass(frozen=True)
+class Producer(LoopInvariant):
+    """Loads K, or V, of every block that this CTA visits, the last of a tile first.
+
+    ``table`` has int32 (batch, pages), the page of each ``page_size`` keys, or nothing where sequence b has page b. Its
+    entries are looked up a block ahead, by a lane for each box, so that no load of a number stands between two loads of
+    keys.
+    """
+
+    config: DecodeConfig
+    work: Work
+    keys: RawKeys
+    table: tuple[cute.Tensor, ...]
+    page_size: Int32
+    lane: Int32
+
+    @cute.jit
+    def run(self):
+        """All of this CTA's piece of the row of blocks."""
+        work = self.work
+        stages = self.config.raw_stages or self.config.stages
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+        sequence, tile, start, end = work.first_tile(self.lane)
+        while start < end:
+            seqlens = work.batch.seqlens(sequence)
+            blocks = work.batch.blocks(seqlens)
+            parts = work.parts(start, blocks.count)
+            first = blocks.begin + parts.begin(work.cta)
+            block = blocks.begin + parts.begin(work.cta + 1) - 1
+            head = divide(tile, work.batch.row_tiles(seqlens))
+            first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
+            page, row = self._look_up(sequence, maximum(block, 0), first_row, keys)
+            for _ in cutlass.range(maximum(block + 1 - first, 0), unroll=1):
+                block -= 1
+                next_page, next_row = self._look_up(sequence, maximum(block, first), first_row, keys)
+                self._load(head, page, row, state)
+                page, row = next_page, next_row
+                state.advance()
+            start += blocks.count
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    @cute.jit
+    def _look_up(self, sequence: Int32, block: Int32, first_row: Int32, keys: Int32) -> tuple[Int32, Int32]:
+        """The page of this lane's box of a key block, and the row of it that the box begins with: the one behind the
+        last, where TMA finds zeros, for a box that has no key."""
+        box = minimum(self.lane, self.config.boxes - 1)
+        key = block * self.config.tile_n + box * self.config.box_rows
+        page, row = Int32(0), self.page_size
+        if key < keys:
+            page, row = self._place(sequence, first_row + key)
+        return page, row
+
+    def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """The page of a row of a sequence, and the row in it."""
+        last = self.keys.cache.shape[3] - 1
+        for table in self.table:
+            number = divide(row, self.page_size)
+            page = minimum(maximum(table[sequence, number], 0), last)
+            return page, row - number * self.page_size
+        return minimum(sequence, last), row
+
+    @cute.jit
+    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
+        """A block, whose boxes lie where the lanes say."""
+        keys = self.keys
+        keys.pipe.producer_acquire(state)
+        barrier = keys.pipe.producer_get_barrier(state)
+        stage = keys.smem[None, None, state.index]
+        box = (self.config.box_rows, keys.box_columns)
+        for i in cutlass.range_constexpr(self.config.boxes):
+            of_page = keys.cache[None, None, head, cute.arch.shuffle_sync(page, offset=i)]
+            source = cute.domain_offset((cute.arch.shuffle_sync(row, offset=i), 0), of_page)
+            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
+                target, found = cpasync.tma_partition(
+                    keys.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
+                    cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
+                )
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier)

@@ -1,0 +1,80 @@
+"""The rows of a decode tile: query heads of one K/V head, of one token after another."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE
+from cute_kernels.integers import divide, minimum
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
+from hopper.decode.config import DecodeConfig
+
+
+@dataclass(frozen=True)
+class TileRows(LoopInvariant):
+    """The rows of one tile from ``first`` on, of the ``group`` heads of K/V head ``head_kv``."""
+
+    seqlens: SeqlenInfo
+    first: Int32
+    head_kv: Int32
+    group: Int32
+
+    @property
+    def count(self) -> Any:
+        """Rows of the tile and of those behind it."""
+        return self.seqlens.seqlen_q * self.group - self.first
+
+    def factor(self, factors: tuple[cute.Tensor, ...]) -> Any:
+        """That of the K/V head, of a tensor (batch, kv_heads); 1 if there is none."""
+        for tensor in factors:
+            return tensor[self.seqlens.batch, self.head_kv]
+        return 1.0
+
+    def place(self, row: Any) -> tuple[Any, Any]:
+        """Token and head of a row of the tile; those of the last row for one that does not exist."""
+        row = minimum(self.first + row, self.seqlens.seqlen_q * self.group - 1)
+        token = divide(row, self.group)
+        return token, self.head_kv * self.group + row - token * self.group
+
+    def of(self, tensor: cute.Tensor, row: Any) -> cute.Tensor:
+        """Its row of Q or O, (batch, seqlen_q, heads, columns) or packed (total_q, heads, columns)."""
+        token, head = self.place(row)
+        if self.seqlens.is_packed:
+            return tensor[self.seqlens.offset_q + token, head, None]
+        return tensor[self.seqlens.batch, token, head, None]
+
+    def lse_of(self, mLSE: cute.Tensor, row: Any) -> cute.Tensor:
+        """One element: of mLSE (batch, heads, seqlen_q), or packed (heads, total_q)."""
+        token, head = self.place(row)
+        if self.seqlens.is_packed:
+            return cute.domain_offset((head, self.seqlens.offset_q + token), mLSE)
+        return cute.domain_offset((self.seqlens.batch, head, token), mLSE)
+
+
+@dataclass(frozen=True)
+class HeadRows(LoopInvariant):
+    """The rows of a thread of the warpgroup: one in the upper 8 rows of its warp, and one in the lower 8 where a tile
+    has 64 rows."""
+
+    config: DecodeConfig
+    tile: TileRows
+    warp: Int32
+    lane: Int32
+
+    def row(self, r: int) -> Int32:
+        of_warp = ROW_STRIDE * self.config.rows_per_thread
+        return self.warp * of_warp + self.lane // LANES_PER_ROW + r * ROW_STRIDE
+
+    def exists(self, r: int) -> Any:
+        return self.row(r) < self.tile.count
+
+    def of(self, tensor: cute.Tensor, r: int) -> cute.Tensor:
+        return self.tile.of(tensor, self.row(r))
+
+    def levels(self) -> tuple[Int32, ...]:
+        """The keys that they are level with."""
+        shift = self.tile.seqlens.seqlen_k - self.tile.seqlens.seqlen_q
+        return tuple(self.tile.place(self.row(r))[0] + shift for r in range(self.config.rows_per_thread))

@@ -1,0 +1,127 @@
+"""How the key blocks of all sequences are shared out over CTAs.
+
+Think of all key blocks in a row: those of a tile behind each other, the tiles of a sequence, the sequences of the
+batch. Each CTA takes a piece of the row, all pieces as long as each other to within a block. So every CTA reads the
+same number of bytes, whatever the lengths, and none is idle while another works. A tile of which more than one CTA has
+a part is put together by the one that comes last. (The idea is that of Stream-K, Osama et al., PPoPP 2023; FlashMLA and
+FlashInfer share out decoding in this way.)
+
+Plain arithmetic on integers: the same functions serve the kernel (traced) and the host tests (Python ints).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.integers import ceil_div, divide, maximum, minimum
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.visible import first_key, keys_end
+from cute_kernels.window import Window
+
+
+@dataclass(frozen=True)
+class Pieces(LoopInvariant):
+    """``units`` key blocks in a row, cut into pieces for ``ctas`` CTAs, the first of which may be a block longer."""
+
+    units: Any
+    ctas: Any
+
+    def begin(self, cta: Any) -> Any:
+        """The first block of a CTA, and the end of the one before."""
+        base, longer = self._lengths()
+        return cta * base + minimum(cta, longer)
+
+    def owner(self, unit: Any) -> Any:
+        """The last CTA whose piece begins at a block or before."""
+        base, longer = self._lengths()
+        in_longer = longer * (base + 1)
+        behind = divide(maximum(unit - in_longer, 0), maximum(base, 1))
+        return divide(minimum(unit, in_longer), base + 1) + behind
+
+    def _lengths(self) -> tuple[Any, Any]:
+        """Of most pieces, and how many are a block longer."""
+        base = divide(self.units, self.ctas)
+        return base, self.units - base * self.ctas
+
+
+@dataclass(frozen=True)
+class TileParts(LoopInvariant):
+    """One tile of ``blocks`` key blocks, which stand in the row from ``start`` on, and the parts of it that CTAs have.
+
+    Parts begin at multiples of ``step`` blocks, so that there are no more of them than are allowed.
+    """
+
+    pieces: Pieces
+    start: Any
+    blocks: Any
+    step: Any
+
+    @staticmethod
+    def of(pieces: Pieces, start: Any, blocks: Any, max_splits: Any) -> "TileParts":
+        """With parts of any size where ``max_splits`` is None."""
+        step = 1 if max_splits is None else divide(blocks + max_splits - 1, max_splits)
+        return TileParts(pieces, start, blocks, step)
+
+    def begin(self, cta: Any) -> Any:
+        """The block of the tile at which a CTA's part begins and that of the one before ends: 0 for those before the
+        tile, ``blocks`` for those behind it."""
+        inside = maximum(self.pieces.begin(cta) - self.start, 0)
+        if not isinstance(self.step, int) or self.step > 1:
+            inside = divide(inside + self.step - 1, self.step) * self.step
+        return minimum(inside, self.blocks)
+
+    @property
+    def first_cta(self) -> Any:
+        """The CTA that has the first part."""
+        return self.pieces.owner(self.start)
+
+    @property
+    def last_cta(self) -> Any:
+        """A CTA behind which none has a part."""
+        return self.pieces.owner(self.start + self.blocks - 1)
+
+
+@dataclass(frozen=True)
+class SequenceBlocks(LoopInvariant):
+    """The key blocks of ``tile_n`` keys that the queries of a sequence visit, the same for each of its tiles: from
+    ``begin`` to ``end``, one at least, so that queries without keys are written too."""
+
+    seqlens: SeqlenInfo
+    window: Window
+    tile_n: int
+
+    @property
+    def end(self) -> Any:
+        return maximum(ceil_div(self.seqlens.seqlen_k, self.tile_n), 1)
+
+    @property
+    def begin(self) -> Any:
+        """The last block is visited in any case."""
+        if not self.window.has_left:
+            return 0
+        first = maximum(first_key(self.window, self._first_level), 0)
+        return minimum(divide(first, self.tile_n), self.end - 1)
+
+    @property
+    def count(self) -> Any:
+        return self.end - self.begin
+
+    @property
+    def unmasked_end(self) -> Any:
+        """One past the last block whose keys no query has behind the last that it sees."""
+        keys = self.seqlens.seqlen_k
+        if self.window.has_right:
+            keys = minimum(keys, maximum(keys_end(self.window, self._first_level + 1), 0))
+        return divide(keys, self.tile_n)
+
+    @property
+    def left_masked_end(self) -> Any:
+        """One past the last block that has a key before the first that some query sees."""
+        if not self.window.has_left:
+            return 0
+        return ceil_div(maximum(first_key(self.window, self.seqlens.seqlen_k - 1), 0), self.tile_n)
+
+    @property
+    def _first_level(self) -> Any:
+        """The key that the first query is level with."""
+        return self.seqlens.seqlen_k - self.seqlens.seqlen_q

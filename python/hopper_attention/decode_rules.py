@@ -1,0 +1,102 @@
+"""Which calls on a cache the decode kernel serves, and with which config: read by the launcher and by ``explain``."""
+
+from __future__ import annotations
+
+from hopper.config import WARPGROUP_ROWS
+from hopper.decode.config import (
+    TILE_N,
+    TILE_N_WIDENED,
+    DecodeConfig,
+    box_rows_of,
+    select_decode_config,
+    tile_n_of,
+)
+from hopper_attention.backends import Target
+from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.layout import Repair, repair_for
+
+CTA_STEP = 16
+"""Pieces are a multiple of it. So heads of a sequence, of which there are 2, 4, 8 or 16 as a rule, are read at the same
+keys at the same time, and what they have side by side in memory is fetched together."""
+
+
+MAX_PARTS = 64
+"""Of a tile, for launches of few tiles: beyond that, putting parts together costs more than reading sooner gains."""
+
+
+def ctas_of_pieces(multiprocessors: int, tiles: int) -> int:
+    """CTAs among which the keys of a launch of so many tiles are shared out."""
+    most = max(multiprocessors // CTA_STEP * CTA_STEP, 1)
+    return max(min(most, MAX_PARTS * tiles), 1)
+
+
+def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps the decode kernel from serving a call; empty if nothing does."""
+    shape = call.shape
+    if backend != "hopper":
+        return f"its kernel is for Hopper GPUs, and the backend is {backend}"
+    if shape.has_qv:
+        return "there is a qv"
+    if shape.is_fp8_cache and call.scores.has_softcap:
+        return "there is a softcap, and the cache is of e4m3"
+    widest = max(TILE_N_WIDENED if shape.is_fp8_cache else TILE_N)
+    if max(shape.head_dim, shape.head_dim_v) > widest:
+        of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
+        return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
+    if call.scores.has_alibi:
+        return "there are alibi_slopes"
+    if not shape.has_keys or not shape.total_q:
+        return "there is no query or no key"
+    if shape.has_leftpad and _pages(call)[1] > 1:
+        # A box that begins at any row of a page may end in another one.
+        return "there is a leftpad, which its kernel takes for caches of one page a sequence"
+    rows = shape.rows_a_kv_head
+    if rows > WARPGROUP_ROWS:
+        return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
+    if any(repair_for(cache) is Repair.COPY for cache in shape.caches):
+        return "TMA cannot address the strides of the cache"
+    if _box_rows(call) is None:
+        return f"no 8 rows of a page of {shape.page_size} lie together at multiples of 8"
+    return ""
+
+
+def select_decode(call: CacheCall) -> DecodeConfig:
+    """The config for a call that ``why_not_decode`` has nothing against."""
+    shape = call.shape
+    config = select_decode_config(
+        str(shape.out_dtype).removeprefix("torch."),
+        shape.head_dim,
+        shape.head_dim_v,
+        call.mask.causal,
+        *_pages(call),
+        rows=shape.rows_a_kv_head,
+        window=call.mask.has_window,
+        chunk=call.mask.attention_chunk > 0,
+        layout="varlen" if shape.is_packed_q else "dense",
+        paged=shape.is_paged or shape.has_batch_idx,
+        leftpad=shape.has_leftpad,
+        limits_splits=call.num_splits > 0,
+        softcap=call.scores.has_softcap,
+        sinks=call.scores.has_sinks,
+        cache_dtype=_cache_dtype(call),
+    )
+    assert config is not None
+    return config
+
+
+def _pages(call: CacheCall) -> tuple[int, int]:
+    """Rows of a page, and pages of a sequence."""
+    shape = call.shape
+    page_size = shape.page_size or shape.capacity
+    return page_size, max(shape.capacity // max(page_size, 1), 1) if shape.is_paged else 1
+
+
+def _box_rows(call: CacheCall) -> int | None:
+    shape = call.shape
+    tile_n = tile_n_of(shape.head_dim, shape.head_dim_v, shape.rows_a_kv_head, _cache_dtype(call))
+    return box_rows_of(tile_n, *_pages(call))
+
+
+def _cache_dtype(call: CacheCall) -> str:
+    """Of the config: empty where it is that of q."""
+    return str(call.shape.cache_dtype).removeprefix("torch.") if call.shape.is_fp8_cache else ""

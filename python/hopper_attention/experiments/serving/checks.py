@@ -1,0 +1,105 @@
+"""Results of the serving benchmark held against float64: some heads of a few sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
+from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Limits
+from hopper_attention.experiments.features.checks import errors_of
+from hopper_attention.experiments.serving.inputs import CacheInputs, appended
+from hopper_attention.experiments.serving.spec import ServingWorkload
+
+OVER_16_BITS = 2.0
+"""Errors of 16-bit queries on an e4m3 cache, over those that a cache of 16 bits may have."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Float64 output (queries, heads, head_dim) of one sequence and the query heads of one key/value head."""
+
+    sequence: int
+    heads: slice
+    right: Tensor
+
+
+def limits_of(workload: ServingWorkload, rounds_queries: bool, query_factor: float = 1.0) -> Limits:
+    """Allowed errors; ``rounds_queries``: queries, too, become e4m3, which changes scores the more the larger they are,
+    by the ``query_factor`` of their family."""
+    if workload.is_fp8 and rounds_queries:
+        return scaled(END_TO_END_LIMITS, query_factor)
+    return scaled(ERROR_LIMITS[workload.dtype], OVER_16_BITS if workload.is_fp8 else 1.0)
+
+
+def scaled(limits: Limits, factor: float) -> Limits:
+    return Limits(factor * limits.head, factor * limits.row)
+
+
+def checked_places(workload: ServingWorkload) -> list[tuple[int, int]]:
+    """(sequence, kv head) of those that are checked: the shortest, a middle and the longest, on different heads."""
+    order = sorted(range(workload.batch), key=lambda i: workload.lengths[i])
+    last = workload.heads_kv - 1
+    return list(dict.fromkeys([(order[0], 0), (order[len(order) // 2], last // 2), (order[-1], last)]))
+
+
+def compute_pieces(workload: ServingWorkload, inputs: CacheInputs) -> tuple[Piece, ...]:
+    """What is compared with. Where the call appends, the new rows are then in the cache."""
+    group = workload.heads // workload.heads_kv
+    complete = appended(workload, inputs)
+    pieces = []
+    for sequence, head in checked_places(workload):
+        heads = slice(head * group, (head + 1) * group)
+        pieces.append(Piece(sequence, heads, attend(workload, complete, sequence, head, heads)))
+    return tuple(pieces)
+
+
+def poison_new_rows(inputs: CacheInputs) -> None:
+    """NaN where the call appends."""
+    if inputs.new is not None:
+        k, v = inputs.new.k, inputs.new.v
+        inputs.fill_new_rows(torch.full_like(k, math.nan), torch.full_like(v, math.nan))
+
+
+def attend(workload: ServingWorkload, inputs: CacheInputs, sequence: int, head: int, heads: slice) -> Tensor:
+    """Float64 output (queries, group, head_dim) of one key/value head."""
+    length = workload.lengths[sequence]
+    one = slice(head, head + 1)
+    k, v = (x[:, 0].double() for x in inputs.rows(sequence, slice(0, length), one))
+    if inputs.descales is not None:
+        k, v = (x * of[sequence, head].double() for x, of in zip((k, v), inputs.descales, strict=True))
+    q = inputs.q[sequence, :, heads].double()
+    keys = torch.arange(length, device=q.device)
+    last = length - workload.queries + torch.arange(workload.queries, device=q.device)
+    hidden = keys > last[:, None]
+    out = torch.empty_like(q)
+    for i in range(q.shape[1]):
+        scores = q[:, i] @ k.mT / math.sqrt(workload.head_dim)
+        out[:, i] = torch.softmax(scores.masked_fill_(hidden, -math.inf), -1) @ v
+    return out
+
+
+def check_output(
+    workload: ServingWorkload, out: Tensor, pieces: Sequence[Piece], limits: Limits
+) -> tuple[float, str]:
+    """Relative error of the worst piece, and what is wrong with the output (empty if nothing is)."""
+    w = workload
+    expected = w.batch, w.queries, w.heads, w.head_dim
+    if tuple(out.shape) != expected:
+        return math.inf, f"out is {tuple(out.shape)}, expected {expected}"
+    wrong = int((~out.isfinite()).sum())
+    if wrong:
+        return math.inf, f"{wrong} of {out.numel()} of out are not finite"
+    worst = 0.0
+    for piece in pieces:
+        error, row_error = errors_of(out[piece.sequence, :, piece.heads], piece.right)
+        worst = max(worst, error)
+        if not (error <= limits.head and row_error <= limits.row):
+            where = f"sequence {piece.sequence}, heads from {piece.heads.start}"
+            found = f"{error:.2e} in all and {row_error:.2e} of a row against float64"
+            return worst, f"{where}: error {found}, allowed {limits.head:.1e} and {limits.row:.1e}"
+    return worst, ""

@@ -1,0 +1,233 @@
+"""What a run of the serving benchmark measured, as data: cells, host times, JSON, and the promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hopper_attention.experiments.bench.results import OURS, Failed, Measured, PeerInfo, PeerResult
+from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
+from hopper_attention.experiments.serving import spec
+from hopper_attention.experiments.serving.spec import ServingWorkload
+
+KIND = "serving"
+OURS_PLAIN = "ours_plain"
+"""Our call on the same keys without pages, or without new keys."""
+
+OURS_FP8_QUERIES = "ours_fp8q"
+"""Our call with queries in e4m3, on a cache in e4m3."""
+
+OWN = (OURS, OURS_PLAIN, OURS_FP8_QUERIES)
+MOST_HOST_US = 12.0
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What one workload must reach; what is not promised is what everything meets.
+
+    Attributes:
+        least_of_best: ours over the best peer, as speeds.
+        most_us: microseconds, of 16-bit and of FP8 queries.
+        least_of_plain: over our call without pages, as speeds.
+        most_over_plain_us: microseconds more than our call without new keys.
+    """
+
+    least_of_best: float = 0.0
+    most_us: float = math.inf
+    least_of_plain: float = 0.0
+    most_over_plain_us: float = math.inf
+
+
+NOTHING_PROMISED = Promise()
+FASTER = Promise(least_of_best=1.05)
+LARGE = tuple(spec.equal(batch, length) for batch, length in ((64, 8), (8, 64), (256, 8)))
+SMALL = tuple(spec.equal(8, length) for length in (1, 8))
+ALONE = {1: 6.5, 8: 13.0, 64: 64.0, 128: 123.0}
+"""Microseconds of one sequence, by thousands of keys."""
+
+PROMISES: dict[ServingWorkload, Promise] = {
+    **dict.fromkeys(LARGE, Promise(least_of_best=1.0)),
+    **{spec.equal(1, length): Promise(most_us=us) for length, us in ALONE.items()},
+    **dict.fromkeys((*SMALL, *spec.OTHER_HEADS), FASTER),
+    **dict.fromkeys((w for w in spec.PAGED if w.batch < 64), Promise(least_of_plain=0.97)),
+    **dict.fromkeys(spec.PREFILL, Promise(least_of_best=1.03)),
+    **dict.fromkeys(spec.in_pages(*spec.PREFILL), Promise(least_of_best=1.10)),
+    **dict.fromkeys(spec.APPENDED, Promise(most_over_plain_us=5.0)),
+    **{w: Promise(most_us=us) for w, us in zip(spec.FP8, (36.0, 36.0, 255.0), strict=True)},
+}
+
+
+def promise_of(workload: ServingWorkload) -> Promise:
+    return PROMISES.get(workload, NOTHING_PROMISED)
+
+
+@dataclass(frozen=True)
+class ServingCell:
+    """All peers on one workload, interleaved. A launch is ``calls`` calls, in turn on ``input_sets`` sets of inputs.
+    All figures are of one call."""
+
+    workload: ServingWorkload
+    input_sets: int
+    calls: int
+    clock_mhz: float | None
+    power_w: float | None
+    peers: dict[str, PeerResult]
+
+    def us(self, peer: str) -> float:
+        """Microseconds of a peer; NaN if it has no figure."""
+        result = self.peers.get(peer)
+        return 1e3 * result.median_ms if isinstance(result, Measured) else math.nan
+
+    def gbs(self, peer: str) -> float:
+        """GB/s of keys and values that a peer reads; NaN if it has no figure."""
+        return self.workload.kv_bytes / self.us(peer) * 1e-3
+
+    def tflops(self, peer: str) -> float:
+        """Useful TFLOP/s of a peer; NaN if it has no figure."""
+        return self.workload.flops / self.us(peer) * 1e-6
+
+    def over(self, peer: str) -> float:
+        """How many times as fast as a peer ours is; NaN where either has no figure."""
+        return self.us(peer) / self.us(OURS)
+
+    @property
+    def best_peer(self) -> str:
+        """The fastest row that is not ours; empty if there is none."""
+        others = [name for name in self.peers if name not in OWN and not math.isnan(self.us(name))]
+        return min(others, key=self.us, default="")
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the best peer ours is; NaN where either has no figure."""
+        return self.over(self.best_peer)
+
+    @property
+    def share_of_limit(self) -> float:
+        """Of the speed that the GPU's peak rates allow, what ours reaches; NaN without a figure."""
+        return self.workload.limit_us / self.us(OURS)
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Microseconds of host time a call: the median over rounds, and their interquartile range over it."""
+
+    median_us: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """One run on one machine; ``head`` is what ``describe_run`` says, with the method, and ``host`` the host time of
+    calls on ``spec.SHORT``, by peer."""
+
+    head: dict[str, Any]
+    cells: tuple[ServingCell, ...]
+    host: Mapping[str, HostTime | Failed]
+
+    @property
+    def peers(self) -> dict[str, PeerInfo]:
+        return {name: PeerInfo(**entry) for name, entry in self.head["peers"].items()}
+
+    @property
+    def available(self) -> list[str]:
+        """Peers that were there."""
+        return [name for name, info in self.peers.items() if not info.unavailable]
+
+
+# Promises
+
+
+def serving_targets(report: ServingReport) -> list[Target]:
+    """What is promised of these workloads, as far as this report can answer."""
+    targets = [target for cell in report.cells for target in cell_targets(cell)]
+    ours = report.host.get(OURS)
+    if isinstance(ours, HostTime):
+        met = ours.median_us <= MOST_HOST_US
+        required = f"<= {MOST_HOST_US:.0f} us"
+        targets.append(
+            Target(f"host time a call, {spec.SHORT.name}", required, f"{ours.median_us:.1f} us", met)
+        )
+    failed = [
+        cell.workload.name if name == OURS else f"{cell.workload.name} ({name})"
+        for cell in report.cells
+        for name, result in cell.peers.items()
+        if name in OWN and isinstance(result, Failed)
+    ]
+    if failed:
+        targets.append(
+            Target("every workload right", "no failure of ours", f"failed: {', '.join(failed)}", False)
+        )
+    return targets
+
+
+def cell_targets(cell: ServingCell) -> list[Target]:
+    """Of one workload: those whose figures are there."""
+    promise, name, targets = promise_of(cell.workload), cell.workload.name, []
+    if promise.least_of_best and not math.isnan(cell.ratio):
+        required, measured = f">= {promise.least_of_best:.2f}", f"{cell.ratio:.3f} of {cell.best_peer}"
+        targets.append(Target(name, required, measured, cell.ratio >= promise.least_of_best))
+    for peer, what in ((OURS, name), (OURS_FP8_QUERIES, f"{name}, FP8 queries")):
+        us, most = cell.us(peer), promise.most_us
+        if math.isfinite(most) and not math.isnan(us):
+            targets.append(Target(what, f"<= {most:g} us", f"{us:.1f} us", us <= most))
+    of_plain, more = cell.over(OURS_PLAIN), cell.us(OURS) - cell.us(OURS_PLAIN)
+    if promise.least_of_plain and not math.isnan(of_plain):
+        required = f">= {promise.least_of_plain:.2f} of no pages"
+        targets.append(Target(name, required, f"{of_plain:.3f}", of_plain >= promise.least_of_plain))
+    if math.isfinite(promise.most_over_plain_us) and not math.isnan(more):
+        required = f"<= {promise.most_over_plain_us:g} us over no new keys"
+        targets.append(Target(name, required, f"{more:.1f} us", more <= promise.most_over_plain_us))
+    return targets
+
+
+# JSON
+
+
+def cell_record(cell: ServingCell) -> dict[str, Any]:
+    w = cell.workload
+    derived = {"name": w.name, "flops": w.flops, "kv_bytes": w.kv_bytes, "limit_us": w.limit_us}
+    counts = {"input_sets": cell.input_sets, "calls": cell.calls}
+    gauges = {**counts, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
+    peers = {name: {"ok": isinstance(r, Measured), **asdict(r)} for name, r in cell.peers.items()}
+    workload = {**asdict(w), "lengths": list(w.lengths)}
+    return rounded({**derived, "workload": workload, **gauges, "peers": peers})
+
+
+def read_cell(record: dict[str, Any]) -> ServingCell:
+    def read_peer(entry: dict[str, Any]) -> PeerResult:
+        fields = {key: value for key, value in entry.items() if key != "ok"}
+        return Measured(**fields) if entry["ok"] else Failed(**fields)
+
+    fields = record["workload"]
+    peers = {name: read_peer(entry) for name, entry in record["peers"].items()}
+    workload = ServingWorkload(**{**fields, "lengths": tuple(fields["lengths"])})
+    counts = record["input_sets"], record["calls"]
+    return ServingCell(workload, *counts, record["clock_mhz"], record["power_w"], peers)
+
+
+def dump_serving(report: ServingReport) -> str:
+    """JSON text of a report, one line a cell, with the lengths of its sequences."""
+    host = {name: {"ok": isinstance(entry, HostTime), **asdict(entry)} for name, entry in report.host.items()}
+    return dump_rows({**report.head, "host": host}, "cells", [cell_record(cell) for cell in report.cells])
+
+
+def load_serving(text: str) -> ServingReport:
+    """Read what :func:`dump_serving` wrote.
+
+    Raises:
+        ValueError: the text is not a report of this kind and schema.
+    """
+    data = load_figures(text, KIND)
+    cells = tuple(read_cell(record) for record in data["cells"])
+    host: dict[str, HostTime | Failed] = {}
+    for name, entry in data["host"].items():
+        fields = {key: value for key, value in entry.items() if key != "ok"}
+        host[name] = HostTime(**fields) if entry["ok"] else Failed(**fields)
+    head = {key: value for key, value in data.items() if key not in ("cells", "host")}
+    return ServingReport(head, cells, host)
+
+
+def with_cell(report: ServingReport, cell: ServingCell) -> ServingReport:
+    return replace(report, cells=(*report.cells, cell))

@@ -1,0 +1,230 @@
+"""The workloads of the serving benchmark, as data. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from hopper_attention.experiments.bench.spec import LONG_DTYPES
+from hopper_attention.experiments.features.spec import (
+    COPY_BYTES,
+    PEAK_FLOPS,
+    PEAK_FP8_FLOPS,
+    skewed_lengths,
+)
+from hopper_attention.experiments.reports import short_length
+
+MOST_DECODE_QUERIES = 16
+"""Of a sequence. A workload with more is a prefill: its rate is counted in TFLOP/s, not in bytes of the cache."""
+
+RAGGED_TOKENS, RAGGED_SEQUENCES, LONGEST_RAGGED = 524_288, 85, 47_823
+
+
+def ragged_lengths(
+    tokens: int = RAGGED_TOKENS, sequences: int = RAGGED_SEQUENCES, longest: int = LONGEST_RAGGED
+) -> tuple[int, ...]:
+    """Lengths with this sum: the longest in the middle of others that are exponentially distributed."""
+    others = skewed_lengths(tokens - longest, sequences - 1)
+    if max(others) > longest:
+        raise ValueError(f"longest is {longest}, allowed with these sizes: {max(others)} or more")
+    middle = len(others) // 2
+    return *others[:middle], longest, *others[middle:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingWorkload:
+    """A call on a key/value cache.
+
+    Attributes:
+        lengths: keys of each sequence, new ones included.
+        queries: of each sequence, under a causal mask aligned at the last key.
+        page_size: rows of a page, whose order in memory is random; 0: the cache is (batch, longest, ...).
+        appends: the keys of the queries are new: the call rotates them and the queries and writes them into the cache.
+        is_fp8: the cache is e4m3 with a descale for each sequence and key/value head.
+        dtype: of queries, and of a cache that is not e4m3.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    queries: int = 1
+    page_size: int = 0
+    appends: bool = False
+    is_fp8: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < self.queries:
+            raise ValueError(
+                f"lengths is {self.lengths}, allowed: one or more of queries, {self.queries}, or more"
+            )
+        if self.heads_kv < 1 or self.heads % self.heads_kv:
+            raise ValueError(f"heads_kv is {self.heads_kv}, allowed: divisors of heads, {self.heads}")
+        if self.is_fp8 and (self.page_size or self.appends):
+            raise ValueError("is_fp8 is True, allowed: without pages and without new keys")
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        return min(self.lengths) < self.longest
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.queries > MOST_DECODE_QUERIES
+
+    @property
+    def is_causal(self) -> bool:
+        """One query sees all keys with the mask or without it."""
+        return self.queries > 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has neither pages nor new keys."""
+        return not (self.page_size or self.appends)
+
+    @property
+    def plain(self) -> ServingWorkload:
+        """The same without new keys, else without pages."""
+        return replace(self, appends=False) if self.appends else replace(self, page_size=0)
+
+    @property
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, in all sequences."""
+        hidden = self.queries * (self.queries - 1) // 2
+        return sum(self.queries * length - hidden for length in self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Useful operations: those of visible pairs alone."""
+        return 4.0 * self.heads * self.head_dim * self.visible
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values that a call reads."""
+        size = 1 if self.is_fp8 else self._size
+        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * size
+
+    @property
+    def input_bytes(self) -> int:
+        return self.kv_bytes + self.batch * self.queries * self.heads * self.head_dim * self._size
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a call reads and writes at least: K, V, q and out, whose dtype is that of q."""
+        return 2 * self.input_bytes - self.kv_bytes
+
+    @property
+    def _size(self) -> int:
+        """Bytes of an element of a query."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def limit_us(self) -> float:
+        """Microseconds at the H200's peak rates: the larger of operations and bytes. Reading alone can be some percent
+        faster than a copy, whose rate this is."""
+        peak = PEAK_FP8_FLOPS if self.is_fp8 else PEAK_FLOPS
+        return 1e6 * max(self.flops / peak, self.moved_bytes / COPY_BYTES)
+
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.is_prefill else "decode"
+
+    @property
+    def batch_name(self) -> str:
+        """Sequences and their keys, such as 64 x 8k, or 85 to 47823."""
+        return f"{self.batch} {'to' if self.is_ragged else 'x'} {short_length(self.longest)}"
+
+    @property
+    def heads_name(self) -> str:
+        return f"{self.heads}/{self.heads_kv}"
+
+    @property
+    def cache_name(self) -> str:
+        """What is particular of the cache; empty if nothing is."""
+        parts = ["e4m3"] if self.is_fp8 else []
+        parts += [f"pages of {self.page_size}"] if self.page_size else []
+        return ", ".join([*parts, *(["append"] if self.appends else [])])
+
+    @property
+    def name(self) -> str:
+        """Such as ``bf16-decode-64x8k-q1-h32-hk8-d128-page64-append``."""
+        parts = [LONG_DTYPES[self.dtype], self.kind, self.batch_name.replace(" ", ""), f"q{self.queries}"]
+        parts += [f"h{self.heads}", f"hk{self.heads_kv}", f"d{self.head_dim}"]
+        parts += [f"page{self.page_size}"] if self.page_size else []
+        parts += [*(["append"] if self.appends else []), *(["e4m3"] if self.is_fp8 else [])]
+        return "-".join(parts)
+
+
+def equal(batch: int, length: int, heads_kv: int = 8) -> ServingWorkload:
+    """One query for each of ``batch`` sequences with ``length`` thousand keys."""
+    return ServingWorkload(lengths=(length * 1024,) * batch, heads_kv=heads_kv)
+
+
+def in_pages(*workloads: ServingWorkload) -> tuple[ServingWorkload, ...]:
+    return tuple(replace(workload, page_size=size) for workload in workloads for size in PAGE_SIZES)
+
+
+PAGE_SIZES = (16, 64, 256)
+SHORT = equal(1, 1)
+"""Host time is measured on it."""
+
+GROUPED = (
+    *(equal(1, length) for length in (1, 8, 64, 128)),
+    *(equal(8, length) for length in (1, 8, 64)),
+    *(equal(batch, length) for batch in (64, 256) for length in (1, 8)),
+)
+OTHER_HEADS = (equal(1, 64, 1), equal(8, 8, 1), equal(1, 8, 32))
+FOUR_QUERIES = tuple(replace(equal(batch, 8), queries=4) for batch in (1, 8))
+PAGED = in_pages(equal(1, 128), equal(8, 8), equal(64, 8))
+RAGGED = ServingWorkload(lengths=ragged_lengths())
+PREFILL = tuple(replace(equal(4, length), queries=512) for length in (8, 32))
+APPENDED = tuple(replace(equal(64, 8), appends=True, page_size=size) for size in (0, 64))
+FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (64, 8)))
+
+WORKLOADS = (
+    *GROUPED,
+    *OTHER_HEADS,
+    *FOUR_QUERIES,
+    *PAGED,
+    RAGGED,
+    replace(RAGGED, page_size=64),
+    *PREFILL,
+    *in_pages(*PREFILL),
+    *APPENDED,
+)
+"""What is measured, in this order. A new row is one more workload here."""
+
+ALL_WORKLOADS = (*WORKLOADS, *FP8)
+"""With those that are measured only if they are asked for."""
+
+TOPICS: dict[str, Callable[[ServingWorkload], bool]] = {
+    "Decode": lambda w: w.is_plain and not (w.is_fp8 or w.is_prefill or w.is_ragged),
+    "Pages": lambda w: bool(w.page_size) and not (w.appends or w.is_prefill or w.is_ragged),
+    "Ragged sequences": lambda w: w.is_ragged and not (w.appends or w.is_prefill),
+    "Chunked prefill": lambda w: w.is_prefill and not w.appends,
+    "New keys": lambda w: w.appends,
+    "FP8 cache": lambda w: w.is_fp8 and not (w.is_prefill or w.is_ragged),
+}
+"""Parts of a report, by title: which workloads each has."""
+
+
+def pick_workloads(pattern: str, workloads: tuple[ServingWorkload, ...]) -> tuple[ServingWorkload, ...]:
+    """Those with ``pattern`` in their name, as a shell has it: ``*`` stands for anything, ``?`` for a character.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = tuple(workload for workload in workloads if fnmatchcase(workload.name, f"*{pattern}*"))
+    if not found:
+        names = ", ".join(workload.name for workload in workloads)
+        raise ValueError(f"only is {pattern!r}, allowed: a part of a name, * for anything; names are {names}")
+    return found

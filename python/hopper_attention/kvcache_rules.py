@@ -1,0 +1,170 @@
+"""Which of the ways to attend to a key/value cache serves a call, and why: read by the launcher and by ``explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cute_kernels.plan.config import check_packed_size
+from hopper.decode.config import DecodeConfig
+from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.decode_rules import select_decode, why_not_decode
+from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
+from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
+from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.launch.paged_forward import page_rows_of, why_not_in_place
+from hopper_attention.problem import AttentionProblem
+from hopper_attention.value_parts import needs_parts, part_widths
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a way runs: the problem of a launch, whose values may be a part of them, and the config that serves it."""
+
+    problem: AttentionProblem
+    config: Config | DecodeConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way, which ``launch/kvcache.py`` has under the same name.
+
+    Attributes:
+        path: its name.
+        what: what it does, in a sentence.
+        why_not: what of a call, a GPU or the backend that was chosen keeps it from serving; empty if nothing does.
+        select: what it runs where nothing does. It raises NotImplementedError for a problem that the backend has no
+            kernel for, or no kernel that can count its sizes.
+    """
+
+    path: str
+    what: str
+    why_not: Callable[[CacheCall, Target, str], str]
+    select: Callable[[CacheCall, Target, str], Selection]
+
+
+@dataclass(frozen=True)
+class PathChoice:
+    """How a call is served: by which rule, on which backend, and what kept each of the rules before from serving."""
+
+    rule: Rule
+    backend: Choice
+    selection: Selection
+    refused: tuple[str, ...]
+
+
+def nothing(call: CacheCall, target: Target, backend: str) -> str:
+    """Of a way that serves every call."""
+    return ""
+
+
+def _general_problem(call: CacheCall) -> AttentionProblem:
+    """That of packed sequences."""
+    shape = call.shape
+    return AttentionProblem(
+        shape.out_dtype,
+        shape.out_dtype,
+        shape.head_dim,
+        shape.head_dim_v,
+        call.mask.causal,
+        has_window=call.mask.has_window,
+        has_chunk=call.mask.attention_chunk > 0,
+        is_packed=True,
+        scores=call.scores,
+        has_qv=shape.has_qv,
+    )
+
+
+def select_in_general(call: CacheCall, target: Target, backend: str) -> Selection:
+    """What attends to sequences of one tensor."""
+    shape, problem = call.shape, _general_problem(call)
+    in_parts = not shape.has_qv and needs_parts(shape.head_dim_v)
+    if in_parts and not takes_wide_values(problem, target, call.backend):
+        problem = replace(problem, head_dim_v=part_widths(shape.head_dim_v)[0])
+    config = select_for(problem, backend, target.capability)
+    if not isinstance(config, ReferenceConfig):
+        totals = shape.total_q, shape.batch * shape.capacity
+        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    return Selection(problem, config)
+
+
+def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
+    """The decode kernel."""
+    problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
+    return Selection(problem, select_decode(call))
+
+
+def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps the kernel that reads a cache where it lies from serving."""
+    shape = call.shape
+    if not shape.has_keys or not shape.total_q:
+        return "there is no score"
+    if shape.is_fp8_cache:
+        return f"the cache has dtype {shape.cache_dtype}, and the kernel that reads pages takes 16 bits"
+    pages = _pages_of_a_sequence(call)
+    if shape.has_leftpad and pages > 1:
+        return "there is a leftpad, which the kernel takes for caches of one page a sequence"
+    reason = why_not_in_place(*shape.caches, pages)
+    return reason or why_no_paged_kernel(_paged_problem(call), backend)
+
+
+def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
+    """What attends to a cache where it lies."""
+    problem, shape = _paged_problem(call), call.shape
+    config = select_for(problem, backend, target.capability)
+    totals = shape.total_q, shape.batch * shape.capacity
+    check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    return Selection(problem, config)
+
+
+def _paged_problem(call: CacheCall) -> AttentionProblem:
+    pages = _pages_of_a_sequence(call)
+    page_size = call.shape.caches[0].shape[1]
+    return replace(_general_problem(call), page_rows=page_rows_of(page_size, pages))
+
+
+def _pages_of_a_sequence(call: CacheCall) -> int:
+    shape = call.shape
+    return shape.capacity // shape.page_size if shape.is_paged else 1
+
+
+RULES = (
+    Rule(
+        "decode",
+        "a kernel shares all keys out over the GPU, wherever sequences end, reads them where they lie, and has the "
+        "query heads of a K/V head as the rows of a tile",
+        why_not_decode,
+        select_decode_kernel,
+    ),
+    Rule(
+        "paged",
+        "the kernel of flash_attn_varlen_func reads keys and values in the cache, where they lie",
+        why_not_paged,
+        select_paged,
+    ),
+    Rule(
+        "general",
+        "keys and values become sequences of one tensor, copied from the cache where they do not lie so, and the "
+        "kernels of flash_attn_varlen_func attend to them",
+        nothing,
+        select_in_general,
+    ),
+)
+"""From the fastest to the one that serves all."""
+
+
+def choose_path(call: CacheCall, target: Target, rules: tuple[Rule, ...] = RULES) -> PathChoice:
+    """The first way that can serve a call on a GPU.
+
+    Raises:
+        ValueError: the backend that is asked for cannot run there.
+        NotImplementedError: it has no kernel for the call.
+    """
+    choice = choose_backend(target, call.shape.out_dtype, call.backend)
+    refused: tuple[str, ...] = ()
+    for rule in rules:
+        reason = rule.why_not(call, target, choice.backend)
+        if not reason:
+            return PathChoice(rule, choice, rule.select(call, target, choice.backend), refused)
+        refused += (f"{rule.path}: {reason}",)
+    raise NotImplementedError(f"no way to attend to this cache: {'; '.join(refused)}")

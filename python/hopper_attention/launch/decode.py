@@ -1,0 +1,127 @@
+"""Runs the decode kernel: few queries a sequence, on a cache that it reads where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.checks import TensorSpec
+from hopper_attention.decode_rules import ctas_of_pieces, select_decode
+from hopper_attention.device_memory import constants, unit_scales
+from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
+from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
+from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, repair_for
+from hopper_attention.masks import kernel_sides
+from hopper_attention.scores import Scores
+
+
+@dataclass(frozen=True)
+class DecodeLauncher(Launcher):
+    """The decode kernel of one kind of call. ``num_ctas`` take a piece of all keys each; no tile of query rows is in
+    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them."""
+
+    config: DecodeConfig
+    kernel: Kernel
+    shape: CacheShape
+    softmax_scale: float
+    num_ctas: int
+    max_splits: int | None
+    sides: tuple[Any, ...]
+
+    def __call__(self, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(tensors, scores)
+        shape, t = self.shape, tensors
+        device = t.q.device
+        q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
+        out = torch.empty(shape.out_shape, dtype=shape.out_dtype, device=device)
+        lse = torch.empty(shape.lse_shape, dtype=torch.float32, device=device)
+        parts = torch.empty(
+            PARTS_PER_CTA * self.num_ctas, self.config.part_floats, dtype=torch.float32, device=device
+        )
+        cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
+        self.kernel(
+            q,
+            _restrided(t.k_cache),
+            _restrided(t.v_cache),
+            out,
+            lse,
+            _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens,
+            table_of(t),
+            t.cache_leftpad,
+            t.cu_seqlens_q,
+            parts,
+            self.softmax_scale,
+            self.max_splits,
+            *self.sides,
+            cap,
+            sinks,
+            *_descales(shape, t),
+            self.num_ctas,
+        )
+        return out, lse
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_decode(call: CacheCall) -> DecodeLauncher:
+    """The launcher for calls like this one, whose kernel is compiled or loaded."""
+    index = index_of(call.shape.device)
+    config = select_decode(call)
+    return DecodeLauncher(
+        index,
+        config,
+        compile_cache.get_serving(config),
+        call.shape,
+        call.softmax_scale,
+        ctas_of_pieces(count_ctas(index, call.sm_margin), call.shape.batch * call.shape.kv_heads),
+        call.num_splits or None,
+        kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
+    )
+
+
+def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
+    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits."""
+    if not shape.is_fp8_cache:
+        return None, None
+    given = tensors.k_descale, tensors.v_descale
+    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if None in given else None
+    return tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
+
+
+def is_aligned(tensors: CacheTensors) -> bool:
+    """Whether TMA can address the caches, by where they begin."""
+    return not (tensors.k_cache.data_ptr() | tensors.v_cache.data_ptr()) % TMA_BYTES
+
+
+def table_of(tensors: CacheTensors) -> Tensor | None:
+    """int32 (batch, pages): the page of each page_size rows of a sequence, or None where sequence b has page b. Without
+    a page table it is one each, which cache_batch_idx says."""
+    table, chosen = tensors.page_table, tensors.cache_batch_idx
+    if table is None:
+        return None if chosen is None else chosen[:, None]
+    if chosen is not None:
+        table = table.index_select(0, chosen.clamp(0, table.shape[0] - 1))
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _full_lengths(shape: CacheShape) -> Tensor:
+    """int32 (batch,): all rows of a cache. A constant, which is kept; in a graph that finds none, one of its own."""
+    key = "full", shape.capacity, shape.batch, shape.device
+
+    def make(device: torch.device) -> Tensor:
+        return torch.full((shape.batch,), shape.capacity, dtype=torch.int32, device=device)
+
+    kept = constants.get(key, shape.device, lambda: make(torch.device("cpu")))
+    return make(shape.device) if kept is None else kept
+
+
+def _restrided(cache: Tensor) -> Tensor:
+    """With strides that TMA takes for dimensions of size 1; ``decode_rules`` lets no others pass that it does not."""
+    return repair_for(TensorSpec.of(cache)).apply(cache)

@@ -1,0 +1,310 @@
+"""Runs attention on a key/value cache: new tokens are written, then one of the ways of ``kvcache_rules`` attends.
+
+Nothing is read on the host, apart from what the reference reads for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopper_attention.backends import target_of
+from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
+from hopper_attention.kvcache_rules import choose_path
+from hopper_attention.launch.append import append as append_by_kernel
+from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
+from hopper_attention.launch.decode import find_decode, is_aligned, table_of
+from hopper_attention.launch.paged_forward import paged_forward
+from hopper_attention.launch.qv import QvInputs, run_packed_qv
+from hopper_attention.launch.varlen import run_varlen
+from hopper_attention.lengths import Lengths
+from hopper_attention.reference.append import Rotation, rounded, tokens_of
+from hopper_attention.reference.kvcache import CacheRows, as_stored, dequantized, gather_rows, write_rows
+from hopper_attention.scores import NO_SCORES, Scores
+
+Results = tuple[Tensor, Tensor]
+
+Attend = Callable[[CacheCall, CacheTensors, Scores], Results]
+"""(call, tensors, scores) -> (out, lse), of ``CacheShape.out_shape`` and ``.lse_shape``; lse may lack its elements
+where it is not wanted.
+
+New tokens are in the cache already: cache_seqlens, None for a full cache, has the keys of each sequence with these,
+from the first row of the cache on, q is rotated, and k, v, cu_seqlens_k_new and what is for rotary embedding are None.
+"""
+
+
+def serve(
+    call: CacheCall, tensors: CacheTensors, scores: Scores = NO_SCORES, out: Tensor | None = None
+) -> Results:
+    """Attention of a checked call: new tokens go into the caches, then every query attends.
+
+    Args:
+        scores: whose kind is that of ``call``.
+        out: of ``CacheShape.out_shape``: where the output goes; None for a new tensor.
+
+    Returns:
+        out and lse (float32), of ``CacheShape.out_shape`` and ``.lse_shape``. Without ``CacheCall.wants_lse`` the lse
+        has no elements.
+    """
+    # Found before a cache is written: what no path can run leaves it as it was.
+    way = find_way(call)
+    if call.shape.has_new:
+        tensors = append(call, tensors, way.backend)
+    result, lse = PATHS[way.path](call, tensors, scores)
+    if out is not None:
+        result = out.copy_(result)
+    return result, lse if call.wants_lse else lse.new_empty(0)
+
+
+class Way(NamedTuple):
+    """How a call is served: the name of a path, and the backend."""
+
+    path: str
+    backend: str
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_way(call: CacheCall) -> Way:
+    """How a call is served.
+
+    Raises:
+        ValueError, NotImplementedError: the backend cannot run it, or ``sm_margin`` leaves it no multiprocessor.
+    """
+    device = call.shape.device
+    chosen = choose_path(call, target_of(device))
+    if chosen.backend.backend != "reference":
+        count_ctas(index_of(device), call.sm_margin)
+    return Way(chosen.rule.path, chosen.backend.backend)
+
+
+def append(call: CacheCall, tensors: CacheTensors, backend: str) -> CacheTensors:
+    """Write the new tokens, rotated, into the caches, and rotate q: what an ``Attend`` takes.
+
+    Token i of sequence b goes to row cache_seqlens[b] + i, leftpad or not, and nowhere if the cache has no such row.
+    """
+    rotation = None
+    if call.shape.has_rotary:
+        tables = _given(tensors.rotary_cos), _given(tensors.rotary_sin)
+        rotation = Rotation(*tables, call.rotary_interleaved, tensors.rotary_seqlens)
+    lengths, q = _append(call, tensors, rotation, backend)
+    return tensors._replace(
+        q=q,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        rotary_seqlens=None,
+        cu_seqlens_k_new=None,
+        cache_seqlens=lengths,
+    )
+
+
+def _append(
+    call: CacheCall, t: CacheTensors, rotation: Rotation | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The lengths with new tokens, and q as it attends; by the kernel where there is one for this."""
+    if backend == "reference":
+        return append_in_pytorch(call, t, rotation)
+    k, v = _given(t.k), _given(t.v)
+    try:
+        lengths, rotated = append_by_kernel(
+            k,
+            v,
+            t.k_cache,
+            t.v_cache,
+            _given(t.cache_seqlens),
+            cu_seqlens_k_new=t.cu_seqlens_k_new,
+            cache_batch_idx=t.cache_batch_idx,
+            page_table=t.page_table,
+            k_descale=t.k_descale,
+            v_descale=t.v_descale,
+            rotation=rotation,
+            q=None if rotation is None else t.q,
+            cu_seqlens_q=t.cu_seqlens_q,
+            per_query_position=call.rotates_each_query,
+        )
+    except NotImplementedError:
+        # Its way to say that it does not do this one.
+        return append_in_pytorch(call, t, rotation)
+    return lengths, t.q if rotated is None else rotated
+
+
+def append_in_pytorch(
+    call: CacheCall, tensors: CacheTensors, rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    """``launch.append.append`` of any call: int32 (batch,) lengths, within the cache, and q, rotated."""
+    shape, begin = call.shape, _given(tensors.cache_seqlens).long()
+    q, new = tensors.q, torch.full_like(begin, shape.seqlen_new)
+    if tensors.cu_seqlens_k_new is not None:
+        new = tensors.cu_seqlens_k_new.long().diff().clamp(min=0)
+    if shape.batch:
+        if rotation is not None:
+            rows = _as_rows(q, shape.is_packed_q)
+            sequence, number = tokens_of(q, tensors.cu_seqlens_q, shape.batch)
+            sequence = sequence.clamp(max=shape.batch - 1)
+            first = rotation.first(begin).long()[sequence]
+            turned = rotation(rows, first + number if call.rotates_each_query else first)
+            q = rounded(turned, q.dtype).view(q.shape)
+        if shape.total_new and shape.capacity:
+            _write(shape, tensors, rotation, begin)
+    return (begin + new).clamp(0, shape.capacity).int(), q
+
+
+def _write(shape: CacheShape, tensors: CacheTensors, rotation: Rotation | None, begin: Tensor) -> None:
+    """The new tokens into the caches; ``begin`` are cache_seqlens."""
+    k, v = _given(tensors.k), _given(tensors.v)
+    sequence, number = tokens_of(k, tensors.cu_seqlens_k_new, shape.batch)
+    is_token = sequence < shape.batch
+    sequence = sequence.clamp(max=shape.batch - 1)
+    places = _rows_of(shape, tensors).locate(sequence, begin[sequence] + number)
+    places = places._replace(is_inside=places.is_inside & is_token)
+    # Tokens of the cache's own dtype are in its scale already.
+    is_scaled = k.dtype == tensors.k_cache.dtype
+    k, v = (_as_rows(x, shape.is_packed_new) for x in (k, v))
+    if rotation is not None:
+        k = rotation(k, rotation.first(begin).long()[sequence] + number)
+    for cache, values, descale in (
+        (tensors.k_cache, k, tensors.k_descale),
+        (tensors.v_cache, v, tensors.v_descale),
+    ):
+        stored = as_stored(values, cache.dtype, None if is_scaled else descale, sequence)
+        write_rows(cache, places, stored)
+
+
+def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the kernels of sequences in one tensor, and on any device: an ``Attend`` for every call.
+
+    Keys are copied, as many rows for each sequence as any can have, where they lie in pages, begin behind a leftpad,
+    belong to a choice of the cache's sequences, or are e4m3. Rows of no key are never used, whatever they hold.
+    """
+    shape = call.shape
+    q = _query(shape, tensors)
+    k, v, room = _keys_and_values(shape, tensors)
+    steps = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device)
+    cu_seqlens_q = steps * shape.seqlen_q if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q
+    used = _lengths_of_keys(shape, tensors).clamp(max=room).int()
+    lengths = Lengths(cu_seqlens_q, steps * room, None, used, shape.seqlen_q, room)
+    sides = call.mask.sides
+    if tensors.qv is not None:
+        inputs = QvInputs(q, k, v, _as_rows(tensors.qv, shape.is_packed_q))
+        options = call.softmax_scale, call.mask.causal, call.backend, call.sm_margin
+        out, lse = run_packed_qv(inputs, lengths, *options, sides, scores)
+    else:
+        options = call.softmax_scale, call.mask.causal, call.backend, call.sm_margin
+        out, lse = run_varlen(q, k, v, lengths, *options, call.wants_lse, sides, scores)
+    out = out.view(shape.out_shape)
+    if call.wants_lse and not shape.is_packed_q:
+        lse = lse.view(shape.heads, shape.batch, shape.seqlen_q).transpose(0, 1).contiguous()
+    return out, lse
+
+
+def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the decode kernel, but for caches that begin where TMA cannot, which nothing but their address tells."""
+    if not is_aligned(tensors):
+        return attend_in_general(call, tensors, scores)
+    if tensors.q.dtype == FP8_DTYPE:
+        tensors = tensors._replace(q=_query(call.shape, tensors).view(tensors.q.shape))
+    return find_decode(call)(tensors, scores)
+
+
+def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the kernel of packed sequences that reads a cache where it lies, likewise."""
+    shape, t = call.shape, tensors
+    if not is_aligned(t):
+        return attend_in_general(call, tensors, scores)
+    lengths = t.cache_seqlens
+    if t.cache_leftpad is not None:
+        lengths = _lengths_of_keys(shape, tensors).int()
+    return paged_forward(
+        t.q,
+        t.k_cache,
+        t.v_cache,
+        page_table=table_of(t),
+        lengths=lengths,
+        leftpad=t.cache_leftpad,
+        cu_seqlens_q=t.cu_seqlens_q,
+        mask=call.mask,
+        scores=scores,
+        softmax_scale=call.softmax_scale,
+        return_lse=call.wants_lse,
+        sm_margin=call.sm_margin,
+    )
+
+
+PATHS: dict[str, Attend] = {
+    "decode": attend_by_decode,
+    "paged": attend_to_pages,
+    "general": attend_in_general,
+}
+"""By the names of ``kvcache_rules.RULES``."""
+
+
+def _query(shape: CacheShape, tensors: CacheTensors) -> Tensor:
+    """q as (total_q, heads, head_dim) of 16 bits."""
+    q = _as_rows(tensors.q, shape.is_packed_q)
+    if q.dtype != FP8_DTYPE:
+        return q
+    if tensors.q_descale is None or not shape.batch:
+        return q.to(shape.out_dtype)
+    descale = tensors.q_descale.repeat_interleave(shape.heads // shape.kv_heads, 1)
+    sequence, _ = tokens_of(tensors.q, tensors.cu_seqlens_q, shape.batch)
+    sequence = sequence.clamp(max=shape.batch - 1)
+    return (q.float() * descale[sequence][:, :, None]).to(shape.out_dtype)
+
+
+def _keys_and_values(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor, Tensor, int]:
+    """K and V of 16 bits as (batch * room, kv_heads, columns), and room, the rows that each sequence has there."""
+    caches = tensors.k_cache, tensors.v_cache
+    if not shape.has_keys:
+        k, v = (x.new_empty((0, *x.shape[2:]), dtype=shape.out_dtype) for x in caches)
+        return k, v, 0
+    room, first = shape.capacity, None
+    if shape.is_paged or shape.has_batch_idx or shape.has_leftpad:
+        room = shape.seqlen_k
+        if tensors.cache_leftpad is not None:
+            first = _first_rows(shape, tensors)
+        rows = _rows_of(shape, tensors)
+        k, v = (gather_rows(x, rows, shape.batch, room, first) for x in caches)
+    else:
+        k, v = caches
+    if shape.is_fp8_cache:
+        room = shape.seqlen_k
+        k = dequantized(k[:, :room], tensors.k_descale, shape.out_dtype)
+        v = dequantized(v[:, :room], tensors.v_descale, shape.out_dtype)
+    return k.flatten(0, 1), v.flatten(0, 1), room
+
+
+def _lengths_of_keys(shape: CacheShape, tensors: CacheTensors) -> Tensor:
+    """int64 (batch,): keys of each sequence, from its leftpad on, that the cache has."""
+    if tensors.cache_seqlens is None:
+        lengths = torch.full((shape.batch,), shape.capacity, device=shape.device)
+    else:
+        lengths = tensors.cache_seqlens.long().clamp(0, shape.capacity)
+    if tensors.cache_leftpad is not None:
+        lengths = (lengths - _first_rows(shape, tensors)).clamp(min=0)
+    return lengths
+
+
+def _first_rows(shape: CacheShape, tensors: CacheTensors) -> Tensor:
+    return _given(tensors.cache_leftpad).long().clamp(0, shape.capacity)
+
+
+def _rows_of(shape: CacheShape, tensors: CacheTensors) -> CacheRows:
+    page_size = shape.page_size or shape.capacity
+    return CacheRows(shape.pages, page_size, shape.capacity, tensors.page_table, tensors.cache_batch_idx)
+
+
+def _as_rows(x: Tensor, is_packed: bool) -> Tensor:
+    """(batch, seqlen, ...) as (total, ...)."""
+    return x if is_packed else x.flatten(0, 1)
+
+
+def _given(x: Tensor | None) -> Tensor:
+    """A tensor that the checks found to be there."""
+    assert x is not None
+    return x

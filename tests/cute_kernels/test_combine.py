@@ -1,0 +1,147 @@
+"""Merging of partial results: the kernel run from PTX on NumPy, and its reference, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.combine.config import (
+    COLUMNS,
+    FEW_SPLITS,
+    WARPS,
+    CombineConfig,
+    select_combine_config,
+    validate_combine_config,
+)
+from hopper.compile import arch_of
+from hopper_attention.reference.combine import combine_parts
+from tests.compile_pool import usage_of_each
+from tests.hopper.on_numpy import Arguments, program_of
+
+INF = math.inf
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-21}
+"""Of a result, relative to its largest: half a step, and in float32 what sums lose."""
+
+
+def draw(splits: int, shape: tuple[int, int, int], columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Parts laid out as (splits, batch, heads, seqlen, columns), as FlashAttention-3 has them, some of them empty: then
+    they hold NaN. The first row has none that is not."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, seqlen, heads = shape
+    parts = torch.randn(2 * splits, batch, heads, seqlen, columns, generator=generator).transpose(2, 3)[
+        :splits
+    ]
+    lse = 3 * torch.randn(splits, batch, 2 * heads, seqlen, generator=generator).transpose(2, 3)[..., :heads]
+    lse[torch.rand(lse.shape, generator=generator) < 0.25] = -INF
+    lse[:, 0, 0, 0] = -INF
+    parts[lse == -INF] = math.nan
+    return parts, lse
+
+
+def exact(parts: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64, row by row over the parts that are not empty."""
+    out = torch.zeros(parts.shape[1:], dtype=torch.float64)
+    sums = torch.full(lse.shape[1:], -INF, dtype=torch.float64)
+    for row in torch.cartesian_prod(*(torch.arange(size) for size in sums.shape)).tolist():
+        logs = lse[(slice(None), *row)].double()
+        used = logs > -INF
+        if bool(used.any()):
+            sums[tuple(row)] = logs[used].logsumexp(0)
+            weights = torch.exp(logs[used] - sums[tuple(row)])
+            out[tuple(row)] = (weights[:, None] * parts[(used, *row)].double()).sum(0)
+    return out, sums
+
+
+def combine_on_numpy(parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int) -> tuple[Tensor, Tensor]:
+    """out and lse as the kernel leaves them, NaN before."""
+    config = CombineConfig("sm_90a", str(dtype).removeprefix("torch."), ways)
+    shape, columns = lse.shape[1:], parts.shape[-1]
+    out = torch.full((*shape, columns), math.nan, dtype=dtype)
+    # With a gap behind each number.
+    merged = torch.full((*shape, 2), math.nan)[..., 0]
+    arguments = Arguments()
+    arguments.tensor(parts, tuple(parts.shape), parts.stride()[:-1])
+    arguments.tensor(lse, tuple(lse.shape), lse.stride())
+    arguments.tensor(out, tuple(out.shape), out.stride()[:-1])
+    arguments.tensor(merged, tuple(merged.shape), merged.stride())
+    jobs = shape.numel() * -(-columns // COLUMNS)
+    arguments.launch(program_of(config), (-(-jobs * ways // WARPS), 1, 1))
+    return out, merged
+
+
+def check(found: tuple[Tensor, Tensor], parts: Tensor, lse: Tensor) -> None:
+    out, sums = exact(parts, lse)
+    allowed = ROUNDING[found[0].dtype] * out.abs().amax(-1, keepdim=True) + 1e-9
+    assert bool(((found[0].double() - out).abs() <= allowed * 1.01).all())
+    empty = sums == -INF
+    assert bool(empty.any()) and bool((found[1][empty] == -INF).all()) and bool((found[0][empty] == 0).all())
+    assert bool(((found[1].double() - sums)[~empty].abs() <= 2e-6 * sums[~empty].abs().clamp(min=1.0)).all())
+
+
+CASES = [
+    (1, (1, 3, 2), 64, torch.bfloat16, 1),
+    (3, (2, 2, 3), 96, torch.float16, 1),
+    (8, (1, 1, 5), 512, torch.bfloat16, 1),
+    (9, (1, 3, 3), 100, torch.float32, 4),
+    (70, (2, 1, 3), 128, torch.float32, 4),
+    (256, (1, 2, 1), 192, torch.float32, 4),
+]
+
+
+@pytest.mark.parametrize(("splits", "shape", "columns", "dtype", "ways"), CASES)
+def test_kernel_merges_parts(
+    splits: int, shape: tuple[int, int, int], columns: int, dtype: torch.dtype, ways: int
+) -> None:
+    parts, lse = draw(splits, shape, columns, seed=splits)
+    check(combine_on_numpy(parts, lse, dtype, ways), parts, lse)
+    check(combine_parts(parts, lse, dtype), parts, lse)
+
+
+def test_one_way_takes_more_splits_than_it_is_chosen_for() -> None:
+    parts, lse = draw(40, (1, 2, 2), 64, seed=0)
+    check(combine_on_numpy(parts, lse, torch.bfloat16, 1), parts, lse)
+
+
+def test_a_row_of_nan_is_nan_and_no_other() -> None:
+    parts, lse = draw(5, (1, 2, 2), 64, seed=1)
+    lse[2, 0, 1, 0], parts[4, 0, 1, 1] = math.nan, math.nan
+    lse[4, 0, 1, 1] = 1.0
+    out, merged = combine_on_numpy(parts, lse, torch.bfloat16, 1)
+    assert bool(out[0, 1].isnan().all()) and not bool(out[0, 0].isnan().any())
+    assert bool(merged[0, 1, 0].isnan()) and not bool(merged[0, 1, 1].isnan())
+
+
+def test_large_log_sums_do_not_overflow() -> None:
+    parts, lse = draw(4, (1, 2, 2), 64, seed=2)
+    check(combine_on_numpy(parts, lse + 5000.0, torch.bfloat16, 1), parts, lse + 5000.0)
+    check(combine_on_numpy(parts, lse - 5000.0, torch.bfloat16, 1), parts, lse - 5000.0)
+
+
+COMPILED = [
+    CombineConfig("sm_80", "float16", 1),
+    CombineConfig("sm_90a", "bfloat16", 4),
+    CombineConfig("sm_120", "float32", 4),
+]
+
+
+def test_kernels_compile_without_spills() -> None:
+    for config, usage in usage_of_each(COMPILED).items():
+        assert not usage.spills and usage.stack_bytes == 0, config.name
+        assert usage.registers <= 64, config.name
+
+
+def test_configs() -> None:
+    assert select_combine_config("bfloat16", FEW_SPLITS, "sm_90a") == CombineConfig("sm_90a", "bfloat16", 1)
+    assert select_combine_config("float32", FEW_SPLITS + 1, "sm_80").name == "combine_sm_80_fp32_w4"
+    assert [arch_of(config) for config in COMPILED] == ["sm_80", "sm_90a", "sm_120"]
+    for splits in (0, 257):
+        with pytest.raises(ValueError, match=f"num_splits is {splits}, allowed: 1 to 256"):
+            select_combine_config("float32", splits, "sm_80")
+    with pytest.raises(ValueError, match="dtype is 'int8', allowed: 'float16', 'bfloat16', 'float32'"):
+        validate_combine_config(replace(COMPILED[0], dtype="int8"))
+    with pytest.raises(ValueError, match="ways is 3, allowed: 1 or 4"):
+        validate_combine_config(replace(COMPILED[0], ways=3))

@@ -1,0 +1,178 @@
+"""Attention on a key/value cache on a GPU: against float64, NaN wherever no key is, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention import flash_attn_combine, flash_attn_with_kvcache
+from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
+from tests.python.test_kvcache import LAYOUTS, SCORES
+
+pytestmark = pytest.mark.gpu
+
+LONG = CacheCase(
+    lengths=(150, 0, 277, 64),
+    queries=(3, 3, 3, 3),
+    capacity=288,
+    heads=(8, 2),
+    head_dims=(128, 128),
+    page_size=16,
+)
+NEW = replace(LONG, new=(3, 1, 2, 3), packed_new=True, rotary_dim=64)
+
+
+@pytest.fixture(params=("hopper", "ampere"))
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def on(device: str, call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+def check(case: CacheCase, backend: str | None, dtype: torch.dtype = torch.bfloat16, **given: Any) -> None:
+    """Caches as they are on a CPU, bit by bit, but for what rounding of rotated keys allows; results as in float64."""
+    call = case.build(dtype, **given)
+    there = on("cuda", call)
+    k_after, v_after = case.caches_after(call)
+    out, lse = flash_attn_with_kvcache(**there, backend=backend, return_softmax_lse=True)
+    after = on("cpu", there)
+    assert torch.equal(bits(after["v_cache"]), bits(v_after))
+    differs = bits(after["k_cache"]) != bits(k_after)
+    assert not differs.any() or (
+        case.rotary_dim and differs.sum() <= 0.02 * (~k_after.double().isnan()).sum()
+    )
+    exact, exact_lse = case.expected(after)
+    assert (out.cpu().double() - exact).abs().max() <= 1.6e-2 * max(1.0, exact.abs().max())
+    assert torch.equal(lse.cpu() == -math.inf, exact_lse == -math.inf)
+    assert (lse.cpu().double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 3, 16, 96])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pages_of_any_size(backend: str, page_size: int, causal: bool) -> None:
+    check(replace(LONG, page_size=page_size), backend, causal=causal)
+    check(replace(NEW, page_size=page_size, interleaved=causal), backend, causal=causal)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(backend: str, name: str) -> None:
+    check(LAYOUTS[name], backend, causal=True)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_what_is_done_to_scores(backend: str, name: str) -> None:
+    check(CacheCase(page_size=3, options=SCORES[name]), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_a_cache_of_e4m3(backend: str, dtype: torch.dtype) -> None:
+    descales = {
+        name: torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0], [1.0, 1.0]])
+        for name in ("k_descale", "v_descale")
+    }
+    check(replace(NEW, rotary_dim=0), backend, dtype, cache_dtype=FP8, causal=True, **descales)
+    check(NEW, backend, dtype, cache_dtype=FP8, causal=True)
+
+
+def test_a_second_query() -> None:
+    case = CacheCase(heads=(16, 1), head_dims=(64, 256), page_size=4, lengths=(9, 0, 21), new=(3, 3, 3))
+    check(case, None, qv=torch.randn(3, 3, 16, 256).bfloat16(), causal=True)
+
+
+def test_a_graph_decodes_one_token_at_each_replay(backend: str) -> None:
+    """Lengths, pages and tokens change between replays of one graph."""
+    case = replace(NEW, new=(1, 1, 1, 1), packed_new=False, queries=(1, 1, 1, 1), lengths=(150, 0, 250, 64))
+    steps = 4
+    full = replace(case, new=(steps,) * 4).build(torch.bfloat16)
+    tokens = {name: full[name] for name in ("k", "v")}
+    graphed, plain = (on("cuda", dict(full)) for _ in range(2))
+    for call in (graphed, plain):
+        call |= {name: x[:, :1].contiguous().cuda() for name, x in tokens.items()}
+        call["q"] = call["q"][:, :1].contiguous()
+    options = {"causal": True, "backend": backend, "return_softmax_lse": True}
+    saved = {name: graphed[name].clone() for name in ("k_cache", "v_cache")}
+    flash_attn_with_kvcache(**graphed, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_with_kvcache(**graphed, **options)
+    for name, cache in saved.items():
+        graphed[name].copy_(cache)
+    for step in range(steps):
+        for name, x in tokens.items():
+            for call in (graphed, plain):
+                call[name].copy_(x[:, step : step + 1])
+        out.fill_(math.nan)
+        graph.replay()
+        wanted, wanted_lse = flash_attn_with_kvcache(**plain, **options)
+        assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse) and not out.isnan().any()
+        for call in (graphed, plain):
+            call["cache_seqlens"] += 1
+    assert torch.equal(bits(graphed["k_cache"]), bits(plain["k_cache"]))
+
+
+def test_no_call_waits_for_the_gpu(backend: str) -> None:
+    calls = [on("cuda", case.build(torch.bfloat16)) for case in (LONG, NEW, replace(NEW, packed_q=True))]
+    calls += [
+        on("cuda", NEW.build(torch.bfloat16, FP8)),
+        on("cuda", replace(NEW, leftpad=(3, 0, 9, 1)).build(FP8)),
+    ]
+    for call in calls:
+        flash_attn_with_kvcache(**call, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            flash_attn_with_kvcache(**call, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)
+def test_numbers_that_make_no_sense_stay_in_the_cache(backend: str, cache_dtype: torch.dtype) -> None:
+    call = on("cuda", NEW.build(torch.bfloat16, cache_dtype))
+    wild = int32([-7, 1 << 30, 287, -(1 << 31)]).cuda()
+    for name, x in (
+        ("cache_seqlens", wild),
+        ("cache_batch_idx", wild),
+        ("cache_leftpad", wild),
+        ("cu_seqlens_k_new", int32([5, -9, 1 << 30, 2, 1]).cuda()),
+        ("page_table", torch.full_like(call["page_table"], 1 << 30)),
+    ):
+        given = call | {name: x}
+        before = given["v_cache"].clone()
+        flash_attn_with_kvcache(**given, backend=backend)
+        torch.cuda.synchronize()
+        if name in ("page_table", "cache_batch_idx"):
+            assert torch.equal(bits(before), bits(given["v_cache"]))
+        call["v_cache"].copy_(before)
+
+
+def test_compiled_with_a_graph(backend: str) -> None:
+    call, other = (on("cuda", NEW.build(torch.bfloat16)) for _ in range(2))
+
+    def step(call: dict[str, Any]) -> Tensor:
+        return flash_attn_with_kvcache(**call, causal=True, backend=backend)
+
+    wanted = step(call)
+    assert torch.equal(torch.compile(step, fullgraph=True)(other), wanted)
+    assert torch.equal(bits(call["k_cache"]), bits(other["k_cache"]))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 17])
+def test_combine(splits: int) -> None:
+    torch.manual_seed(0)
+    out_partial = torch.randn(splits * 2, 5, 16, 113, 64).transpose(2, 3)[:splits]
+    lse_partial = torch.randn(splits, 5, 32, 113).transpose(-1, -2)[..., :16]
+    lse_partial[splits // 2 :, :2] = -math.inf
+    out, lse = flash_attn_combine(out_partial.cuda(), lse_partial.cuda(), out_dtype=torch.bfloat16)
+    exact_lse = lse_partial.double().logsumexp(0)
+    weights = torch.exp(lse_partial.double() - exact_lse).nan_to_num(0.0)
+    exact = (weights[..., None] * out_partial).sum(0)
+    assert (out.cpu() - exact).abs().max() <= 8e-3 * exact.abs().max()
+    assert torch.allclose(lse.cpu().double(), exact_lse, atol=1e-5)
