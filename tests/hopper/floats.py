@@ -11,11 +11,27 @@ def to_f16(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).view(np.uint16)
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """Of float32, rounded to bfloat16: the bits, in the upper half of a word whose lower half is anything."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     # Of a number this does not overflow; NaN is replaced.
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
+    rounded = bits + (bits >> SIXTEEN & ONE) + BELOW_HALF
+    is_nan = np.isnan(x)
+    return np.where(is_nan, BF16_NAN, rounded) if is_nan.tobytes().strip(b"\0") else rounded
+
+
+SIXTEEN, ONE, BELOW_HALF, BF16_NAN = map(np.uint32, (16, 1, 0x7FFF, 0x7FFF0000))
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    return (bf16_bits(x) >> SIXTEEN).astype(np.uint16)
+
+
+def in_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """The lower 16 bits of both, as words."""
+    words = np.empty((*high.shape, 2), np.uint16)
+    words[..., 0], words[..., 1] = low, high
+    return words.view(np.uint32)[..., 0]
 
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
@@ -38,7 +54,44 @@ def e4m3_sizes() -> np.ndarray:
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Nearest, ties to even; saturates."""
+    """Of float32: nearest, ties to even; saturates."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    # What is left out makes the last bit that is kept odd: 8 bits of a significand then decide as 24 do.
+    kept = bits >> SIXTEEN | ((bits & LOWER_HALF) != 0)
+    return _e4m3_by_upper_half()[kept]
+
+
+LOWER_HALF = np.uint32(0xFFFF)
+
+
+def e4m3_of_halves(x: np.ndarray) -> np.ndarray:
+    """Of pairs of float16, as pairs of codes."""
+    return _e4m3_by_half()[x.view(np.uint16)].view(np.uint16)
+
+
+def halves_of_e4m3(pairs: np.ndarray) -> np.ndarray:
+    """Of pairs of codes, as pairs of float16 in words."""
+    return _halves_by_e4m3()[pairs.view(np.uint8)].view(np.uint32)
+
+
+@lru_cache(maxsize=1)
+def _e4m3_by_upper_half() -> np.ndarray:
+    return nearest_e4m3((np.arange(2**16, dtype=np.uint32) << SIXTEEN).view(np.float32))
+
+
+@lru_cache(maxsize=1)
+def _e4m3_by_half() -> np.ndarray:
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    return nearest_e4m3(halves.astype(np.float32)).astype(np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _halves_by_e4m3() -> np.ndarray:
+    return e4m3_values().astype(np.float16)
+
+
+def nearest_e4m3(x: np.ndarray) -> np.ndarray:
+    """By the definition: the nearest value, of two the one with an even code; saturates."""
     table = e4m3_sizes()
     size = np.fmin(np.abs(x), np.float32(448.0)).astype(np.float64)
     above = np.clip(np.searchsorted(table, size), 1, 126)

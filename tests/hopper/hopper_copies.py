@@ -44,7 +44,7 @@ class Tile:
 def _deliver(cta: Cta, cells: np.ndarray, values: np.ndarray, barrier: Barrier) -> None:
     """Bytes from the async proxy, of which a barrier counts the arrival."""
     cta.shared[cells] = values
-    cta.unfenced[cells] = 0
+    cta.unfenced.deliver(cells)
     barrier.tx -= cells.size
     barrier.settle()
 

@@ -31,8 +31,43 @@ CLUSTER_WINDOW = 1 << 24
 Step = Callable[["Warp", np.ndarray], None]
 
 
+SHARED_BYTES = 232448
+
+
 class Waiting(Exception):
     """A warp cannot go on before another has done something."""
+
+
+class Unfenced:
+    """What warps have written to shared memory and not fenced since."""
+
+    def __init__(self) -> None:
+        self.writer = np.zeros(SHARED_BYTES, np.uint8)
+        """Of each byte: the warp, plus 1, or 0."""
+        self.written: dict[int, list[tuple[np.ndarray, int]]] = {}
+        """By warp: cells that it has written since its last fence, in units of so many bytes."""
+
+    def write(self, warp: int, cells: np.ndarray, size: int) -> None:
+        in_words(self.writer, size)[cells] = int.from_bytes(bytes([warp + 1]) * size, "little")
+        self.written.setdefault(warp, []).append((cells, size))
+
+    def fence(self, warp: int) -> None:
+        """Forget what the warp wrote, but where another has written since."""
+        for cells, size in self.written.pop(warp, ()):
+            writers = in_words(self.writer, size)
+            of_cells = writers[cells].reshape(-1, 1).view(np.uint8)
+            of_cells[of_cells == warp + 1] = 0
+            writers[cells] = of_cells.view(writers.dtype).reshape(cells.shape)
+
+    def deliver(self, cells: np.ndarray) -> None:
+        """Bytes that the async proxy writes."""
+        if self.written:
+            self.writer[cells] = 0
+
+    def check(self, cells: np.ndarray, size: int) -> None:
+        if self.written:
+            writers = in_words(self.writer, size)[cells]
+            assert not writers.any(), "shared memory is read through the async proxy without a fence"
 
 
 @dataclass
@@ -93,9 +128,8 @@ AT_ONCE = Timing()
 class Cta:
     """Shared memory and barriers of one CTA, and the buffers of global memory by their first address.
 
-    ``unfenced`` is the warp, plus 1, that has written a byte of shared memory and not fenced it since. ``arriving`` are
-    copies under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how often each warp
-    has arrived at their barrier.
+    ``arriving`` are copies under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how
+    often each warp has arrived at their barrier.
     """
 
     parameters: dict[str, Any]
@@ -103,11 +137,11 @@ class Cta:
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     timing: Timing = AT_ONCE
-    shared: np.ndarray = field(default_factory=lambda: np.full(232448, 0xCB, np.uint8))
+    shared: np.ndarray = field(default_factory=lambda: np.full(SHARED_BYTES, 0xCB, np.uint8))
     barriers: dict[int, Barrier] = field(default_factory=dict)
     arrived: dict[int, int] = field(default_factory=dict)
     generation: dict[int, int] = field(default_factory=dict)
-    unfenced: np.ndarray = field(default_factory=lambda: np.zeros(232448, np.uint8))
+    unfenced: Unfenced = field(default_factory=Unfenced)
     arriving: list[Callable[[], None]] = field(default_factory=list)
     cluster: list[Cta] = field(default_factory=list)
     rank: int = 0
@@ -130,21 +164,20 @@ class Cta:
 
     def read_async(self, cells: np.ndarray, size: int = 1) -> np.ndarray:
         """What TMA or WGMMA finds at these addresses, in units of ``size`` bytes."""
-        unfenced = in_words(self.unfenced, size)[cells]
-        assert not unfenced.any(), "shared memory is read through the async proxy without a fence"
+        self.unfenced.check(cells, size)
         return in_words(self.shared, size)[cells]
 
-    def places(self, space: str, addresses: np.ndarray, size: int) -> Iterator[Places]:
-        """Where ``size`` bytes at each of the addresses lie, which are multiples of the size."""
-        if space == "shared":
-            yield _checked(self.shared, slice(None), addresses.astype(np.int64), size)
-            return
+    def places(self, addresses: np.ndarray, size: int) -> Iterator[Places]:
+        """Where ``size`` bytes at each of the addresses in global memory lie, which are multiples of the size."""
         left = np.arange(len(addresses))
         while left.size:
             data, first = self.buffer(int(addresses[left[0]]))
             at = (addresses[left] - addresses[left[0]]).view(np.int64) + first
             inside = (at >= 0) & (at < len(data))
             assert inside[0], "bad address"
+            if inside.all():
+                yield _checked(data, left, at, size)
+                return
             yield _checked(data, left[inside], at[inside], size)
             left = left[~inside]
 
@@ -153,12 +186,12 @@ class Cta:
         return self.memory[base], address - base
 
 
-Places = tuple[np.ndarray, Any, np.ndarray]
+Places = tuple[np.ndarray, np.ndarray, np.ndarray]
 """A buffer, which of some addresses lie in it, and at what bytes."""
 
 
-def _checked(data: np.ndarray, which: Any, at: np.ndarray, size: int) -> Places:
-    assert ((at % size == 0) & (at >= 0) & (at + size <= len(data))).all(), "bad address"
+def _checked(data: np.ndarray, which: np.ndarray, at: np.ndarray, size: int) -> Places:
+    assert not (at % size).any() and at.min() >= 0 and at.max() + size <= len(data), "bad address"
     return data, which, at
 
 
@@ -215,8 +248,12 @@ class Warp:
     def __init__(self, program: Program, cta: Cta, number: int, threads: int):
         self.program, self.cta, self.number = program, cta, number
         self.registers: dict[str, np.ndarray] = {}
+        self.kept_sums: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
         self.counter = np.zeros(LANES, np.int64)
+        self.together: int | None = 0
+        """The program counter while all lanes share it, which ``counter`` then does not hold."""
         self.done = np.zeros(LANES, bool)
+        self.has_ended = False
         self.awaited: tuple[int, int] | None = None
         self.groups = {kind: Groups(cta.timing.is_late) for kind in ("wgmma", "bulk", "copy")}
         lane = np.arange(LANES, dtype=np.uint32)
@@ -246,21 +283,16 @@ class Warp:
         return self.registers[text]
 
     def set(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
-        """A register has an array of its own, which nothing writes into."""
+        """A register has an array of its own, of whatever dtype was written last, which nothing writes into."""
         if name == "_":
             return
-        bits = value.view(UNSIGNED[value.dtype.type])
         if mask is EVERY_LANE or mask.tobytes() == ALL:
-            self.registers[name] = bits
+            self.registers[name] = value
             return
         old = self.registers.get(name)
-        if old is None or old.dtype != bits.dtype:
-            old = np.zeros(LANES, bits.dtype)
-        self.registers[name] = np.where(mask, bits, old)
-
-    def written(self, size: int) -> int:
-        """What ``Cta.unfenced`` holds for a word of ``size`` bytes that this warp has written."""
-        return int.from_bytes(bytes([self.number + 1]) * size, "little")
+        if old is None or old.itemsize != value.itemsize:
+            old = np.zeros(LANES, value.dtype)
+        self.registers[name] = np.where(mask, value, old.view(value.dtype))
 
     def turn(self) -> bool:
         """Run until it waits, ends or has had its quantum; whether anything was done."""
@@ -269,46 +301,74 @@ class Warp:
             if self.cta.generation.get(number, 0) == generation:
                 return False
             self.awaited = None
-        code, done_before = self.program.code, 0
-        while self.done.tobytes() != ALL and done_before < QUANTUM:
-            live = ~self.done
-            at = int(self.counter[live].min())
-            mask = live & (self.counter == at)
-            if mask.tobytes() == ALL:
-                mask = EVERY_LANE
+        code, targets, done_before = self.program.code, self.program.targets, 0
+        while not self.has_ended and done_before < QUANTUM:
+            at, mask = self._next()
             try:
                 while True:
                     guard, negated, step, target = code[at]
-                    taken = mask
-                    if guard:
-                        value = self.registers[guard]
-                        taken = mask & (~value if negated else value)
+                    taken = self._taken(guard, negated, mask) if guard else mask
                     at += 1
                     done_before += 1
                     if target is not None:
-                        self.counter[mask] = at
-                        if target < 0:
-                            self.done |= taken
-                        else:
-                            self.counter[taken] = target
+                        self._go(mask, at)
+                        self._branch(taken, target)
                         break
                     if taken is EVERY_LANE or taken.tobytes() != NONE:
                         step(self, taken)
-                    if self.awaited is not None or at in self.program.targets:
-                        self.counter[mask] = at
+                    if self.awaited is not None or at in targets:
+                        self._go(mask, at)
                         break
             except Waiting:
-                self.counter[mask] = at - 1
+                self._go(mask, at - 1)
                 return done_before > 1
             if self.awaited is not None:
                 return True
         return done_before > 0
 
+    def _next(self) -> tuple[int, np.ndarray]:
+        """The lowest program counter, and the lanes that are there."""
+        if self.together is not None:
+            return self.together, EVERY_LANE
+        live = ~self.done
+        at = int(self.counter[live].min())
+        mask = live & (self.counter == at)
+        if mask.tobytes() != ALL:
+            return at, mask
+        self.together = at
+        return at, EVERY_LANE
+
+    def _taken(self, guard: str, negated: bool, mask: np.ndarray) -> np.ndarray:
+        value = self.registers[guard]
+        value = ~value if negated else value
+        if mask is not EVERY_LANE:
+            return mask & value
+        return EVERY_LANE if value.tobytes() == ALL else value
+
+    def _go(self, mask: np.ndarray, at: int) -> None:
+        if mask is EVERY_LANE:
+            self.together = at
+        else:
+            self.counter[mask] = at
+
+    def _branch(self, taken: np.ndarray, target: int) -> None:
+        """To ``target``, of lanes that have gone on to what follows, or to the end."""
+        if taken is EVERY_LANE and target >= 0:
+            self.together = target
+        elif taken.tobytes() != NONE:
+            if self.together is not None:
+                self.counter[:], self.together = self.together, None
+            if target < 0:
+                self.done |= taken
+                self.has_ended = self.done.tobytes() == ALL
+            else:
+                self.counter[taken] = target
+
 
 def _as(value: np.ndarray, dtype: type) -> np.ndarray:
     if value.itemsize == SIZES.get(dtype):
         return value.view(dtype)
-    return value.astype(dtype)
+    return value.view(UNSIGNED[value.dtype.type]).astype(dtype)
 
 
 @cache
@@ -392,17 +452,22 @@ def tidy(body: str) -> list[str]:
 
 def _pieces(text: str) -> Iterator[Any]:
     """Text outside of blocks as strings, blocks that declare registers as one-element lists."""
-    rest = text
-    while match := re.search(r"\{\s*\.reg", rest):
-        yield rest[: match.start()]
+    end = 0
+    for match in BLOCK.finditer(text):
+        if match.start() < end:  # inside of the last block
+            continue
+        yield text[end : match.start()]
         depth = 0
-        for i in range(match.start(), len(rest)):
-            depth += {"{": 1, "}": -1}.get(rest[i], 0)
+        for brace in BRACE.finditer(text, match.start()):
+            depth += 1 if brace[0] == "{" else -1
             if depth == 0:
                 break
-        yield [rest[match.start() + 1 : i]]
-        rest = rest[i + 1 :]
-    yield rest
+        yield [text[match.start() + 1 : brace.start()]]
+        end = brace.end()
+    yield text[end:]
+
+
+BLOCK, BRACE = re.compile(r"\{\s*\.reg"), re.compile(r"[{}]")
 
 
 def _split(text: str) -> list[str]:
@@ -425,10 +490,10 @@ def run(program: Program, *ctas: Cta) -> None:
         cta.cluster, cta.rank = list(ctas), rank
         warps += [Warp(program, cta, number, program.threads) for number in range(program.threads // LANES)]
     with np.errstate(all="ignore"):
-        while running := [warp for warp in warps if not warp.done.all()]:
+        while running := [warp for warp in warps if not warp.has_ended]:
             moved = [running[i].turn() for i in order.permutation(len(running))]
             for cta in ctas:
-                if all(warp.done.all() for warp in warps if warp.cta is cta):
+                if all(warp.has_ended for warp in warps if warp.cta is cta):
                     _end(cta, [warp for warp in warps if warp.cta is cta])
             if not any(moved):
                 waiting = [cta for cta in ctas if cta.arriving]

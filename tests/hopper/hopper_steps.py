@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
-from tests.hopper.floats import from_bf16, to_bf16, to_e4m3, to_f16, widen
+from tests.hopper.floats import (
+    bf16_bits,
+    e4m3_of_halves,
+    from_bf16,
+    halves_of_e4m3,
+    in_halves,
+    to_bf16,
+    to_e4m3,
+    to_f16,
+)
 from tests.hopper.hopper_cluster import CLUSTER_STEPS
 from tests.hopper.hopper_copies import bulk
-from tests.hopper.hopper_machine import LANES, Barrier, Places, Step, Waiting, Warp, in_words
+from tests.hopper.hopper_machine import LANES, Barrier, Step, Waiting, Warp
+from tests.hopper.memory_steps import MEMORY_STEPS
 from tests.hopper.ptx_text import address_of, dtype_of, operands_of
 from tests.hopper.warp_steps import WARP_STEPS
 from tests.hopper.wgmma_steps import wgmma
+
+LANE = np.arange(LANES)
+HALF = np.uint32(16)
+UPPER_HALF = np.uint32(0xFFFF0000)
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
@@ -22,27 +36,43 @@ NOTHING = (
 
 
 def decode(name: str, rest: str) -> Step:
+    return _maker_of(name)(name, rest)
+
+
+@cache
+def _maker_of(name: str) -> Callable[[str, str], Step]:
+    """From the name of an instruction and its operands, as they are written, to what it does."""
     if name.startswith("cvta."):
-        return _cvta(operands_of(rest))
+        return lambda name, rest: _cvta(operands_of(rest))
     if name.startswith(NOTHING):
-        return lambda warp, mask: None
+        return lambda name, rest: _nothing
     if name.startswith("fence.proxy.async"):
-        return _fence
+        return lambda name, rest: _fence
     for kind, prefix in (("wgmma", "wgmma."), ("bulk", "cp.async.bulk."), ("copy", "cp.async.")):
         if name.startswith(prefix + "commit_group"):
-            return lambda warp, mask: warp.groups[kind].commit()
+            return lambda name, rest: _commit_group(kind)
         if name.startswith(prefix + "wait_group"):
-            pending = int(rest.strip())
-            return lambda warp, mask: warp.groups[kind].wait(pending)
+            return lambda name, rest: _wait_group(kind, int(rest.strip()))
     for prefix, make in (CLUSTER_STEPS | SPECIAL).items():
         if name == prefix or name.startswith(prefix + "."):
-            return make(name, operands_of(rest))
-    raise NotImplementedError(f"instruction {name} {rest}")
+            return lambda name, rest: make(name, operands_of(rest))
+    raise NotImplementedError(f"instruction {name}")
+
+
+def _nothing(warp: Warp, mask: np.ndarray) -> None:
+    pass
+
+
+def _commit_group(kind: str) -> Step:
+    return lambda warp, mask: warp.groups[kind].commit()
+
+
+def _wait_group(kind: str, pending: int) -> Step:
+    return lambda warp, mask: warp.groups[kind].wait(pending)
 
 
 def _fence(warp: Warp, mask: np.ndarray) -> None:
-    unfenced = warp.cta.unfenced
-    unfenced[unfenced == warp.number + 1] = 0
+    warp.cta.unfenced.fence(warp.number)
 
 
 def _cvta(ops: list[str]) -> Step:
@@ -54,11 +84,15 @@ def _cvta(ops: list[str]) -> Step:
 
 def _plain(operation: Callable[..., np.ndarray]) -> Callable[[str, list[str]], Step]:
     def make(name: str, ops: list[str]) -> Step:
-        suffix = name.split(".")[-1]
-        dtype = np.bool_ if suffix == "pred" else dtype_of(suffix)
+        dtype, target = dtype_of(name.split(".")[-1]), ops[0]
+        if len(ops) != 3:
+            return lambda warp, mask: warp.set(
+                target, operation(*[warp.get(x, dtype) for x in ops[1:]]), mask
+            )
+        first, second = ops[1:]
 
         def step(warp: Warp, mask: np.ndarray) -> None:
-            warp.set(ops[0], operation(*(warp.get(x, dtype) for x in ops[1:])), mask)
+            warp.set(target, operation(warp.get(first, dtype), warp.get(second, dtype)), mask)
 
         return step
 
@@ -69,6 +103,9 @@ def _shift(operation: Callable[..., np.ndarray]) -> Callable[[str, list[str]], S
     def make(name: str, ops: list[str]) -> Step:
         dtype = dtype_of(name.split(".")[-1])
         bits = 8 * np.dtype(dtype).itemsize
+        if ops[2].isdigit() and int(ops[2]) < bits:
+            by = np.full(LANES, int(ops[2]), dtype)
+            return lambda warp, mask: warp.set(ops[0], operation(warp.get(ops[1], dtype), by), mask)
 
         def step(warp: Warp, mask: np.ndarray) -> None:
             value, count = warp.get(ops[1], dtype), warp.get(ops[2], np.uint32)
@@ -105,14 +142,14 @@ def _mul(name: str, ops: list[str]) -> Step:
 def _fma(name: str, ops: list[str]) -> Step:
     if name.endswith("f16x2"):
         return _pairs(partial(_fma_of_halves, name))(name, ops)
+    (target, a, b, c), saturates = ops, ".sat" in name
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        a, b, c = (warp.get(x, np.float32) for x in ops[1:])
-        result = np.multiply(a, b, dtype=np.float64)
-        result = np.add(result, c, dtype=np.float64).astype(np.float32)
-        if ".sat" in name:
+        product = warp.get(a, np.float32).astype(np.float64) * warp.get(b, np.float32).astype(np.float64)
+        result = (product + warp.get(c, np.float32).astype(np.float64)).astype(np.float32)
+        if saturates:
             result = np.nan_to_num(np.clip(result, 0, 1), nan=0.0).astype(np.float32)
-        warp.set(ops[0], result, mask)
+        warp.set(target, result, mask)
 
     return step
 
@@ -135,7 +172,7 @@ def _pairs(operation: Callable[..., np.ndarray]) -> Callable[[str, list[str]], S
 
     def make(name: str, ops: list[str]) -> Step:
         def step(warp: Warp, mask: np.ndarray) -> None:
-            values = (warp.get(x, np.uint32).view(np.float16).astype(np.float64) for x in ops[1:])
+            values = [warp.get(x, np.uint32).view(np.float16).astype(np.float64) for x in ops[1:]]
             warp.set(ops[0], operation(*values).astype(np.float16).view(np.uint32), mask)
 
         return step
@@ -162,10 +199,10 @@ def _setp(name: str, ops: list[str]) -> Step:
     combine = {"and": np.logical_and, "or": np.logical_or}.get(parts[2])
     is_float = np.dtype(dtype).kind == "f"
     unordered = comparison.endswith("u") and comparison not in ("lu",) and is_float
-    compare = COMPARISONS[comparison.rstrip("u") if unordered else comparison]
+    compare, (first, second) = COMPARISONS[comparison.rstrip("u") if unordered else comparison], ops[1:3]
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        a, b = (warp.get(x, dtype) for x in ops[1:3])
+        a, b = warp.get(first, dtype), warp.get(second, dtype)
         result = compare(a, b)
         if is_float:
             nan = np.isnan(a) | np.isnan(b)
@@ -209,35 +246,40 @@ def _mov(name: str, ops: list[str]) -> Step:
 
 
 def _cvt(name: str, ops: list[str]) -> Step:
-    parts = name.split(".")
-    to, source = parts[-2:]
+    to, source = name.split(".")[-2:]
+    if len(ops) == 3:
+        dtype = np.int32 if source == "s32" else np.float32
+        join = JOINS[to]
+        return lambda warp, mask: warp.set(
+            ops[0], join(warp.get(ops[1], dtype), warp.get(ops[2], dtype)), mask
+        )
+    dtype, convert = _conversion(to, source)
+    return lambda warp, mask: warp.set(ops[0], convert(warp.get(ops[1], dtype)), mask)
 
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        if to in ("bf16x2", "f16x2") and source == "f32":
-            rounded = [to_bf16 if to == "bf16x2" else to_f16][0]
-            high, low = (rounded(warp.get(x, np.float32)).astype(np.uint32) for x in ops[1:])
-            result = low | high << np.uint32(16)
-        elif ".pack.sat.s16.s32" in name:
-            high, low = (warp.get(x, np.int32).clip(-(2**15), 2**15 - 1) for x in ops[1:])
-            result = (low.astype(np.uint32) & np.uint32(0xFFFF)) | high.astype(np.uint32) << np.uint32(16)
-        elif to == "e4m3x2":
-            if source == "f16x2":
-                low, high = warp.get(ops[1], np.uint32).view(np.float16).astype(np.float32).reshape(-1, 2).T
-            else:
-                high, low = (warp.get(x, np.float32) for x in ops[1:])
-            result = to_e4m3(low) | to_e4m3(high) << np.uint16(8)
-        elif source == "e4m3x2":
-            pair = np.ascontiguousarray(warp.get(ops[1], np.uint16)).view(np.uint8).reshape(-1, 2, 1)
-            result = np.ascontiguousarray(widen(pair, "e4m3").astype(np.float16)).view(np.uint32)[:, 0]
-        elif source == "bf16":
-            result = from_bf16(warp.get(ops[1], np.uint16))
-        elif to == "bf16":
-            result = to_bf16(warp.get(ops[1], np.float32))
-        else:
-            result = warp.get(ops[1], dtype_of(source)).astype(dtype_of(to))
-        warp.set(ops[0], result, mask)
 
-    return step
+JOINS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "bf16x2": lambda high, low: bf16_bits(low) >> HALF | bf16_bits(high) & UPPER_HALF,
+    "f16x2": lambda high, low: in_halves(to_f16(high), to_f16(low)),
+    "s16": lambda high, low: in_halves(
+        *(np.minimum(np.maximum(x, -(2**15)), 2**15 - 1) for x in (high, low))
+    ),
+    "e4m3x2": lambda high, low: to_e4m3(low) | to_e4m3(high) << np.uint16(8),
+}
+"""What becomes of two operands: the first goes to the high half."""
+
+
+def _conversion(to: str, source: str) -> tuple[type, Callable[[np.ndarray], np.ndarray]]:
+    """How the operand is read, and what becomes of it."""
+    if to == "e4m3x2":
+        return np.uint32, lambda x: e4m3_of_halves(x.view(np.float16))
+    if source == "e4m3x2":
+        return np.uint16, lambda x: halves_of_e4m3(np.ascontiguousarray(x))
+    if source == "bf16":
+        return np.uint16, from_bf16
+    if to == "bf16":
+        return np.float32, to_bf16
+    dtype = dtype_of(to)
+    return dtype_of(source), lambda x: x.astype(dtype)
 
 
 def _prmt(name: str, ops: list[str]) -> Step:
@@ -272,14 +314,15 @@ def _lop3(name: str, ops: list[str]) -> Step:
 
 
 def _shfl(name: str, ops: list[str]) -> Step:
+    target, is_butterfly, is_up = ops[0].partition("|")[0], ".bfly." in name, ".up." in name
+
     def step(warp: Warp, mask: np.ndarray) -> None:
         value, other = warp.get(ops[1], np.uint32), warp.get(ops[2], np.int32)
-        lane = np.arange(LANES)
-        if ".up." in name:
-            source = np.where(lane >= other, lane - other, lane)
+        if is_up:
+            source = np.where(other <= LANE, LANE - other, LANE)
         else:
-            source = lane ^ other if ".bfly." in name else other
-        warp.set(ops[0].partition("|")[0], value[source], mask)
+            source = LANE ^ other if is_butterfly else other
+        warp.set(target, value[source], mask)
 
     return step
 
@@ -304,82 +347,6 @@ def _elect(name: str, ops: list[str]) -> Step:
         first = int(np.flatnonzero(mask)[0])
         warp.set(register, np.full(LANES, first, np.uint32), mask)
         warp.set(predicate, np.arange(LANES) == first, mask)
-
-    return step
-
-
-# memory
-
-
-def _load_or_store(name: str, ops: list[str]) -> Step:
-    parts = [
-        part
-        for part in name.split(".")
-        if part not in ("relaxed", "weak", "volatile", "nc", "acquire", "gpu")
-    ]
-    kind, space, size = parts[0], parts[1].partition("::")[0], int(parts[-1][1:]) // 8
-    values, place = (ops[0], ops[1]) if kind == "ld" else (ops[1], ops[0])
-    names = operands_of(values.strip("{}"))
-    base, offset = address_of(place)
-    dtype, words = np.dtype(f"u{size}").type, np.arange(len(names))[:, None]
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        if space == "param":
-            raw = warp.cta.parameters[base]
-            for i, register in enumerate(names):
-                number = int.from_bytes(raw[offset + i * size :][:size], "little")
-                warp.set(register, np.full(LANES, number, dtype), mask)
-            return
-        lanes = np.flatnonzero(mask)
-        address = warp.get(base, np.uint32 if space == "shared" else np.uint64)[lanes]
-        address = address.astype(np.int64).view(np.uint64) + np.uint64(offset % 2**64)
-        move = load if kind == "ld" else store
-        move(warp, mask, lanes, list(warp.cta.places(space, address, size * len(names))))
-
-    def load(warp: Warp, mask: np.ndarray, lanes: np.ndarray, places: list[Places]) -> None:
-        results = np.zeros((len(names), LANES), dtype)
-        for data, which, at in places:
-            results[:, lanes[which]] = in_words(data, size)[at // size + words]
-        for register, value in zip(names, results, strict=True):
-            warp.set(register, value, mask)
-
-    def store(warp: Warp, mask: np.ndarray, lanes: np.ndarray, places: list[Places]) -> None:
-        sources = np.stack([warp.get(register, dtype) for register in names])
-        for data, which, at in places:
-            in_words(data, size)[at // size + words] = sources[:, lanes[which]]
-            if space == "shared":
-                in_words(warp.cta.unfenced, size)[at // size + words] = warp.written(size)
-
-    return step
-
-
-def _atom(name: str, ops: list[str]) -> Step:
-    base, offset = address_of(ops[1])
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        old, addresses = np.zeros(LANES, np.uint32), warp.get(base, np.uint64)
-        for lane in np.flatnonzero(mask):
-            data, at = warp.cta.buffer(int(addresses[lane]) + offset)
-            cell = data[at : at + 4].view(np.uint32)
-            old[lane] = cell[0]
-            cell[0] += warp.get(ops[2], np.uint32)[lane]
-        warp.set(ops[0], old, mask)
-
-    return step
-
-
-def _red(name: str, ops: list[str]) -> Step:
-    """Adds some float32 next to each other for each lane."""
-    assert name in ("red.global.add.v4.f32", "red.global.add.f32"), name
-    (base, offset), registers = address_of(ops[0]), operands_of(ops[1].strip("{}"))
-    size = 4 * len(registers)
-
-    def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses = warp.get(base, np.uint64)[mask] + np.uint64(offset % 2**64)
-        values = np.stack([warp.get(x, np.float32) for x in registers], 1)[mask]
-        for data, which, at in warp.cta.places("global", addresses, size):
-            sums = in_words(data, 4).view(np.float32)
-            np.add.at(sums, at[:, None] // 4 + np.arange(len(registers)), values[which])
 
     return step
 
@@ -487,7 +454,6 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
     "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt), "popc": _plain(_count_ones),
-    "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "ld": _load_or_store, "st": _load_or_store,
-    "atom": _atom, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
-    "cp.async.bulk": bulk, "cp.reduce": bulk, "red": _red, "wgmma.mma_async": wgmma, **WARP_STEPS,
+    "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
+    "cp.async.bulk": bulk, "cp.reduce": bulk, "wgmma.mma_async": wgmma, **MEMORY_STEPS, **WARP_STEPS,
 }  # fmt: skip

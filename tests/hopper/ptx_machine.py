@@ -11,8 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
+
+from tests.hopper.floats import to_e4m3
 
 LANES = 32
 GARBAGE = 0xCB
@@ -35,7 +38,7 @@ class Memory:
             raise RuntimeError(f"access of {size} bytes at a misaligned address")
         number = np.searchsorted(self.bases, addresses, side="right") - 1
         found = []
-        for i in np.unique(number):
+        for i in sorted(set(number.tolist())):
             which = np.flatnonzero(number == i)
             start = (addresses[which] - self.bases[i]).astype(np.int64)
             if i < 0 or (start + size > len(self.buffers[i])).any():
@@ -131,6 +134,7 @@ class Cta:
         threads = self.program.threads
         self.shared = Memory({0: self.shared_bytes})
         self.lanes = np.arange(threads, dtype=np.int64)
+        self.everyone = np.ones(threads, bool)
         self.specials = {
             "%tid.x": np.arange(threads, dtype=np.uint32),
             "%laneid": np.arange(threads, dtype=np.uint32) % LANES,
@@ -158,6 +162,8 @@ class Cta:
                     running &= warps == warps[running][0]
                 at = int(counter[running].min())
                 active = running & (counter == at)
+                if active.all():
+                    active = self.everyone
                 while True:
                     step = self.program.code[at]
                     taken = active & self._guard(step) if step.guard else active
@@ -185,36 +191,37 @@ class Cta:
         return ~value if step.negated else value
 
     def _register(self, name: str) -> np.ndarray:
+        """Its values, in an array that nothing writes into."""
         register = self.registers.get(name)
         if register is None:
-            dtype = REGISTERS[re.match(r"%[a-z]+", name)[0]]
-            register = self.registers[name] = np.zeros(self.program.threads, dtype)
+            register = self.registers[name] = np.zeros(self.program.threads, register_dtype(name))
         return register
 
     def _value(self, text: str, dtype: type) -> np.ndarray:
         """An operand as a vector of ``dtype``: the bits of a register, or a constant."""
-        if text in self.specials:
-            return self.specials[text]
-        if text.startswith("%"):
+        value = self.registers.get(text)
+        if value is None:
+            if text in self.specials:
+                return self.specials[text]
+            if not text.startswith("%"):
+                return constant(text, dtype, self.program.threads)
             value = self._register(text)
-            if value.dtype.itemsize == np.dtype(dtype).itemsize and value.dtype != dtype:
-                return value.view(dtype)
-            return value.astype(dtype, copy=False)
-        if text.startswith("0f"):
-            return np.full(self.program.threads, int(text[2:], 16), np.uint32).view(np.float32)
-        number = 0 if text.startswith("__dynamic_shmem__") else int(text, 0)
-        bits = 8 * np.dtype(dtype).itemsize
-        wrapped = np.array(number % 2**bits, f"u{bits // 8}").view(dtype)
-        return np.broadcast_to(wrapped, (self.program.threads,))
+        if value.dtype.type is dtype:
+            return value
+        if value.dtype.itemsize == np.dtype(dtype).itemsize:
+            return value.view(dtype)
+        return value.astype(dtype)
 
     def _set(self, name: str, value: np.ndarray, where: np.ndarray) -> None:
         if name == "_":
             return
-        register = self._register(name)
-        if value.dtype != register.dtype:
-            same = value.dtype.itemsize == register.dtype.itemsize
-            value = np.ascontiguousarray(value).view(register.dtype) if same else value.astype(register.dtype)
-        np.copyto(register, value, where=where)
+        dtype = register_dtype(name)
+        if value.dtype.type is not dtype:
+            same = value.dtype.itemsize == np.dtype(dtype).itemsize
+            value = np.ascontiguousarray(value).view(dtype) if same else value.astype(dtype)
+        if where is not self.everyone:
+            value = np.where(where, value, self._register(name))
+        self.registers[name] = value
 
     def _execute(self, step: Instruction, where: np.ndarray) -> None:
         kind = step.parts[0]
@@ -319,6 +326,25 @@ class Cta:
 Compute = Callable[[Cta, Instruction], np.ndarray]
 
 
+@cache
+def register_dtype(name: str) -> type:
+    return REGISTERS[re.match(r"%[a-z]+", name)[0]]
+
+
+@cache
+def constant(text: str, dtype: type, threads: int) -> np.ndarray:
+    """An operand that is a number, for all threads."""
+    if text.startswith("0f"):
+        value = np.full(threads, int(text[2:], 16), np.uint32).view(np.float32)
+    else:
+        number = 0 if text.startswith("__dynamic_shmem__") else int(text, 0)
+        bits = 8 * np.dtype(dtype).itemsize
+        value = np.full(threads, number % 2**bits, f"u{bits // 8}").view(dtype)
+    value.flags.writeable = False
+    return value
+
+
+@cache
 def dtype_of(suffix: str) -> type:
     sign, bits = suffix[0], int(suffix[1:])
     if sign == "f":
@@ -331,7 +357,7 @@ def typed(operation: Callable[..., np.ndarray]) -> Compute:
 
     def compute(cta: Cta, step: Instruction) -> np.ndarray:
         dtype = np.bool_ if step.parts[-1] == "pred" else dtype_of(step.parts[-1])
-        return operation(*(cta._value(x, dtype) for x in step.operands[1:]))
+        return operation(*[cta._value(x, dtype) for x in step.operands[1:]])
 
     return compute
 
@@ -372,7 +398,7 @@ def multiply_add(cta: Cta, step: Instruction) -> np.ndarray:
 def fused_multiply_add(cta: Cta, step: Instruction) -> np.ndarray:
     a, b, c = (cta._value(x, np.float32).astype(np.float64) for x in step.operands[1:])
     # Exact products only: then the sum in float64, rounded to float32, is rounded as if once.
-    assert np.isin(np.abs(b), (0.0, 1.0)).all() or np.isin(np.abs(a), (0.0, 1.0)).all()
+    assert any((np.abs(x * (np.abs(x) - 1)) == 0).all() for x in (b, a))
     return (a * b + c).astype(np.float32)
 
 
@@ -397,18 +423,6 @@ def convert(cta: Cta, step: Instruction) -> np.ndarray:
         return low | high << np.uint16(8)
     to, source = step.parts[-2:]
     return cta._value(step.operands[1], dtype_of(source)).astype(dtype_of(to))
-
-
-def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """cvt.rn.satfinite: nearest, ties to even; infinities saturate too, NaN is 0x7f."""
-    size = np.minimum(np.abs(np.nan_to_num(x, nan=0.0, posinf=448.0, neginf=448.0).astype(np.float64)), 448.0)
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
-    steps = np.rint(np.ldexp(size, 3 - exponent)).astype(
-        np.int64
-    )  # multiples of the last place, ties to even
-    code = np.where(steps < 8, steps, (exponent + 7) * 8 + steps - 8)
-    code = np.where(np.isnan(x), 0x7F, np.where(np.signbit(x), code + 0x80, code))
-    return code.astype(np.uint16)
 
 
 def permute(cta: Cta, step: Instruction) -> np.ndarray:

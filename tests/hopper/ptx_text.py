@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import numpy as np
+
+OPERAND = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,{\[])+")
 
 
 def operands_of(rest: str) -> list[str]:
     """Split at the commas that no bracket encloses."""
-    parts, depth = [""], 0
-    for character in rest:
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
+    return [part for part in map(str.strip, OPERAND.findall(rest)) if part]
 
 
+@cache
 def dtype_of(suffix: str) -> type:
+    if suffix == "pred":
+        return np.bool_
     kind = {"f": "f", "s": "i", "u": "u", "b": "u"}[suffix[0]]
-    return np.bool_ if suffix == "pred" else np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
+    return np.dtype(f"{kind}{int(suffix[1:]) // 8}").type
 
 
 def address_of(text: str) -> tuple[str, int]:

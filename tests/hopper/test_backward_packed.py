@@ -105,4 +105,4 @@ def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_the_lse_of_packed_sequences(head_dim) -> None:
-    check("bfloat16", head_dim, True, *UNEVEN, (2, 1), False, has_dlse=True)
+    check("bfloat16", head_dim, head_dim == 64, *UNEVEN, (2, 1), False, has_dlse=True)

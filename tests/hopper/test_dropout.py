@@ -36,7 +36,9 @@ def exact(tensors: tuple[Tensor, Tensor, Tensor], p: float, **options: object) -
     [(64, True, (200, 230), 0.1), (128, False, (70, 350), 0.5)],
 )
 def test_forward(head_dim: int, causal: bool, seqlens: tuple[int, int], p: float) -> None:
-    config = with_dropout(select_forward_config("bfloat16", head_dim, head_dim, causal, 16384))
+    # With fewer keys in a tile than are shipped, it compiles in half of the time.
+    config = replace(select_forward_config("bfloat16", head_dim, head_dim, causal, 16384), tile_n=64)
+    config = with_dropout(config)
     tensors = draw(torch.bfloat16, seqlens, (2, 1), head_dim)
     out, lse = forward_on_numpy(config, *tensors, head_dim**-0.5, 2, LATE, rules=rules_of(p))
     check(out[0], lse[0], exact(tensors, p, causal=causal))

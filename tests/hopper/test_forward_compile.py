@@ -150,7 +150,7 @@ def test_without_a_producer_every_warp_keeps_its_registers():
 
 
 def test_ping_pong_off_emits_no_turn():
-    with_turns = select_forward_config("float16", 128, 128, False, 8192)
+    with_turns = replace(select_forward_config("float16", 128, 128, False, 8192), tile_n=64)
     assert with_turns.ping_pong and "bar.arrive" in ptx_of(with_turns)
     assert "bar.arrive" not in ptx_of(replace(with_turns, ping_pong=False))
 

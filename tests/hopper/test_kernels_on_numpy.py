@@ -69,14 +69,14 @@ def test_forward(head_dim, causal, seqlens, heads) -> None:
 
 
 ABLATION = [
-    {"pipelined": False, "ping_pong": False},
-    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24)},
-    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "stages": 3},
-    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 128, "pipelined": False},
+    {"pipelined": False, "ping_pong": False, "tile_n": 80},
+    {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24), "tile_n": 80},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 64, "stages": 3},
+    {"warp_specialized": False, "registers": Registers(256, 0), "tile_n": 64, "pipelined": False},
     {
         "warp_specialized": False,
         "registers": Registers(256, 0),
-        "tile_n": 96,
+        "tile_n": 48,
         "tile_m": 64,
         "ping_pong": False,
     }
@@ -88,7 +88,7 @@ ABLATION = [
 def test_schedules_of_the_ablation(change) -> None:
     config = replace(select_forward_config("float16", 128, 128, False, 8192), **change)
     validate_forward_config(config)
-    check_forward(config, draw(torch.float16, (140, 700), (2, 1), 128))
+    check_forward(config, draw(torch.float16, (140, 420), (2, 1), 128))
 
 
 def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int = 0) -> torch.Tensor:
@@ -112,16 +112,16 @@ def check_fp8(parts: QuantizedQKV, causal: bool, block_k: int = 0, seqlen_k: int
 
 
 @pytest.mark.parametrize(
-    "head_dim,causal,block_k,seqlen_k",
+    "dtype,head_dim,causal,block_k,seqlen_k",
     [
-        (64, True, 128, 0),
-        (64, False, 192, 9000),
-        (128, True, 192, 9000),
-        (256, False, 128, 0),
+        ("bfloat16", 64, True, 128, 0),
+        ("float16", 64, False, 192, 9000),
+        ("bfloat16", 128, True, 128, 9000),
+        ("bfloat16", 256, False, 128, 0),
     ],
 )
-def test_fp8_forward_with_block_scales(head_dim, causal, block_k, seqlen_k) -> None:
-    q, k, v = draw(torch.bfloat16, (200, 460), (2, 1), head_dim)
+def test_fp8_forward_with_block_scales(dtype, head_dim, causal, block_k, seqlen_k) -> None:
+    q, k, v = draw(DTYPES[dtype], (200, 460), (2, 1), head_dim)
     k[:, 192:] *= 3
     v[:, :160] *= 2.0**-9
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=block_k, smooth_v=False))
@@ -156,7 +156,7 @@ def test_fp8_forward_of_scores_whose_scale_vanishes(descale: float) -> None:
 
 
 def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
-    q, k, v = draw(torch.bfloat16, (70, 130), (1, 1), 64)
+    q, k, v = draw(torch.float16, (70, 130), (1, 1), 64)
     parts = quantize_qkv(
         q * 0, k * 0, v * 0 + 1, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
     )
@@ -166,8 +166,8 @@ def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
 @pytest.mark.parametrize("signs", [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0)])
 def test_fp8_forward_with_a_negative_descale_is_nan(signs: tuple[float, float]) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (1, 1), 64))
-    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), None, torch.bfloat16)
-    config = select_fp8_forward_config(64, 64, False, "bfloat16", 130)
+    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), None, torch.float16)
+    config = select_fp8_forward_config(64, 64, False, "float16", 130)
     out, lse = fp8_forward_on_numpy(config, parts, 0.125)
     assert bool(out.isnan().all()) and bool(lse.isnan().all())
 
@@ -183,14 +183,14 @@ def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "scales", [(2.0**-80, 2.0**-80, 2.0**20), (2.0**-126, 2.0**-126, 1.0), (3.0, 0.7, -1.0)]
+    "scales", [(2.0**-80, 2.0**-80, 2.0**6), (2.0**-126, 2.0**-126, 1.0), (3.0, 0.7, -1.0)]
 )
 def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ...]) -> None:
     """The last block is visited first; the quiet ones after it must not blow up what it left. None may be negative."""
-    inputs = draw(torch.bfloat16, (70, 384), (1, 1), 64)
+    inputs = draw(torch.float16, (70, 384), (1, 1), 64)
     parts = quantize_qkv(*inputs, quantization=Fp8Quantization(block_k=128, smooth_v=False))
     parts = replace(parts, v=replace(parts.v, scale=torch.tensor(scales).view(1, 1, 3)))
-    config = select_fp8_forward_config(64, 64, False, "bfloat16", 384, 128)
+    config = select_fp8_forward_config(64, 64, False, "float16", 384, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     if min(scales) < 0:
         assert bool(out.isnan().all())
@@ -219,10 +219,10 @@ def test_fp8_forward_transposes_v(head_dim, causal) -> None:
 
 
 def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
-    q, k, v = draw(torch.float16, (128, 300), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (128, 300), (1, 1), 64)
     k[0, 250, 0, 3] = math.nan
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_k=128, smooth_v=False))
-    config = select_fp8_forward_config(64, 64, True, "float16", 300, 128)
+    config = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     # The last query sees the last key.
     assert bool(out[0, 78:].isnan().all()) and bool(out[0, :78].isfinite().all())
@@ -247,7 +247,7 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         ("float16", 96, False, (65, 129), (1, 1), True),
         ("float16", 64, False, (130, 200), (2, 2), True),
         ("bfloat16", 40, True, (200, 130), (4, 2), False),
-        ("float16", 64, True, (1, 1), (1, 1), False),
+        ("bfloat16", 64, True, (1, 1), (1, 1), False),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
         ("bfloat16", 256, True, (150, 150), (2, 1), True),
         ("float16", 136, False, (65, 129), (1, 1), False),
@@ -301,7 +301,7 @@ def test_backward_of_other_head_dims_and_of_the_lse(head_dim, head_dim_v, causal
 @pytest.mark.parametrize("kind", ["forward", "without a producer", "fp8", "backward", "paired backward"])
 def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
     q, k, v = draw(torch.bfloat16, (130, 300), (1, 1), 64)
-    forward = select_forward_config("bfloat16", 64, 64, True, 8192)
+    forward = replace(select_forward_config("bfloat16", 64, 64, True, 8192), tile_n=64)
     if kind == "without a producer":
         forward = replace(forward, warp_specialized=False, tile_m=128, registers=Registers(256, 0))
     out, lse = attention_naive(q, k, v)
@@ -341,10 +341,16 @@ def test_a_kernel_without_its_waits_or_fences_is_caught(instruction, monkeypatch
 
 def test_a_missing_fence_is_found() -> None:
     cta = Cta({}, {}, (0, 0, 0), (1, 1, 1))
-    cta.unfenced[16] = 1
+    cta.unfenced.write(0, np.array([16]), 1)
     with pytest.raises(AssertionError, match="without a fence"):
         cta.read_async(np.arange(32))
     assert cta.read_async(np.arange(16)).shape == (16,)
+    cta.unfenced.write(1, np.array([16, 17]), 1)
+    cta.unfenced.fence(0)
+    with pytest.raises(AssertionError, match="without a fence"):
+        cta.read_async(np.arange(32))
+    cta.unfenced.fence(1)
+    assert cta.read_async(np.arange(32)).shape == (32,)
 
 
 def test_products_are_made_when_they_are_waited_for() -> None:

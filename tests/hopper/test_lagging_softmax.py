@@ -234,8 +234,10 @@ def test_many_large_p(octaves: float) -> None:
     check(quantized(q, k, v))
 
 
-@pytest.mark.parametrize(("head_dim", "causal", "tile_n"), [(64, True, 128), (112, False, 192)])
-def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seqlen_k", "tile_n"), [(64, True, 300, 128), (112, False, 9000, 192)]
+)
+def test_tiles_that_are_shipped(head_dim: int, causal: bool, seqlen_k: int, tile_n: int) -> None:
     """Rows of every warpgroup whose scores are computed again, and columns of Q and K that TMA fills."""
     generator = torch.Generator().manual_seed(0)
     lengths = 140, 2 * tile_n + 20, 2 * tile_n + 20
@@ -243,7 +245,7 @@ def test_tiles_that_are_shipped(head_dim: int, causal: bool, tile_n: int) -> Non
     q[..., 0], k[..., 0] = 0.0, 0.0
     q[:, ::5, :, 0] = 20.0 / (LOUD * math.log2(math.e) * head_dim**-0.5)
     k[:, 3::57, :, 0] = LOUD
-    config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 9000, tile_n)
+    config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, tile_n)
     assert config.softmax is Softmax.LAGGING and config.tile_n == tile_n and config.consumers > 1
     check(quantized(q, k, v, tile_n), causal, config)
 

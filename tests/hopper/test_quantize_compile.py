@@ -27,7 +27,7 @@ from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
 from tests.compile_pool import usage_of_each
-from tests.hopper.ptx_machine import to_e4m3
+from tests.hopper.floats import to_e4m3
 from tests.hopper.quantize_on_numpy import quantize_on_numpy
 from tests.ptx import ptx_of
 
@@ -51,6 +51,8 @@ ROWS_OF_Q = (
     replace(D256, block_q=1),
 )
 CONFIGS = (*BLOCKS_OF_Q, *ROWS_OF_Q)
+RUN = (*BLOCKS_OF_Q, *(config for config in ROWS_OF_Q if not config.smooth_k))
+"""Where Q has a scale for each row, what is done to K is what is done to it elsewhere."""
 
 
 def draw(config: QuantizeConfig, batch=1, seqlens=(300, 500), heads=(2, 1)) -> list[torch.Tensor]:
@@ -91,7 +93,7 @@ def find_differences(
     return wrong
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", RUN, ids=lambda config: config.name)
 def test_kernel_has_the_bits_of_its_twin(config: QuantizeConfig) -> None:
     failures = {}
     for seqlens, heads in (((200, 350), (2, 1)), ((1, 1), (3, 3)), ((257, 223), (1, 1))):
@@ -176,7 +178,7 @@ def test_compiles_without_spills(config: QuantizeConfig, usages) -> None:
     assert (config.smem_bytes + 1024) * config.ctas_per_sm <= 228 * 1024
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", RUN, ids=lambda config: config.name)
 def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: QuantizeConfig) -> None:
     ptx = ptx_of(config)
     loads = len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 16,", ptx))

@@ -121,8 +121,8 @@ def test_rules(name: str, causal: bool) -> None:
 
 
 def test_a_sink_is_all_that_a_row_without_keys_has() -> None:
-    q, k, v = draw(torch.float16, (100, 40), (2, 1), 64)
-    config = replace(select("float16", 64, True, 40), sinks=True)
+    q, k, v = draw(torch.bfloat16, (100, 40), (2, 1), 64)
+    config = replace(select("bfloat16", 64, True, 40), sinks=True)
     rules = Rules(sinks=torch.tensor([3.0, -1e4]))
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     assert bool((out[0, :60] == 0).all())

@@ -139,7 +139,7 @@ def test_where_nothing_is_lost_one_level_gives_the_same(head_dim: int) -> None:
     parts = quantize_qkv(
         *draw(head_dim), quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
     )
-    config = select(head_dim, 128, causal=True)
+    config = select(head_dim, 128, causal=head_dim == 64)
     out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
     again, _ = fp8_forward_on_numpy(config, parts, head_dim**-0.5)
     assert torch.equal(again, out)

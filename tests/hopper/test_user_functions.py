@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from hopper.backward.config import select_backward_config
+from hopper.config import ForwardConfig
 from hopper.forward.tilings import select_with_functions
 from hopper_attention.block_masks import BlockTable
 from hopper_attention.functions import trace_functions
@@ -23,10 +26,15 @@ def traced(example: Example, softcap: float = 0.0) -> Rules:
     return Rules(softcap, captured=trace_functions(example.score_mod, example.mask_mod))
 
 
+def select(dtype: str, causal: bool, **options: Any) -> ForwardConfig:
+    """What is shipped, with fewer keys in a tile: it compiles in a third of the time."""
+    return replace(select_with_functions(dtype, 64, 64, causal, **options), tile_n=32)
+
+
 def test_forward() -> None:
     example = draw_example()
     rules = traced(example)
-    config = select_with_functions("bfloat16", 64, 64, True, functions=rules.captured.functions)
+    config = select("bfloat16", True, functions=rules.captured.functions)
     q, k, v = draw(torch.bfloat16, (40, 140), (2, 1), 64)
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     exact, exact_lse = attention_naive(
@@ -38,7 +46,7 @@ def test_forward() -> None:
 def test_rows_that_a_mask_function_empties() -> None:
     example = Example(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx % 3 > 0) & (kv_idx > q_idx))
     rules = traced(example)
-    config = select_with_functions("float16", 64, 64, False, functions=rules.captured.functions)
+    config = select("float16", False, functions=rules.captured.functions)
     q, k, v = draw(torch.float16, (90, 70), (1, 1), 64)
     out, lse = forward_on_numpy(config, q, k, v, 0.125, timing=LATE, rules=rules)
     exact, exact_lse = attention_naive(q, k, v, mask_mod=example.mask_mod)
@@ -51,7 +59,7 @@ def test_packed_sequences_count_from_0() -> None:
     example = relative_bias(heads=2, of_sequences=3)
     rules = traced(example)
     functions = rules.captured.functions
-    config = select_with_functions("bfloat16", 64, 64, True, layout="varlen", functions=functions)
+    config = select("bfloat16", True, layout="varlen", functions=functions)
     generator = torch.Generator().manual_seed(0)
     shapes = (q_rows.total, 2, 64), (k_rows.total, 1, 64), (k_rows.total, 1, 64)
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)

@@ -34,7 +34,7 @@ def _stmatrix(name: str, ops: list[str]) -> Step:
         cells = _rows_at(warp, base, offset, 8 * len(registers))
         words = np.stack([warp.get(register, np.uint32) for register in registers])
         in_words(warp.cta.shared, 4)[cells] = words.reshape(cells.shape)
-        in_words(warp.cta.unfenced, 4)[cells] = warp.written(4)
+        warp.cta.unfenced.write(warp.number, cells, 4)
 
     return step
 
@@ -69,7 +69,7 @@ def _copy(name: str, ops: list[str]) -> Step:
         data = np.zeros(cells.shape, np.uint8)
         copied = np.flatnonzero(~warp.get(ops[3], np.bool_)[mask])
         sources = warp.get(source, np.uint64)[mask][copied] + np.uint64(source_offset % 2**64)
-        for memory, which, at in cta.places("global", sources, BYTES_PER_COPY):
+        for memory, which, at in cta.places(sources, BYTES_PER_COPY):
             data[copied[which]] = memory[at[:, None] + of_copy]
         cta.shared[cells] = GARBAGE
 

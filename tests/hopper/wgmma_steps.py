@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from operator import is_
 
 import numpy as np
 
 from tests.hopper.floats import widen
-from tests.hopper.hopper_machine import EVERY_LANE, LANES, SWIZZLE_BITS, Step, Warp, swizzled
+from tests.hopper.hopper_machine import LANES, SWIZZLE_BITS, Step, Warp, swizzled
 from tests.hopper.ptx_text import operands_of
 
 ROWS = 16
@@ -63,21 +64,36 @@ class _Sums:
         self.shape = ROWS, columns
 
     def read(self, warp: Warp) -> np.ndarray:
-        total = np.empty(self.shape, np.float32)
-        words = np.stack([warp.get(x, np.float32 if self.are_floats else np.uint32) for x in self.registers])
+        dtype = np.float32 if self.are_floats else np.uint32
+        words = [warp.get(x, dtype) for x in self.registers]
+        kept, total = warp.kept_sums.pop(id(words[0]), ((), None))
+        if len(kept) == len(words) and all(map(is_, kept, words)):
+            return total
+        words = np.concatenate(words).reshape(-1, LANES)
         if not self.are_floats:
             halves = words.view(np.float16).reshape(len(self.registers), LANES, 2)
             words = halves.transpose(0, 2, 1).reshape(self.places.shape).astype(np.float32)
+        total = np.empty(self.shape, np.float32)
         total.ravel()[self.places] = words
         return total
 
     def write(self, warp: Warp, total: np.ndarray) -> None:
-        values = np.ascontiguousarray(total, np.float32).ravel()[self.places]
+        """Keep the matrix as well, for a product that adds to these very registers."""
+        total = np.ascontiguousarray(total, np.float32)
+        values = total.ravel()[self.places]
         if not self.are_floats:
             halves = values.astype(np.float16).reshape(len(self.registers), 2, LANES).transpose(0, 2, 1)
-            values = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
-        for register, of_lanes in zip(self.registers, values, strict=True):
-            warp.set(register, of_lanes, EVERY_LANE)
+            words = list(np.ascontiguousarray(halves).view(np.uint32)[..., 0])
+        else:
+            words = list(values)
+            if len(warp.kept_sums) == KEPT_SUMS:
+                warp.kept_sums.clear()
+            warp.kept_sums[id(words[0])] = words, total
+        warp.registers.update(zip(self.registers, words, strict=True))
+
+
+KEPT_SUMS = 8
+"""Of a warp; what nobody adds to is forgotten with the rest."""
 
 
 class _Rows:
@@ -90,7 +106,7 @@ class _Rows:
         self.places = row * depth + k
 
     def read(self, warp: Warp) -> np.ndarray:
-        words = np.stack([warp.get(x, np.uint32) for x in self.registers])
+        words = np.array([warp.get(x, np.uint32) for x in self.registers])
         a = np.empty((ROWS, self.depth), np.float32)
         a.ravel()[self.places] = widen(words.view(np.uint8).reshape(*self.places.shape, -1), self.kind)
         return a

@@ -1,6 +1,7 @@
 """``hopper-attention compile`` with a compiler that makes one kernel at once and takes a minute for any other.
 
-``python slow_compile.py TEXT`` compiles the configs whose name contains TEXT. A line of LOG is a kernel that has begun.
+``python slow_compile.py TEXT JOBS`` compiles the configs whose name contains TEXT. A line of LOG is a kernel that has
+begun.
 """
 
 from __future__ import annotations
@@ -28,4 +29,4 @@ def build(config: ForwardConfig) -> bytes:
 
 if __name__ == "__main__":
     compile_cache.compile_all = partial(compile_cache.compile_all, build=build)
-    cli.app(["compile", "--jobs", "2", "--arch", "sm_90a", "--only", sys.argv[1]])
+    cli.app(["compile", "--jobs", sys.argv[2], "--arch", "sm_90a", "--only", sys.argv[1]])

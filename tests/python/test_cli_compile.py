@@ -154,15 +154,16 @@ def test_progress_is_shown_without_a_terminal(cache_folder: Path) -> None:
 # Ctrl-C
 
 
-def start_slow_compile(folder: Path, log: Path) -> subprocess.Popen[str]:
-    """Three kernels in two processes: one is made at once, and the other two take a minute. In a session of its own."""
+def start_slow_compile(folder: Path, log: Path, jobs: int) -> subprocess.Popen[str]:
+    """One kernel is made at once, and each of the others takes a minute, in ``jobs`` processes. In a session of its
+    own."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         compile_cache.CACHE_DIR_VARIABLE: str(folder),
         "SLOW_COMPILE_LOG": str(log),
     }
-    command = [sys.executable, str(HERE / "slow_compile.py"), "hopper_fwd_fp16_d"]
+    command = [sys.executable, str(HERE / "slow_compile.py"), "hopper_fwd_fp16_d", str(jobs)]
     pipe = subprocess.PIPE
     # A shell that runs the tests in the background has its processes ignore SIGINT, and theirs.
     return subprocess.Popen(
@@ -197,12 +198,18 @@ def living(session: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("whole_group", [True, False], ids=["the terminal's group", "the parent alone"])
-def test_one_interrupt_ends_compiling_and_keeps_what_is_finished(tmp_path: Path, whole_group: bool) -> None:
+@pytest.mark.parametrize(
+    "whole_group,jobs", [(True, 1), (False, 2)], ids=["the terminal's group", "the parent alone"]
+)
+def test_one_interrupt_ends_compiling_and_keeps_what_is_finished(
+    tmp_path: Path, whole_group: bool, jobs: int
+) -> None:
     folder, log = tmp_path / "cache", tmp_path / "log"
-    process = start_slow_compile(folder, log)
+    process = start_slow_compile(folder, log, jobs)
     try:
-        assert wait_for(lambda: log.exists() and len(log.read_text().split()) == 3, 120), process.poll()
+        assert wait_for(lambda: log.exists() and len(log.read_text().split()) == jobs + 1, 120), (
+            process.poll()
+        )
         if whole_group:
             os.killpg(process.pid, signal.SIGINT)
         else:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,22 +139,23 @@ def test_threads_share_one_compilation(tmp_path: Path, compiler: Compiler) -> No
     assert compiler.built == [CONFIG.name]
 
 
-def start_worker(folder: Path, log: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE / "cache_worker.py"), str(folder), str(log)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def test_racing_processes_compile_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "cache", tmp_path / "log"
-    racers = [start_worker(folder, log) for _ in range(2)]
-    answers = [racer.communicate(timeout=60)[0] for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0]
-    assert answers[0] == answers[1] and answers[0].startswith(f"{CONFIG.name} by ")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(HERE / "cache_worker.py"), str(folder), str(log), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
+    racers, answers = zip(*map(str.split, done.stdout.splitlines()), strict=True)
+    assert len(set(racers)) == 2 and answers[0] == answers[1]
+    name, maker = answers[0].split("/")
+    assert name == CONFIG.name and maker in racers
     assert log.read_text() == f"{CONFIG.name}\n"
-    late = start_worker(folder, log)
-    assert late.communicate(timeout=60)[0] == answers[0]
-    assert log.read_text() == f"{CONFIG.name}\n"
+    # This process comes late.
+    late = CompileCache(folder, build=refuse, load=lambda data, name: data.decode)
+    assert late.get(CONFIG)() == answers[0]
+
+
+def refuse(config: ForwardConfig) -> bytes:
+    raise AssertionError(f"{config.name} is compiled again")
 
 
 # the shared cache
@@ -229,6 +231,7 @@ def test_compile_all_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert results[0].seconds >= cache_worker.COMPILE_SECONDS
     assert sorted(r.config.name for r in seen) == sorted([CONFIG.name, OTHER.name])
     assert compile_cache.cached_kernels() == (results[0].path,)
+    monkeypatch.setattr(compile_cache, "_worker_pool", ThreadPoolExecutor)
     (again,) = compile_all([CONFIG], 1, build=cache_worker.fail)
     assert again.was_cached and (tmp_path / "log").read_text() == f"{CONFIG.name}\n"
     with pytest.raises(ValueError, match="jobs is 0, allowed: 1 or more"):

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.ampere.backward.config import AmpereBackwardConfig, Tiling, select_ampere_backward_config
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig, select_ampere_backward_config
 from cute_kernels.window import NO_LIMIT, Window, window_of
+from tests.cute_kernels.ampere.test_backward_on_numpy import SMALL
 from tests.cute_kernels.ampere.test_forward_windows import EPSILON, LATE, NAMES, draw
 from tests.cute_kernels.exact import attend
 from tests.hopper.on_numpy import NO_RULES, Rules, backward_on_numpy
-
-SMALL = Tiling(32, 64, 4, 4, 4, 2, 2, 2)
 
 
 def select(

@@ -25,8 +25,8 @@ LENGTHS = [(0, 0), (130, 150), (1, 70), (0, 40), (65, 0), (70, 31), (3, 3)]
         (BFLOAT16, 64, True, (100, 230), (NO_LIMIT, NO_LIMIT, 100)),
         (BFLOAT16, 64, True, (200, 70), (NO_LIMIT, NO_LIMIT, 64)),
         (BFLOAT16, 64, True, (140, 140), (20, NO_LIMIT, 7)),
-        (FLOAT16, 128, False, (70, 300), (NO_LIMIT, NO_LIMIT, 100)),
-        (FLOAT16, 128, False, (150, 90), (30, 50, 1000)),
+        (FLOAT16, 64, False, (70, 300), (NO_LIMIT, NO_LIMIT, 100)),
+        (FLOAT16, 64, False, (150, 90), (30, 50, 1000)),
     ],
     ids=str,
 )
@@ -51,8 +51,8 @@ def test_packed_sequences() -> None:
     [
         (BFLOAT16, 64, True, (100, 230), (NO_LIMIT, NO_LIMIT, 100), True),
         (BFLOAT16, 64, True, (200, 70), (20, NO_LIMIT, 64), True),
-        (FLOAT16, 128, False, (70, 200), (NO_LIMIT, NO_LIMIT, 70), False),
-        (FLOAT16, 128, False, (150, 90), (30, 50, 32), False),
+        (FLOAT16, 64, False, (70, 200), (NO_LIMIT, NO_LIMIT, 70), False),
+        (FLOAT16, 64, False, (150, 90), (30, 50, 32), False),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import select_ampere_backward_config
 from hopper_attention.dropout import kept_steps
 from hopper_attention.reference import attention_naive
+from tests.cute_kernels.ampere.test_backward_on_numpy import SMALL
 from tests.cute_kernels.ampere.test_backward_windows import check as check_gradients
 from tests.cute_kernels.ampere.test_forward_packed import packed_inputs, run_packed
 from tests.cute_kernels.ampere.test_forward_windows import LATE, NAMES, config_of, draw
@@ -79,8 +80,8 @@ BACKWARD = [
 @pytest.mark.parametrize("dtype,arch,head_dim,causal,seqlens,heads,names,p", BACKWARD, ids=str)
 def test_backward(dtype, arch, head_dim, causal, seqlens, heads, names, p) -> None:
     rules = drops(p, rules_of(names, heads[0], 1))
-    plain = select_ampere_backward_config(NAMES[dtype], head_dim, head_dim, causal, arch)
-    config = replace(with_rules(plain, rules), dropout=True)
+    config = select_ampere_backward_config(NAMES[dtype], head_dim, head_dim, causal, arch)
+    config = replace(with_rules(config, rules), dropout=True, **vars(SMALL) if head_dim == 64 else {})
     (sq, sk), (h, hk) = seqlens, heads
     q, dout, k, v = draw(0, dtype, *[(1, sq, h, head_dim)] * 2, *[(1, sk, hk, head_dim)] * 2)
     leaves = tuple(x.double().requires_grad_() for x in (q, k, v))

@@ -51,7 +51,9 @@ CASES = [
 
 @pytest.mark.parametrize("dtype,head_dims,causal,seqlens,heads", CASES, ids=str)
 def test_forward(dtype, head_dims, causal, seqlens, heads) -> None:
+    """With 32 keys in a tile, as is shipped for the largest head_dims: it compiles in half of the time or less."""
     config = select_ampere_forward_config(NAMES[dtype], *head_dims, causal, "sm_80")
+    config = replace(config, tile_n=32)
     check(config, draw(dtype, seqlens, heads, head_dims))
 
 
@@ -65,5 +67,6 @@ def test_tiles_for_small_shared_memory() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_schedules(stages: int, fused: bool) -> None:
     config = select_ampere_forward_config("bfloat16", 64, 64, False, "sm_80")
-    config = replace(config, stages=stages, fused_exponentials=fused, q_in_registers=fused, tile_n=32)
+    config = replace(config, stages=stages, fused_exponentials=fused, q_in_registers=fused)
+    config = replace(config, tile_m=64, tile_n=32)
     check(config, draw(torch.bfloat16, (20, 330), (1, 1), (64, 64)))
