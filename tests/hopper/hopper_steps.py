@@ -318,10 +318,11 @@ def _shfl(name: str, ops: list[str]) -> Step:
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         value, other = warp.get(ops[1], np.uint32), warp.get(ops[2], np.int32)
-        if is_up:
+        source = other
+        if is_butterfly:
+            source = LANE ^ other
+        elif is_up:
             source = np.where(other <= LANE, LANE - other, LANE)
-        else:
-            source = LANE ^ other if is_butterfly else other
         warp.set(target, value[source], mask)
 
     return step
