@@ -17,7 +17,7 @@ from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheTensors
 from hopper_attention.kvcache_ops import call_operator
-from hopper_attention.launch.kvcache import serve
+from hopper_attention.launch.kvcache import serve_whole
 
 
 @overload
@@ -268,7 +268,7 @@ def flash_attn_with_kvcache(
     )
     call, tensors, scores, is_plain = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
     if is_plain:
-        result, lse = serve(call, tensors, scores, out)
+        result, lse = serve_whole(call, tensors, scores, out)
     else:
         result, lse = call_operator(call, tensors, scores)
         if out is not None:

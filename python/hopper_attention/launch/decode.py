@@ -17,7 +17,13 @@ from hopper_attention.decode_rules import ctas_of_pieces, select_decode
 from hopper_attention.device_memory import constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
-from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, repair_for
+from hopper_attention.layout import (
+    TMA_BYTES,
+    make_addressable,
+    make_packed_addressable,
+    repair_for,
+    repairs_for,
+)
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import Scores
 
@@ -25,7 +31,8 @@ from hopper_attention.scores import Scores
 @dataclass(frozen=True)
 class DecodeLauncher(Launcher):
     """The decode kernel of one kind of call. ``num_ctas`` take a piece of all keys each; no tile of query rows is in
-    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them."""
+    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them. With
+    ``restrides`` TMA wants other strides for dimensions of size 1 of the caches."""
 
     config: DecodeConfig
     kernel: Kernel
@@ -34,6 +41,7 @@ class DecodeLauncher(Launcher):
     num_ctas: int
     max_splits: int | None
     sides: tuple[Any, ...]
+    restrides: bool
 
     def __call__(self, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
@@ -49,8 +57,8 @@ class DecodeLauncher(Launcher):
         cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
         self.kernel(
             q,
-            _restrided(t.k_cache),
-            _restrided(t.v_cache),
+            _restrided(t.k_cache) if self.restrides else t.k_cache,
+            _restrided(t.v_cache) if self.restrides else t.v_cache,
             out,
             lse,
             _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens,
@@ -83,6 +91,7 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         ctas_of_pieces(count_ctas(index, call.sm_margin), call.shape.batch * call.shape.kv_heads),
         call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
+        bool(repairs_for(*call.shape.caches)),
     )
 
 
