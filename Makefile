@@ -32,7 +32,7 @@ demo: $(STAMP)
 # Each worker starts with a run of files, since tests of one share what it compiles, and who is done takes half of what
 # another has left. One thread each: see demo.
 test: $(STAMP)
-	@echo "The CPU test suite: about 9 minutes on two cores, less on more"
+	@echo "The CPU test suite: about 11 minutes on two cores, less on more"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(STAMP)
