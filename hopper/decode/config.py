@@ -13,7 +13,7 @@ WARP_THREADS = 32
 E4M3 = "float8_e4m3fn"
 
 REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
-"""Of a thread, by role, where a warpgroup widens the cache."""
+"""Of a thread, by role, where two warpgroups widen the cache."""
 
 PRODUCER_WARPS = 2
 """One for K, one for V."""
@@ -45,9 +45,9 @@ class DecodeConfig:
     boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
     ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
     ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
-    e4m3 comes to ``raw_stages`` stages of its own, and a warpgroup widens it to float16, which holds every e4m3 number
-    as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
-    ``ForwardConfig``.
+    e4m3 comes to ``raw_stages`` stages of its own, and two warpgroups widen it to float16, which holds every e4m3
+    number as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are
+    as in ``ForwardConfig``.
     """
 
     dtype: str

@@ -3,8 +3,8 @@
 Think of all key blocks in a row: those of a tile behind each other, the tiles of a sequence, the sequences of the
 batch. Each CTA takes a piece of the row, all pieces as long as each other to within a block. So every CTA reads the
 same number of bytes, whatever the lengths, and none is idle while another works. A tile of which more than one CTA has
-a part is put together by the one that comes last. (The idea is that of Stream-K, Osama et al., PPoPP 2023; FlashMLA and
-FlashInfer share out decoding in this way.)
+a part is put together by another kernel (``combine``). (The idea is that of Stream-K, Osama et al., PPoPP 2023;
+FlashMLA and FlashInfer share out decoding in this way.)
 
 Plain arithmetic on integers: the same functions serve the kernel (traced) and the host tests (Python ints).
 """
