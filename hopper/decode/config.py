@@ -41,13 +41,12 @@ class DecodeConfig:
 
     A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. 32 rows stand in
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
-    softmax, which takes longer than the tensor cores do. A tile visits ``tile_n`` keys at a time, which TMA brings in
-    boxes of ``box_rows`` keys, each of one page. ``ctas_per_sm`` CTAs share an SM. ``layout`` is that of Q and O. With
-    ``leftpad`` a sequence begins behind the first row of its cache, which is page b for sequence b unless it is
-    ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A cache of ``cache_dtype``
-    e4m3 comes to ``raw_stages`` stages of its own, and two warpgroups widen it to float16, which holds every e4m3
-    number as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are
-    as in ``ForwardConfig``.
+    softmax. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
+    ``layout`` is that of Q and O. With ``leftpad`` a sequence begins behind the first row of its cache, which is page b
+    for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
+    cache of ``cache_dtype`` e4m3 comes to ``raw_stages`` stages of its own, and two warpgroups widen it to float16,
+    which holds every e4m3 number as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``,
+    ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
     """
 
     dtype: str
@@ -58,7 +57,6 @@ class DecodeConfig:
     stages: int
     box_rows: int
     tile_m: int = 32
-    ctas_per_sm: int = 1
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
@@ -118,7 +116,6 @@ class DecodeConfig:
             "causal" if self.causal else "full",
             f"m{self.tile_m}n{self.tile_n}s{self.stages}b{self.box_rows}",
         ]
-        parts += [f"c{self.ctas_per_sm}"] if self.ctas_per_sm > 1 else []
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
         parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []

@@ -36,7 +36,7 @@ from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 ONE_WARPGROUP = (1, 1, 1)
 
 COMBINING_CTAS = 256
-"""That put parts together, or a little more: starting many takes longer than what they do."""
+"""That put parts together, or a little more."""
 
 
 def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
@@ -137,8 +137,7 @@ class DecodeKernel:
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=c.ctas_per_sm,
-            preferred_smem_carveout=None if c.ctas_per_sm == 1 else 100,
+            min_blocks_per_mp=1,
             use_pdl=True,
         )
         ctas, rows = num_ctas, Int32(c.tile_m)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,13 @@ MASKS = (FULL, CAUSAL, MaskSpec(True, window_left=100), MaskSpec(False, 300, 200
 @pytest.fixture(autouse=True)
 def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_out_of", "_empty_lse"):
-        make = getattr(launcher, name)
-        poisoned = lambda *given, make=make: make(*given).fill_(math.nan)  # noqa: E731
-        monkeypatch.setattr(launcher, name, poisoned)
+        monkeypatch.setattr(launcher, name, poisoned(getattr(launcher, name)))
     yield
+
+
+def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``make``, whose tensors are NaN."""
+    return lambda *given: make(*given).fill_(math.nan)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_names_are_of_one_config_each() -> None:
         {"cache_dtype": E4M3, "raw_stages": 2},
         {"cache_dtype": E4M3, "raw_stages": 3},
     ]
-    changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}, {"ctas_per_sm": 2}]
+    changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}]
     changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]
     changes += [{"dtype": "float16"}]
     names = [base.name, *(replace(base, **change).name for change in changes)]

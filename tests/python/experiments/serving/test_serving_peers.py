@@ -173,7 +173,7 @@ def test_fa4_gets_lengths_and_pages_where_there_are_some(
 
     module = ModuleType("flash_attn.cute")
     # An empty module is made into the library: mypy knows no attribute of it.
-    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]
+    vars(module).update(flash_attn_func=dense, flash_attn_varlen_func=packed)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     assert wrong_with("fa4", workload, "1 split") == ""
