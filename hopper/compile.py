@@ -16,6 +16,7 @@ from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
+from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
 
 HOPPER_ARCH = "sm_90a"
@@ -34,6 +35,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     AppendConfig: ("cute_kernels.append.compile", "compile_append"),
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
+    TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),
 }
@@ -55,7 +57,7 @@ def module_of(config: Any) -> str:
 
 def compile_kernel(config: Any, options: str = "") -> Any:
     """Compile the kernel of ``config``: of the forward, FP8 or not or for wide values, of the backward or one of its
-    two steps, or of the quantizer; for Hopper, or for GPUs without WGMMA.
+    two steps, of the quantizer or of what transposes V; for Hopper, or for GPUs without WGMMA.
 
     What comes back is described at the functions named in ``COMPILERS``. ``options`` go to ``cute.compile``.
     """

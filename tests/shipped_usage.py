@@ -44,6 +44,7 @@ from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import DIGEST_LETTERS, ResourceUsage, resource_usage
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.sources import sources_of
+from hopper.transpose.config import shipped_transpose_configs
 from hopper_attention import _kernels
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -78,6 +79,7 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_quantize_configs(),
+        *shipped_transpose_configs(),
         *shipped_backward_kernels(),
         *shipped_ampere_forward_configs(),
         *shipped_ampere_backward_kernels(),

@@ -112,6 +112,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
     from hopper.forward.tilings import shipped_forward_configs
     from hopper.quantize.config import shipped_quantize_configs
+    from hopper.transpose.config import shipped_transpose_configs
     from hopper_attention._kernels import ARCH
 
     if arch != ARCH:
@@ -121,6 +122,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_quantize_configs(),
+        *shipped_transpose_configs(),
         *shipped_backward_kernels(),
     )
 

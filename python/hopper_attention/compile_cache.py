@@ -37,6 +37,7 @@ from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
+from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import _kernels
 from hopper_attention._kernels import Kernel, KernelConfig
@@ -219,8 +220,8 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_quantize(config: QuantizeConfig) -> Kernel:
-    """The quantizer of ``config``, ready to be called; see ``hopper.quantize.compile.compile_quantize``."""
+def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
+    """What makes FP8 operands, ready to be called: the quantizer, or what transposes V; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 

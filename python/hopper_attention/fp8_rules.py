@@ -66,6 +66,8 @@ class Fp8Problem(NamedTuple):
         (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
         head_dim_v = self.v_shape[3]
         queries = seqlen_q * (heads // max(kv_heads, 1))
+        if self.causal:
+            queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
         transposes = self.v_rows and self.block_k == ONE_BLOCK and transposes_v(head_dim, head_dim_v, queries)
         return Fp8AttentionProblem(
             FP8_DTYPE,
@@ -201,7 +203,7 @@ def select_config(problem: Fp8Problem) -> Fp8ForwardConfig:
 def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     """``select_config`` of all problems of a kind.
 
-    Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, PyTorch does so first.
+    Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, a kernel before it does.
     """
     p = problem
     layout = VARLEN if p.is_packed else DENSE

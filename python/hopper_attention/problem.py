@@ -63,7 +63,7 @@ class Fp8AttentionProblem(AttentionProblem):
         v_rows: V has a row of head_dim_v elements for each key, as FP8 tensors with descales have; else it comes
             transposed.
         transposes: V has rows, and so few queries attend to it that a kernel which transposes it on its way is faster
-            than PyTorch and a kernel that finds it transposed.
+            than one that finds it transposed, and another that does so before.
         two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
         half_scores: scores fit float16, before they are scaled.
     """

@@ -84,9 +84,10 @@ def from_descales(
             raise ValueError(
                 f"{name} is on {descale.device}, allowed: the device of its tensor, {data.device}"
             )
-        seqlen, heads = data.shape[1], data.shape[2]
-        scale = descale.repeat_interleave(heads // shape.kv_heads, 1).unsqueeze(-1)
-        return QuantizedTensor(data, scale[:, :, : min(seqlen, 1)].contiguous(), max(seqlen, 1))
+        seqlen, group = data.shape[1], data.shape[2] // shape.kv_heads
+        # A copy is a kernel of its own, and short calls take no longer than some of those.
+        of_heads = descale if group == 1 else descale.repeat_interleave(group, 1)
+        return QuantizedTensor(data, of_heads.unsqueeze(-1)[:, :, : min(seqlen, 1)], max(seqlen, 1))
 
     return QuantizedQKV(
         q=per_head("q_descale", q_descale, q),

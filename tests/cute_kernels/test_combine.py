@@ -23,8 +23,8 @@ from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import Arguments, program_of
 
 INF = math.inf
-ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-21}
-"""Of a result, relative to its largest: half a step, and in float32 what sums lose."""
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
+"""Of a result, relative to its largest: a step."""
 
 
 def draw(splits: int, shape: tuple[int, int, int], columns: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -74,9 +74,11 @@ def combine_on_numpy(parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int) 
 
 
 def check(found: tuple[Tensor, Tensor], parts: Tensor, lse: Tensor) -> None:
+    """Twice the largest error of the same formula in plain PyTorch, float32, and a step of the result."""
     out, sums = exact(parts, lse)
-    allowed = ROUNDING[found[0].dtype] * out.abs().amax(-1, keepdim=True) + 1e-9
-    assert bool(((found[0].double() - out).abs() <= allowed * 1.01).all())
+    plain = combine_parts(parts, lse, torch.float32)[0].double()
+    allowed = ROUNDING[found[0].dtype] * out.abs().amax(-1, keepdim=True) + 2 * (plain - out).abs().max()
+    assert bool(((found[0].double() - out).abs() <= allowed).all())
     empty = sums == -INF
     assert bool(empty.any()) and bool((found[1][empty] == -INF).all()) and bool((found[0][empty] == 0).all())
     assert bool(((found[1].double() - sums)[~empty].abs() <= 2e-6 * sums[~empty].abs().clamp(min=1.0)).all())

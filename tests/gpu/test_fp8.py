@@ -17,6 +17,7 @@ from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_qu
 from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.fp8 import find_fp8_launch, problem_of
+from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.quantization import (
     Fp8Quantization,
     QuantizedQKV,
@@ -25,6 +26,7 @@ from hopper_attention.quantization import (
     restore_values,
 )
 from hopper_attention.quantization_rules import robust_mean_of_keys
+from hopper_attention.quantized import transpose_for_kernel
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_errors import (
     LAGGING_LSE_ROUNDING,
@@ -200,6 +202,25 @@ def test_fp8_tensors_with_descales(draw, head_dim: int, backend: str) -> None:
     assert torch.equal(out, flash_attn_quantized_func(parts, causal=True, backend=backend))
     if backend == "hopper":
         assert torch.equal(out, flash_attn_func(*data, causal=True, **names))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 3, 16), (1, 333, 2, 96), (3, 4097, 5, 128), (2, 640, 1, 256), (1, 70, 9, 80)]
+)
+def test_a_kernel_transposes_v(device: str, shape: tuple[int, ...]) -> None:
+    """Any bits, NaN among them, and rows with gaps between them."""
+    bits = torch.randint(0, 256, (*shape[:2], 2 * shape[2], shape[3]), device=device, dtype=torch.uint8)
+    v = bits[:, :, ::2].view(torch.float8_e4m3fn)
+    twin = transpose_for_kernel(v).view(torch.uint8)
+    assert torch.equal(transpose_values(v).view(torch.uint8), twin)
+    assert torch.equal(transpose_values(v[..., :16]).view(torch.uint8), twin[:, :, :16])
+
+
+def test_a_transposed_v_of_many_gigabytes(device: str) -> None:
+    v = torch.randint(0, 256, (1, 2**21 + 5, 9, 128), device=device, dtype=torch.uint8)
+    found = transpose_values(v.view(torch.float8_e4m3fn))
+    last = transpose_for_kernel(v[:, -37:, -1:].view(torch.float8_e4m3fn))
+    assert torch.equal(found[:, -1:, :, -64:].view(torch.uint8), last.view(torch.uint8))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

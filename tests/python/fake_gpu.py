@@ -25,6 +25,7 @@ from hopper_attention.launch import (
     paged_forward,
     quantize,
     qv,
+    transpose,
     varlen,
 )
 
@@ -45,6 +46,7 @@ REMEMBERING = (
     paged_forward,
     quantize,
     qv,
+    transpose,
     varlen,
 )
 """Modules of launchers that are remembered."""

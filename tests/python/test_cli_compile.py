@@ -22,6 +22,7 @@ from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.quantize.config import shipped_quantize_configs
+from hopper.transpose.config import shipped_transpose_configs
 from hopper_attention import cli_compile, compile_cache
 from hopper_attention.cli import app
 from hopper_attention.cli_compile import announcement, duration, kernels_for
@@ -37,7 +38,8 @@ def call(*arguments: object) -> Result:
 
 def hopper_kernels() -> tuple[Any, ...]:
     fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
-    return (*shipped_forward_configs(), *fp8, *shipped_quantize_configs(), *shipped_backward_kernels())
+    operands = *shipped_quantize_configs(), *shipped_transpose_configs()
+    return (*shipped_forward_configs(), *fp8, *operands, *shipped_backward_kernels())
 
 
 @pytest.fixture

@@ -87,11 +87,14 @@ def test_an_fp8_problem_says_what_decides_and_no_more() -> None:
 
 
 def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
-    shapes = (1, 12_288, 1, 128), (1, 900, 1, 128), (1, 900, 1, 128)
+    shapes = (1, 448, 1, 128), (1, 900, 1, 128), (1, 900, 1, 128)
     rows = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, False, v_rows=True)
     assert rows.kind.transposes and select_config(rows).v_rows
-    more = rows._replace(q_shape=(1, 12_289, 1, 128))
+    more = rows._replace(q_shape=(1, 449, 1, 128))
     assert not more.kind.transposes and not select_config(more).v_rows
+    # Under a causal mask a query of so many sees three quarters of the keys, or half.
+    assert more._replace(causal=True).kind.transposes
+    assert rows._replace(q_shape=(1, 896, 1, 128), k_shape=(1, 896, 1, 128), causal=True).kind.transposes
     assert not rows._replace(block_k=128, block_v=128).kind.transposes
 
 

@@ -140,13 +140,14 @@ FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 }
 """By head_dim, for V in rows."""
 
-FP8_ROW_QUERIES = {64: 2**31, 128: 12_288, 256: 6_144}
-"""By head_dim: queries of one key/value head up to which a kernel that transposes V on its way is faster than PyTorch's
-transposition and a kernel that finds it transposed (`fp8_rows.json` in the development results, to a factor of 4)."""
+FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
+"""By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
+``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
+(`fp8_drop_in.json` in the development results)."""
 
 
 def transposes_v(head_dim: int, head_dim_v: int, queries: int) -> bool:
-    """Whether the FP8 kernel should transpose a V in rows that ``queries`` rows of Q of a key/value head attend to."""
+    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES."""
     size = max(head_dim, head_dim_v)
     native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
     return queries <= FP8_ROW_QUERIES[native]

@@ -27,12 +27,13 @@ from hopper_attention.launch.base import (
     no_vectors,
 )
 from hopper_attention.launch.forward import NO_PLAN, run_forward
+from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantization_rules import restore_values
-from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV, transpose_for_kernel
+from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV
 from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
 from hopper_attention.shapes import fit_shapes
 
@@ -160,7 +161,7 @@ class Fp8HopperLauncher(Launcher):
         """V as the kernel takes it."""
         if isinstance(v, TransposedV):
             return v.data
-        return make_addressable(v.data) if self.transposes else transpose_for_kernel(v.data)
+        return make_addressable(v.data) if self.transposes else transpose_values(v.data)
 
 
 def adds_mean(parts: QuantizedQKV) -> bool:

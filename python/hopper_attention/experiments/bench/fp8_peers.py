@@ -21,6 +21,7 @@ from torch import Tensor
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.quantize.config import E4M3_MAX
+from hopper_attention.api import flash_attn_func
 from hopper_attention.experiments.bench.peers import (
     Inputs,
     Limits,
@@ -35,7 +36,13 @@ from hopper_attention.experiments.bench.peers import (
     prepare_ours,
     why_no_fa3,
 )
-from hopper_attention.experiments.bench.results import OURS, OURS_16_BIT, OURS_END_TO_END, OURS_TWO_LEVEL
+from hopper_attention.experiments.bench.results import (
+    OURS,
+    OURS_16_BIT,
+    OURS_DROP_IN,
+    OURS_END_TO_END,
+    OURS_TWO_LEVEL,
+)
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.fp8 import DEFAULT_QUANTIZATION, flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.fp8_rules import block_of
@@ -154,14 +161,29 @@ def rounded_by(shared: tuple[int, ...]) -> Callable[[Inputs], Inputs]:
     return lambda inputs: Inputs(*(scaled.values() for scaled in scale_inputs(inputs, shared)))
 
 
-def prepare_fa3_fp8(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
-    """FlashAttention-3's operator on e4m3 tensors; it writes bfloat16."""
+def scaled_by_head(inputs: Inputs, problem: Problem) -> tuple[Inputs, dict[str, Tensor]]:
+    """e4m3 tensors and their descales, (batch, kv_heads) each, by the names of the arguments."""
     q, k, v = scale_inputs(inputs, PER_HEAD)
     of_head = (problem.batch, problem.heads_kv)
     descales = {
         f"{name}_descale": x.descale.reshape(of_head) for name, x in zip("qkv", (q, k, v), strict=True)
     }
-    prepared = prepare_fa3(problem, Inputs(q.data, k.data, v.data), setting, **descales)
+    return Inputs(q.data, k.data, v.data), descales
+
+
+def prepare_ours_drop_in(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+    """FlashAttention-3's call with our library: V in rows, no promise of what scores are, bfloat16 out."""
+    scaled, descales = scaled_by_head(inputs, problem)
+    backend = "hopper" if setting.is_cuda else "reference"
+    tensors = scaled.q, scaled.k, scaled.v
+    attend = partial(flash_attn_func, *tensors, causal=problem.causal, backend=backend, **descales)
+    return Prepared(attend, "a scale by (batch, kv_head), bfloat16 out")
+
+
+def prepare_fa3_fp8(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+    """FlashAttention-3's operator on e4m3 tensors; it writes bfloat16."""
+    scaled, descales = scaled_by_head(inputs, problem)
+    prepared = prepare_fa3(problem, scaled, setting, **descales)
     return Prepared(prepared.launch, "a scale by (batch, kv_head), bfloat16 out")
 
 
@@ -314,6 +336,10 @@ FP8_PEERS: dict[str, Peer] = {
             partial(prepare_ours_fp8, two_level=True), rounding=rounded_by_default, limits=kernel_limits,
         ),
         Peer(
+            OURS_DROP_IN, "hopper-attention FP8, e4m3 tensors with descales", always_available, our_version,
+            prepare_ours_drop_in, rounding=ROUNDED_BY_HEAD, limits=kernel_limits,
+        ),
+        Peer(
             "fa3", "FlashAttention-3 FP8 (CUDA C++)", why_no_fa3, fa3_version, prepare_fa3_fp8,
             rounding=ROUNDED_BY_HEAD, limits=kernel_limits,
         ),
@@ -323,4 +349,4 @@ FP8_PEERS: dict[str, Peer] = {
     )
 }  # fmt: skip
 
-DEFAULT_FP8_PEERS = (OURS, OURS_END_TO_END, OURS_16_BIT, "fa3", "cudnn")
+DEFAULT_FP8_PEERS = (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_DROP_IN, "fa3", "cudnn")

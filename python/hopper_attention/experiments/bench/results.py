@@ -22,8 +22,9 @@ OURS = "ours"
 OURS_END_TO_END = "ours_e2e"
 OURS_16_BIT = "ours_bf16"
 OURS_TWO_LEVEL = "ours_two_level"
-"""Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; our 16-bit kernel; and the FP8
-kernel with two-level accumulation."""
+OURS_DROP_IN = "ours_drop_in"
+"""Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; our 16-bit kernel; the FP8
+kernel with two-level accumulation; and FlashAttention-3's own call, on e4m3 tensors with descales."""
 
 AMPERE = "ampere"
 """Our kernel without WGMMA, on any GPU that it runs on; a report without a row ``ours`` is about it."""
@@ -31,7 +32,7 @@ AMPERE = "ampere"
 
 def is_ours(peer: str) -> bool:
     """Whether a row runs this library."""
-    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_TWO_LEVEL, AMPERE)
+    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_TWO_LEVEL, OURS_DROP_IN, AMPERE)
 
 
 def main_row(peers: Iterable[str]) -> str:
@@ -114,6 +115,11 @@ class Cell:
     def gain(self) -> float:
         """FP8 end to end, pre-pass included, over our 16-bit kernel; NaN where either has no figure."""
         return self.quotient(OURS_END_TO_END, OURS_16_BIT)
+
+    @property
+    def drop_in(self) -> float:
+        """e4m3 tensors with descales, which we transpose V of, over the best peer; NaN where either has no figure."""
+        return self.quotient(OURS_DROP_IN, self.best_peer)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from hopper_attention.quantization import E4M3
 
 GROUPED = Problem("bfloat16", 2, 160, 160, 4, 2, 64, 64, causal=True)
 SETTING = bench_peers.Setting("cpu")
-DEFAULT_ROWS = ["ours", "ours_e2e", "ours_bf16", "fa3", "cudnn"]
+DEFAULT_ROWS = ["ours", "ours_e2e", "ours_bf16", "ours_drop_in", "fa3", "cudnn"]
 
 
 def error_of(peer: bench_peers.Peer, problem: Problem, inputs: bench_peers.Inputs, out: Tensor) -> float:
@@ -62,7 +62,7 @@ def error_of(peer: bench_peers.Peer, problem: Problem, inputs: bench_peers.Input
 # Peers
 
 
-def test_five_rows_run_by_default_and_each_says_what_keeps_it_from_running() -> None:
+def test_six_rows_run_by_default_and_each_says_what_keeps_it_from_running() -> None:
     assert [peer.name for peer in bench_peers.parse_peers(FP8.default_peers, FP8.registry)] == DEFAULT_ROWS
     infos = bench_peers.inspect_peers(tuple(FP8_PEERS.values()), SETTING)
     absent = {name: info.unavailable for name, info in infos.items() if info.unavailable}
@@ -317,7 +317,7 @@ def test_the_report_says_what_was_given_and_which_error_was_allowed(cpu_report: 
     method = cpu_report.method
     assert "fa3 with a scale by (batch, kv_head)" in method["inputs"]
     assert (
-        "bf16 ours, scaled, unable, too_strict: 6.0e-02 of a head, 1.5e-01 of a row"
+        "bf16 ours, ours_drop_in, scaled, unable, too_strict: 6.0e-02 of a head, 1.5e-01 of a row"
         in method["allowed error"]
     )
     assert "bf16 ours_e2e: 8.0e-02 of a head" in method["allowed error"]
@@ -440,7 +440,7 @@ def test_end_to_end_stands_next_to_the_kernel_everywhere() -> None:
     page = bench_render.render_page(report, None, None, "fp8.png")
     assert page.startswith("# Forward, FP8: results\n")
     assert (
-        "| problem | ours | ours_e2e | ours_bf16 | fa3 | cudnn | ratio | e2e/bf16 | spread of ours, % |"
+        "| problem | ours | ours_e2e | ours_bf16 | ours_drop_in | fa3 | cudnn | ratio | e2e/bf16 | spread of ours, % |"
         in page
     )
     assert "| FP8 forward, geometric mean over the best peer | >= 1.10 | 1.203 of 36 cells | yes |" in page
@@ -477,7 +477,7 @@ def test_rendering_takes_the_fp8_report_once_there_is_one(
     assert (tmp_path / "docs" / "results" / "forward.md").read_text().startswith("# Forward, 16 bit: results")
 
 
-def test_the_plot_shows_all_five_rows(tmp_path: Path) -> None:
+def test_the_plot_shows_all_rows(tmp_path: Path) -> None:
     drawing = plot_forward(fake_report(), tmp_path / "plot.svg").read_text()
     assert "Attention, FP8 forward" in drawing
     assert [name for name in DEFAULT_ROWS if f"Peer {name}" not in drawing] == []

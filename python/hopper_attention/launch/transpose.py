@@ -1,0 +1,55 @@
+"""Calls the kernel that transposes V of e4m3, ``hopper.transpose``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hopper.transpose.config import KEYS, TransposeConfig, select_transpose_config
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+from hopper_attention.layout import make_addressable
+from hopper_attention.quantized import padded_keys, transpose_for_kernel
+
+MAX_TILES = 2**30
+
+
+@dataclass(frozen=True)
+class TransposeLauncher(Launcher):
+    """Transposes V of as many columns as a config serves, for all other sizes."""
+
+    config: TransposeConfig
+    kernel: Kernel
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """As ``transpose_values``."""
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(v)
+        batch, keys, heads, columns = v.shape
+        transposed = torch.empty(batch, heads, columns, padded_keys(keys), dtype=v.dtype, device=v.device)
+        self.kernel(make_addressable(v), transposed)
+        return transposed
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(head_dim_v: int, device: torch.device) -> TransposeLauncher:
+    """The launcher for values of ``head_dim_v`` columns; compiles or loads its kernel the first time.
+
+    Raises:
+        ValueError: there is none.
+    """
+    config = select_transpose_config(head_dim_v)
+    return TransposeLauncher(index_of(device), config, compile_cache.get_quantize(config))
+
+
+def transpose_values(v: Tensor) -> Tensor:
+    """As ``transpose_for_kernel``, on a Hopper GPU and torch's current stream: e4m3 V (b, s, hk, dv), dv a multiple of
+    16 and no size 0, to (b, hk, dv, keys). By PyTorch where there are more tiles than the kernel can count."""
+    batch, keys, heads, columns = v.shape
+    launcher = find(columns, v.device)
+    tiles = batch * heads * -(-keys // KEYS) * (columns // launcher.config.columns)
+    return launcher(v) if tiles <= MAX_TILES else transpose_for_kernel(v)

@@ -1,0 +1,70 @@
+"""The kernel that transposes V of e4m3: run from PTX on NumPy it gives the bits of its twin in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.transpose.config import (
+    KEYS,
+    TransposeConfig,
+    select_transpose_config,
+    shipped_transpose_configs,
+)
+from hopper_attention.quantized import padded_keys, transpose_for_kernel
+from tests.compile_pool import usage_of_each
+from tests.hopper.on_numpy import Arguments, program_of
+
+POISON = 0xA5
+
+
+def draw(batch: int, keys: int, heads: int, columns: int) -> Tensor:
+    """e4m3 of any bits, NaN among them, with other elements between the heads."""
+    generator = torch.Generator().manual_seed(keys)
+    shape = batch, keys, 2 * heads, columns
+    bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return bits.view(torch.float8_e4m3fn)[:, :, ::2]
+
+
+def transpose_on_numpy(v: Tensor) -> Tensor:
+    """The bytes that the kernel leaves, with more keys behind those that it should write."""
+    config = select_transpose_config(v.shape[3])
+    batch, keys, heads, columns = v.shape
+    out = torch.full((batch, heads, columns, padded_keys(keys) + 32), POISON, dtype=torch.uint8)
+    arguments = Arguments()
+    arguments.tensor(v.view(torch.uint8), tuple(v.shape), v.stride()[:-1])
+    arguments.tensor(out, tuple(out.shape), out.stride()[:-1])
+    tiles = batch * heads * -(-keys // KEYS) * (columns // config.columns)
+    arguments.launch(program_of(config), (tiles, 1, 1))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "columns"),
+    [(1, 200, 2, 128), (2, 33, 3, 64), (1, 128, 1, 256), (1, 1, 1, 96), (1, 150, 1, 80)],
+)
+def test_kernel_has_the_bits_of_its_twin(batch: int, keys: int, heads: int, columns: int) -> None:
+    v = draw(batch, keys, heads, columns)
+    found, twin = transpose_on_numpy(v), transpose_for_kernel(v).view(torch.uint8)
+    assert torch.equal(found[..., :-32], twin)
+    assert bool((found[..., -32:] == POISON).all())
+
+
+def test_kernels_compile_without_spills() -> None:
+    for config, usage in usage_of_each(COMPILED).items():
+        assert not usage.spills and usage.stack_bytes == 0, config.name
+        assert usage.registers <= 64, config.name
+
+
+COMPILED = shipped_transpose_configs()
+
+
+def test_configs() -> None:
+    widths = {16: 16, 48: 16, 64: 64, 96: 32, 128: 128, 192: 64, 256: 128}
+    assert {d: select_transpose_config(d).columns for d in widths} == widths
+    assert TransposeConfig(64).name == "hopper_transpose_k128c64"
+    with pytest.raises(
+        ValueError, match="columns is 8, allowed: 128, 64, 32, 16; head_dim_v must be a multiple"
+    ):
+        select_transpose_config(72)
