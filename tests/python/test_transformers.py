@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ transformers = pytest.importorskip("transformers", reason="needs the transformer
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate  # noqa: E402
 
 import hopper_attention.integrations.transformers as integration  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "transformers.md"
 
 BUDGET = 2e-5
 """Of the largest difference of logits of size 1 in float32: eager and ours sum in different orders."""
@@ -316,3 +320,12 @@ def test_a_step_on_a_static_cache_is_one_graph_that_is_compiled_once() -> None:
         logits = compiled(step, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
         assert difference(logits[:, 0], expected[:, at]) < 0.02
         assert graphs.frame_count == 1
+
+
+def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
+    assert len(examples) == 1
+    names: dict[str, Any] = {}
+    exec(compile(examples[0], PAGE.name, "exec"), names)
+    assert all(p.grad is not None for p in names["model"].parameters())
