@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -246,13 +247,16 @@ def test_16_bits_decode_on_the_functions_for_caches(cache: str, monkeypatch: pyt
         "disable_compile": True,
     }
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    model = make_model("mistral", integration.NAME)
+    model = make_model("llama", integration.NAME)
     exact = model.generate(tokens(2, 6), attention_mask=mask, **options)
     model.to(torch.bfloat16)
     ours = model.generate(tokens(2, 6), attention_mask=mask, **options)
     assert difference(exact.logits[0], ours.logits[0]) < 0.05
     assert {seqlen for seqlen, _ in calls} == {6, 1}
-    assert all("cache_leftpad" in options for _, options in calls)
+    assert all(options["cache_leftpad"].tolist() == [0, 3] for _, options in calls)
+    calls.clear()
+    model.generate(tokens(2, 6), **options)
+    assert {options.get("cache_leftpad") for _, options in calls} == {None}
 
 
 def first_output(model: Any, attention: str, ids: Tensor) -> Tensor:
@@ -329,3 +333,16 @@ def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(compile(examples[0], PAGE.name, "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
+
+
+def test_the_benchmark_of_models_runs(tmp_path: Path) -> None:
+    from benchmarks import models
+
+    out = tmp_path / "models.json"
+    options = ["--tiny", "--device=cpu", "--rounds=1", "--only=train,prefill,generate_eager", f"--out={out}"]
+    rows = {(row.workload, row.attention): row for row in models.main(options)}
+    assert len(json.loads(out.read_text())["rows"]) == len(rows) == 11
+    assert not any(row.failed for row in rows.values())
+    assert rows["train", integration.NAME].difference < 1e-3
+    assert 0 < rows["prefill", integration.NAME].difference < 0.02
+    assert rows["prefill", integration.FP8_NAME].tokens_a_second > 0

@@ -87,6 +87,7 @@ def attend(
     """
     heads = _heads_of(module, query, key, value)
     terms = _terms_of(module, scaling, is_causal, dropout, options)
+    options["layer"] = getattr(module, "layer_idx", None)
     return _attend(heads.exact_way, heads, attention_mask, terms, options), None
 
 
@@ -112,6 +113,7 @@ def attend_fp8(
     """
     heads = _heads_of(module, query, key, value)
     terms = _terms_of(module, scaling, is_causal, dropout, options)
+    options["layer"] = getattr(module, "layer_idx", None)
     seqlen_q, seqlen_k = heads.q.shape[1], heads.k.shape[1]
     way = FP8 if seqlen_q > 1 and seqlen_k <= KEYS_A_QUERY * seqlen_q else heads.exact_way
     return _attend(way, heads, attention_mask, terms, options), None
@@ -177,7 +179,7 @@ def _attend(way: Way, heads: Heads, mask: Tensor | None, terms: Terms, options: 
         return _attend_packed(way, heads, lengths, terms)
     if seen.fields == visible.WINDOW_ONLY:
         return _attend_to_all(way, heads, terms, options)
-    if seen.fields == visible.KEYS:
+    if seen.fields in (visible.ENDS, visible.KEYS):
         return _attend_to_keys(way, heads, seen.values, terms)
     return _attend_to_rows(way, heads, seen.values, terms)
 
@@ -193,9 +195,10 @@ def _attend_to_all(way: Way, heads: Heads, terms: Terms, options: dict[str, Any]
 
 
 def _attend_to_keys(way: Way, heads: Heads, keys: Tensor, terms: Terms) -> Tensor:
-    """The keys from begin up to end of each sequence, (batch, 2), the last query at the last of them."""
+    """The keys up to end of each sequence, (batch, 1), or from begin on, (batch, 2); the last query at end - 1."""
     if way is not FP8 and _suits_cache(way, heads, terms):
-        begin, end = (x.contiguous() for x in keys.unbind(-1))
+        begin = keys[:, 0].contiguous() if keys.shape[1] == visible.KEYS else None
+        end = keys[:, -1].contiguous()
         return flash_attn_with_kvcache(*heads, cache_seqlens=end, cache_leftpad=begin, **terms.of_cache())
     return _attend_to_rows(way, heads, visible.rows_of_keys(keys, heads.q.shape[1]), terms)
 

@@ -238,7 +238,7 @@ def _padded(frame: Frame, is_causal: bool, window: int, padding: Padding) -> Ten
 def keys_up_to_queries(frame: Frame, window: int, device: torch.device | str) -> Tensor:
     """All keys up to the last query, of a cache that has room behind them."""
     end = torch.as_tensor(frame.stop - frame.kv_offset, device=device)
-    return encode(torch.stack((torch.zeros_like(end), end)).expand(frame.batch, 2), window)
+    return encode(end.expand(frame.batch, 1), window)
 
 
 def _packed(sequence: Tensor, window: int) -> Tensor:

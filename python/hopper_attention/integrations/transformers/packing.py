@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hopper_attention.lengths import Lengths
 
-_offsets_by_positions = WeakIdKeyDictionary()
-"""What was read off the position_ids that all layers of a forward pass share: their version, and the offsets."""
+
+class Seen(NamedTuple):
+    """What was read off position_ids, which all layers of a forward pass share.
+
+    Attributes:
+        offsets: of the sequences; None if there is one.
+        version: of the tensor then; -1 under torch.inference_mode, where it has none.
+        layer: the number of the layer that read it.
+    """
+
+    offsets: Tensor | None
+    version: int
+    layer: int
+
+
+_seen_by_positions = WeakIdKeyDictionary()
 
 GIVEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What a data collator may pass along, as for FlashAttention-2."""
@@ -34,23 +48,24 @@ def find_offsets(sizes_q: Sizes, seqlen_k: int, options: dict[str, Any]) -> Leng
     may_be_packed = batch == 1 and 1 < seqlen_q == seqlen_k
     if not may_be_packed or positions is None or positions.shape != (1, seqlen_q):
         return None
-    offsets = read_positions(positions)
+    offsets = read_positions(positions, options.get("layer"))
     return None if offsets is None else Lengths(offsets, offsets, None, None, seqlen_q, seqlen_k)
 
 
 @torch.compiler.disable
-def read_positions(positions: Tensor) -> Tensor | None:
+def read_positions(positions: Tensor, layer: int | None) -> Tensor | None:
     """int32 (sequences + 1,) offsets of the sequences in positions (1, tokens); None if there is one.
 
-    A sequence begins where positions do not rise. They are read on the host, once for all layers.
+    A sequence begins where positions do not rise. They are read on the host, once for all layers: anew where the tensor
+    was written since, or, if that cannot be known, where ``layer`` is not behind the one that read it last.
     """
-    if positions.is_inference():
-        return _read(positions)
-    version, offsets = _offsets_by_positions.get(positions, (None, None))
-    if version != positions._version:
-        offsets = _read(positions)
-        _offsets_by_positions[positions] = positions._version, offsets
-    return offsets
+    seen: Seen | None = _seen_by_positions.get(positions)
+    version = -1 if positions.is_inference() else positions._version
+    number = -1 if layer is None else layer
+    if seen is None or seen.version != version or (version == -1 and number <= seen.layer):
+        seen = Seen(_read(positions), version, number)
+        _seen_by_positions[positions] = seen
+    return seen.offsets
 
 
 def _read(positions: Tensor) -> Tensor | None:

@@ -6,7 +6,8 @@ both directions where nothing is causal; 0 is none. The window's dimension is ex
 last dimension such a tensor is one of
 
     WINDOW_ONLY  (batch, 1, 1 + window, 0)   all keys, the last query at the last key
-    KEYS         (batch, 1, 1 + window, 2)   the keys from begin up to end of each sequence, the last query at end - 1
+    ENDS         (batch, 1, 1 + window, 1)   the keys up to end of each sequence, the last query at end - 1
+    KEYS         (batch, 1, 1 + window, 2)   the keys from begin up to end, likewise
     ROWS         (batch, 1, 1 + window, 4)   the queries from begin up to end, and the keys, their ends aligned
 
 and with two rows in place of one it is the offsets of packed sequences, (1, 2, 1 + window, sequences + 1): of queries,
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from hopper_attention.lengths import Lengths
 
-WINDOW_ONLY, KEYS, ROWS = 0, 2, 4
+WINDOW_ONLY, ENDS, KEYS, ROWS = 0, 1, 2, 4
 """Fields of a sequence."""
 
 
@@ -30,7 +31,7 @@ class Visible(NamedTuple):
     """What such a tensor says.
 
     Attributes:
-        values: (batch, 0, 2 or 4), or (2, sequences + 1) of packed sequences.
+        values: (batch, 0, 1, 2 or 4), or (2, sequences + 1) of packed sequences.
         window: keys to the left, the own one among them; 0 is no window.
         is_packed: whether the values are offsets.
     """
@@ -41,7 +42,7 @@ class Visible(NamedTuple):
 
     @property
     def fields(self) -> int:
-        """WINDOW_ONLY, KEYS or ROWS, where nothing is packed."""
+        """WINDOW_ONLY, ENDS, KEYS or ROWS, where nothing is packed."""
         return self.values.shape[-1]
 
 
@@ -65,8 +66,9 @@ def is_encoded(mask: object) -> bool:
 
 
 def rows_of_keys(keys: Tensor, seqlen_q: int) -> Tensor:
-    """KEYS of each sequence as ROWS: queries that stand before the first key are left out."""
-    begin, end = keys.unbind(-1)
+    """ENDS or KEYS of each sequence as ROWS: queries that stand before the first key are left out."""
+    end = keys[:, -1]
+    begin = keys[:, 0] if keys.shape[1] == KEYS else torch.zeros_like(end)
     first = (seqlen_q - (end - begin)).clamp(0, seqlen_q)
     return torch.stack((first, torch.full_like(first, seqlen_q), begin, end), -1)
 
