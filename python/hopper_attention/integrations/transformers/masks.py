@@ -110,7 +110,8 @@ def read_mask(
     table = _Table(frame, mask_function, attention_mask, device, use_vmap)
     if pattern.unknown:
         return table.make()
-    if pattern.sequence is not None:
+    # Where it is traced, Transformers does not look whether there is more than one.
+    if pattern.sequence is not None and pattern.sequence.any():
         return table.make() if attention_mask is not None else _packed(pattern.sequence, window)
     if attention_mask is not None:
         # Where nothing is causal keys end where they do, and queries may be others, as of a decoder on an encoder.
