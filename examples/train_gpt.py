@@ -284,29 +284,6 @@ def table_of(found: dict[str, Any], apart: dict[str, dict[str, float]], base: st
     return table
 
 
-def plot(found: dict[str, Any], base: str, title: str, path: Path) -> None:
-    """The losses of all ways, and below them how far each is from those of ``base``."""
-    from matplotlib.figure import Figure
-
-    from hopper_attention.experiments.plots import PALETTE, house_style, save_figure
-
-    colors = dict(zip(WAYS, (PALETTE["grey"], PALETTE["blue"], PALETTE["ours"]), strict=True))
-    with house_style():
-        figure = Figure(figsize=(8, 5.4), layout="constrained")
-        losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        for way, of_way in found.items():
-            losses.plot(of_way["losses"], color=colors[way], lw=1.2, label=way)
-            if way != base:
-                difference = [a - b for a, b in zip(of_way["losses"], found[base]["losses"], strict=True)]
-                apart.plot(difference, color=colors[way], lw=0.9)
-        losses.set(ylabel="loss, nats a byte", title=title)
-        apart.set(xlabel="step", ylabel=f"from {base}")
-        losses.legend()
-        for axes in (losses, apart):
-            axes.grid(axis="y")
-        save_figure(figure, path)
-
-
 def report(
     options: Options, found: dict[str, Any], apart: dict[str, dict[str, float]], device: str
 ) -> dict[str, Any]:
@@ -346,8 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     apart = differences(found, base)
     console.print(table_of(found, apart, base))
     if given.plot is not None:
-        title = f"{options.layers} layers of {options.width}, {options.context} tokens, batch {options.batch}"
-        plot(found, base, title, given.plot)
+        from hopper_attention.experiments.models.plot import plot_losses, title_of
+
+        plot_losses(found, title_of(asdict(options)), given.plot)
         console.print(f"drawn to {given.plot}")
     if given.json is not None:
         from hopper_attention.experiments.reports import dump_figures, write_text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hopper_attention.experiments.models.pages import render_training
 from hopper_attention.experiments.reports import load_figures
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
@@ -59,6 +60,10 @@ def test_training_by_any_way_goes_the_same_way(
         float((losses["fp8"] - losses["sdpa"]).abs().max()), rel=1e-3
     )
     assert "held out" in capsys.readouterr().out
+    text = render_training(report, files[1].name)
+    assert re.search(
+        r"\| fp8 \| [\d,]+ \| \d\.\d\d \| – \| 5\.\d{4} \| [+-]0\.\d{4} \| 5\.\d{4} \| [+-]0", text
+    )
 
 
 @pytest.fixture

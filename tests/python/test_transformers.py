@@ -337,6 +337,8 @@ def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_benchmark_of_models_runs(tmp_path: Path) -> None:
     from benchmarks import models
+    from hopper_attention.experiments.models.pages import render_models
+    from hopper_attention.experiments.reports import load_figures
 
     out = tmp_path / "models.json"
     options = ["--tiny", "--device=cpu", "--rounds=1", "--only=train,prefill,generate_eager", f"--out={out}"]
@@ -346,3 +348,6 @@ def test_the_benchmark_of_models_runs(tmp_path: Path) -> None:
     assert rows["train", integration.NAME].difference < 1e-3
     assert 0 < rows["prefill", integration.NAME].difference < 0.02
     assert rows["prefill", integration.FP8_NAME].tokens_a_second > 0
+    text = render_models(load_figures(out.read_text(), "models"))
+    assert all(f"| {workload} | `{attention}` | " in text for workload, attention in rows)
+    assert re.search(r"train, over sdpa \| >= 1.10 \| \d\.\d\d \| (yes|no) \|", text)
