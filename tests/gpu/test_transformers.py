@@ -40,7 +40,8 @@ def make_model(name: str) -> Any:
     model_class = getattr(transformers, f"{name}ForCausalLM")
     config = model_class.config_class(**TEXT | MODELS[name])
     config._attn_implementation = "eager"
-    return model_class(config).eval().cuda()
+    # Weights that both dtypes hold exactly.
+    return model_class(config).bfloat16().float().eval().cuda()
 
 
 def logits(model: Any, attention: str, ids: Tensor, mask: Tensor | None) -> Tensor:

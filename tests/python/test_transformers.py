@@ -308,6 +308,12 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
             integration.attend(layer, x, x, x, None, **{name: True})
 
 
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.3.1")
+    with pytest.raises(ImportError, match=r"version 5\.3\.1, allowed: 5\.4 or newer"):
+        integration.register()
+
+
 @torch.no_grad()
 def test_a_step_on_a_static_cache_is_one_graph_that_is_compiled_once() -> None:
     model = make_model("llama", integration.NAME).to(torch.bfloat16)

@@ -10,6 +10,7 @@ each takes.
 
 from __future__ import annotations
 
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hopper_attention.integrations.transformers.attention import attend, attend_fp8
@@ -21,8 +22,23 @@ NAME = "hopper_attention"
 FP8_NAME = "hopper_attention_fp8"
 
 
+OLDEST = (5, 4)
+"""Of the versions of Transformers: earlier ones describe masks in another way."""
+
+
 def register() -> None:
-    """Make both names known to Transformers, for attention and for masks. Importing this package has done so."""
+    """Make both names known to Transformers, for attention and for masks. Importing this package has done so.
+
+    Raises:
+        ImportError: Transformers is older than OLDEST.
+    """
+    found = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if found < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"transformers has version {transformers.__version__}, allowed: {wanted} or newer; "
+            "pip install --upgrade 'hopper-attention[transformers]'"
+        )
     for name, function in ((NAME, attend), (FP8_NAME, attend_fp8)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
