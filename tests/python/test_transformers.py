@@ -195,6 +195,16 @@ def test_gradients_are_those_of_eager(name: str, checkpoints: bool) -> None:
         assert difference(gradient, ours[key]) < 2e-5 * max(1.0, float(gradient.abs().max())), key
 
 
+def test_sinks_alone_can_be_trained() -> None:
+    model = make_model("gpt_oss", integration.NAME).to(torch.bfloat16)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("sinks" in key)
+    found = gradients(model, tokens(2, 7), mask)
+    assert len(found) == 2 and all(float(gradient.abs().min()) > 0 for gradient in found.values())
+
+
 def test_dropout_is_drawn_in_training_alone() -> None:
     model = make_model("llama", integration.NAME, attention_dropout=0.5)
     ids = tokens(1, 6)
@@ -278,6 +288,25 @@ def test_fp8_is_near_eager() -> None:
         eager, ours = (first_output(model, attention, ids) for attention in ("eager", integration.FP8_NAME))
         error = float((ours - eager).norm() / eager.norm())
         assert 1e-3 < error < FP8_BUDGET, (name, error)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_fp8_begins_an_answer(cache: str) -> None:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    options = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    options |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask}
+    model = make_model("llama").to(torch.bfloat16)
+    eager = model.generate(tokens(2, 9), **options).logits[0]
+    model.set_attn_implementation(integration.FP8_NAME)
+    ours = model.generate(tokens(2, 9), **options).logits[0]
+    assert 1e-3 < float((ours - eager).norm() / eager.norm()) < 1.5 * FP8_BUDGET
 
 
 def test_fp8_trains_with_padding() -> None:

@@ -44,10 +44,6 @@ class Heads(NamedTuple):
         """What computes in the dtype that they have."""
         return EXACT if self.q.dtype == torch.float32 else HALF
 
-    @property
-    def need_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self)
-
 
 def attend(
     module: nn.Module,
@@ -205,7 +201,9 @@ def _attend_to_keys(way: Way, heads: Heads, keys: Tensor, terms: Terms) -> Tenso
 
 def _suits_cache(way: Way, heads: Heads, terms: Terms) -> bool:
     """Whether the function for caches can do it, which reads keys where they lie, and has no gradient."""
-    return way is not EXACT and not heads.need_gradient and not terms.dropout_p
+    tensors = heads if terms.sinks is None else (*heads, terms.sinks)
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return way is not EXACT and not needs_gradient and not terms.dropout_p
 
 
 def _attend_to_rows(way: Way, heads: Heads, rows: Tensor, terms: Terms) -> Tensor:
