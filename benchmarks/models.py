@@ -1,7 +1,7 @@
 """A Llama of 1B random weights by Transformers: a training step, prefill and generation, by our attention and by sdpa.
 
     python benchmarks/models.py --out benchmarks/results/models_nvidia_h200.json
-    python benchmarks/models.py --only train,prefill --rounds 5 --out out/models.json
+    python benchmarks/models.py --only generate --ways sdpa,hopper_attention --append --out SAME.json
     python benchmarks/models.py --tiny --device cpu --out out/tiny.json
 
 All ways of attention share one set of weights and take turns. ``none`` is a model whose attention adds up Q, K and V in
@@ -33,7 +33,7 @@ from hopper_attention.experiments.bench.machine import ClockSampler, find_gauge
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.results import relative_spread
 from hopper_attention.experiments.bench.run import describe_error, describe_run
-from hopper_attention.experiments.reports import dump_rows, write_text
+from hopper_attention.experiments.reports import dump_rows, load_figures, write_text
 from hopper_attention.integrations.transformers import FP8_NAME, NAME
 
 KIND = "models"
@@ -329,6 +329,24 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
+def rows_to_keep(path: Path, head: dict[str, Any], measured: Sequence[str]) -> dict[str, Any]:
+    """Of the report that is there: rows and clocks of workloads that are not measured now.
+
+    Raises:
+        ValueError: it is of another commit, GPU or shape.
+    """
+    data = load_figures(path.read_text(encoding="utf-8"), KIND)
+    for key in ("commit", "shape"):
+        if data[key] != head[key]:
+            raise ValueError(f"{path} has {key} {data[key]}, allowed with --append: {head[key]}")
+    if data["machine"]["gpu"] != head["machine"]["gpu"]:
+        raise ValueError(
+            f"{path} is of {data['machine']['gpu']}, allowed with --append: {head['machine']['gpu']}"
+        )
+    rows = [row for row in data["rows"] if row["workload"] not in measured]
+    return {"rows": rows, "clocks": {k: v for k, v in data["clocks"].items() if k not in measured}}
+
+
 METHOD = {
     "weights": "random, bfloat16, shared by all ways of attention",
     "train": "forward, backward and a step of AdamW at rate 0, one sequence, no recomputation",
@@ -350,6 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument(
         "--only", default="train,prefill,generate", help="comma-separated; also generate_eager"
     )
+    parser.add_argument("--ways", default="", help="comma-separated; default: all that can run here")
+    parser.add_argument("--append", action="store_true", help="keep what the report has of other workloads")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--heads", type=int, help="query heads; head_dim is hidden over these")
     parser.add_argument("--tokens", type=int, help="of a training step and of prefill")
@@ -364,20 +384,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     if unknown := set(given.only.split(",")) - set(all_workloads):
         parser.error(f"--only has {', '.join(sorted(unknown))}, allowed: {', '.join(all_workloads)}")
     ways = [SDPA, NAME, FP8_NAME, *([FA2] if is_flash_attn_2_available() else []), NONE]
-    models = make_models(shape, ways, given.device)
-    setting = Setting(given.device, "")
-    head = describe_run(KIND, {}, setting, given.commit)
+    if given.ways:
+        ways = given.ways.split(",")
+    names = given.only.split(",")
+    head = describe_run(KIND, {}, Setting(given.device, ""), given.commit)
     head |= {"transformers": transformers.__version__, "method": METHOD, "shape": asdict(shape)}
+    kept: dict[str, Any] = {"rows": [], "clocks": {}}
+    if given.append and given.out.is_file():
+        kept = rows_to_keep(given.out, head, names)
+    models = make_models(shape, ways, given.device)
     console = Console() if sys.stdout.isatty() else Console(width=150)
     rows: list[Row] = []
-    clocks: dict[str, Any] = {}
+    clocks = kept["clocks"]
     with ClockSampler(find_gauge(given.device)) as sampler:
-        for name in given.only.split(","):
+        for name in names:
             console.print(f"{name} ...")
             found, spans = measure(name, all_workloads[name], models, given.device)
             rows += found
             clocks[name] = dict(zip(("clock_mhz", "power_w"), sampler.window(spans), strict=True))
-            records = [asdict(row) for row in rows]
+            records = kept["rows"] + [asdict(row) for row in rows]
             write_text(given.out, dump_rows(head | {"clocks": clocks}, "rows", records))
             if torch.device(given.device).type == "cuda":
                 torch.cuda.empty_cache()

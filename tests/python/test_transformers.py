@@ -125,6 +125,18 @@ def test_padding(side: str) -> None:
 
 
 @torch.no_grad()
+def test_a_decoder_may_attend_in_both_directions() -> None:
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    for padding in (None, mask):
+        run = lambda m, padding=padding: m(tokens(2, 11), attention_mask=padding).logits  # noqa: E731
+        eager, ours = both("llama", run, is_causal=False)
+        assert difference(eager[mask.bool()], ours[mask.bool()]) < BUDGET
+    causal = make_model("llama")(tokens(2, 11)).logits
+    assert difference(both("llama", lambda m: m(tokens(2, 11)).logits, is_causal=False)[1], causal) > 0.01
+
+
+@torch.no_grad()
 def test_padding_between_tokens_becomes_a_table() -> None:
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, 3:5] = 0
@@ -376,9 +388,11 @@ def test_the_benchmark_of_models_runs(tmp_path: Path) -> None:
     from hopper_attention.experiments.reports import load_figures
 
     out = tmp_path / "models.json"
-    options = ["--tiny", "--device=cpu", "--rounds=1", "--only=train,prefill,generate_eager", f"--out={out}"]
-    rows = {(row.workload, row.attention): row for row in models.main(options)}
-    assert len(json.loads(out.read_text())["rows"]) == len(rows) == 11
+    options = ["--tiny", "--device=cpu", "--rounds=1", "--append", f"--out={out}"]
+    found = models.main([*options, "--only=train,prefill"])
+    found += models.main([*options, "--only=generate_eager", f"--ways=sdpa,{integration.NAME}"])
+    rows = {(row.workload, row.attention): row for row in found}
+    assert len(json.loads(out.read_text())["rows"]) == len(rows) == 10
     assert not any(row.failed for row in rows.values())
     assert rows["train", integration.NAME].difference < 1e-3
     assert 0 < rows["prefill", integration.NAME].difference < 0.02

@@ -168,8 +168,8 @@ def _attend(way: Way, heads: Heads, mask: Tensor | None, terms: Terms, options: 
     if not visible.is_encoded(mask):
         return way.dense(*heads, terms.of_table(mask))
     seen = visible.decode(mask)
-    terms = terms.with_window(seen.window)
-    if seen.is_packed:
+    terms = terms.as_seen(seen.window, seen.kind != visible.BOTH_WAYS)
+    if seen.kind == visible.PACKED:
         starts_q, starts_k = seen.values.contiguous()
         lengths = Lengths(starts_q, starts_k, None, None, heads.q.shape[1], heads.k.shape[1])
         return _attend_packed(way, heads, lengths, terms)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from hopper_attention.integrations.transformers.visible import WINDOW_ONLY, encode
+from hopper_attention.integrations.transformers.visible import BOTH_WAYS, CAUSAL, PACKED, WINDOW_ONLY, encode
 
 Index = Any
 """An int, or a tensor where a static cache keeps it on the device."""
@@ -57,6 +57,11 @@ class Pattern(NamedTuple):
     window: int = 0
     sequence: Tensor | None = None
     unknown: str = ""
+
+    @property
+    def kind(self) -> int:
+        """As in ``visible``, where nothing is packed."""
+        return CAUSAL if self.is_causal else BOTH_WAYS
 
 
 def make_mask(
@@ -124,7 +129,7 @@ def read_mask(
     if pattern.is_causal and not frame.ends_at_last_key:
         return keys_up_to_queries(frame, window, device)
     if window:
-        return encode(torch.empty(frame.batch, WINDOW_ONLY, device=device), window)
+        return encode(torch.empty(frame.batch, WINDOW_ONLY, device=device), window, pattern.kind)
     return None
 
 
@@ -167,6 +172,8 @@ def read_pattern(mask_function: Callable[..., Any]) -> Pattern:
             sequence = captured["packed_sequence_mask"]
         elif name != "bidirectional_mask_function":
             return Pattern(unknown=name)
+    if sequence is not None and not is_causal:
+        return Pattern(unknown="packed sequences that are not causal")
     return Pattern(is_causal, window, sequence)
 
 
@@ -228,24 +235,24 @@ def _padded(frame: Frame, is_causal: bool, window: int, padding: Padding) -> Ten
         last = torch.minimum(last, torch.as_tensor(frame.stop, device=last.device))
     keys = torch.stack((padding.first, last), -1).sub(frame.kv_offset).clamp(0, frame.seqlen_k)
     if is_causal and padding.reaches_end:
-        return encode(keys, window)
+        return encode(keys, window, CAUSAL)
     if is_causal or window:
         queries = torch.stack((padding.first, last), -1).sub(frame.q_offset).clamp(0, frame.seqlen_q)
     else:
         queries = torch.tensor([0, frame.seqlen_q], device=keys.device).expand_as(keys)
-    return encode(torch.cat((queries, keys), -1), window)
+    return encode(torch.cat((queries, keys), -1), window, CAUSAL if is_causal else BOTH_WAYS)
 
 
 def keys_up_to_queries(frame: Frame, window: int, device: torch.device | str) -> Tensor:
     """All keys up to the last query, of a cache that has room behind them."""
     end = torch.as_tensor(frame.stop - frame.kv_offset, device=device)
-    return encode(end.expand(frame.batch, 1), window)
+    return encode(end.expand(frame.batch, 1), window, CAUSAL)
 
 
 def _packed(sequence: Tensor, window: int) -> Tensor:
     """Offsets of the sequences of all rows, which lie one after another."""
     offsets = offsets_of_sequences(sequence)
-    return encode(torch.stack((offsets, offsets)), window, is_packed=True)
+    return encode(torch.stack((offsets, offsets)), window, PACKED)
 
 
 def offsets_of_sequences(sequence: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
 """What queries see, as a small int32 tensor that a model passes through its layers in place of an attention mask.
 
 What the GPU has to know are its values, so that nothing waits for them; what the host has to know is its shape,
-(batch, 1, 1 + window, fields). A window is the number of keys that a query sees to its left, itself among them, or in
-both directions where nothing is causal; 0 is none. The window's dimension is expanded, so it takes no memory. By its
-last dimension such a tensor is one of
+(batch, kind, 1 + window, fields), of which the dimensions in the middle are expanded and take no memory.
 
-    WINDOW_ONLY  (batch, 1, 1 + window, 0)   all keys, the last query at the last key
-    ENDS         (batch, 1, 1 + window, 1)   the keys up to end of each sequence, the last query at end - 1
-    KEYS         (batch, 1, 1 + window, 2)   the keys from begin up to end, likewise
-    ROWS         (batch, 1, 1 + window, 4)   the queries from begin up to end, and the keys, their ends aligned
+The kind is CAUSAL, BOTH_WAYS, or PACKED, which is causal in each of several sequences and has their offsets as values,
+(1, 2, 1 + window, sequences + 1): those of queries, and those of keys. A window is the number of keys that a query sees
+to its left, itself among them, or in both directions where nothing is causal; 0 is none. By their fields the others are
 
-and with two rows in place of one it is the offsets of packed sequences, (1, 2, 1 + window, sequences + 1): of queries,
-and of keys. Masks of users are boolean or floating, so an int32 tensor is always one of these.
+    WINDOW_ONLY  0   all keys, the last query at the last key
+    ENDS         1   the keys up to end of each sequence, the last query at end - 1
+    KEYS         2   the keys from begin up to end, likewise
+    ROWS         4   the queries from begin up to end, and the keys, their ends aligned
+
+Masks of users are boolean or floating, so an int32 tensor is always one of these.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ WINDOW_ONLY, ENDS, KEYS, ROWS = 0, 1, 2, 4
 """Fields of a sequence."""
 
 
+CAUSAL, PACKED, BOTH_WAYS = 1, 2, 3
+"""Kinds."""
+
+
 class Visible(NamedTuple):
     """What such a tensor says.
 
     Attributes:
         values: (batch, 0, 1, 2 or 4), or (2, sequences + 1) of packed sequences.
         window: keys to the left, the own one among them; 0 is no window.
-        is_packed: whether the values are offsets.
+        kind: CAUSAL, PACKED or BOTH_WAYS.
     """
 
     values: Tensor
     window: int
-    is_packed: bool
+    kind: int
 
     @property
     def fields(self) -> int:
@@ -46,18 +51,18 @@ class Visible(NamedTuple):
         return self.values.shape[-1]
 
 
-def encode(values: Tensor, window: int = 0, *, is_packed: bool = False) -> Tensor:
+def encode(values: Tensor, window: int, kind: int) -> Tensor:
     """The tensor of these values, as ``Visible`` has them."""
     values = values.to(torch.int32)
-    if is_packed:
+    if kind == PACKED:
         return values[None, :, None, :].expand(-1, -1, 1 + window, -1)
-    return values[:, None, None, :].expand(-1, -1, 1 + window, -1)
+    return values[:, None, None, :].expand(-1, kind, 1 + window, -1)
 
 
 def decode(mask: Tensor) -> Visible:
     """What a tensor of ``encode`` says."""
-    window, is_packed = mask.shape[2] - 1, mask.shape[1] == 2
-    return Visible(mask[0, :, 0] if is_packed else mask[:, 0, 0], window, is_packed)
+    kind, window = mask.shape[1], mask.shape[2] - 1
+    return Visible(mask[0, :, 0] if kind == PACKED else mask[:, 0, 0], window, kind)
 
 
 def is_encoded(mask: object) -> bool:

@@ -41,9 +41,9 @@ class Terms:
     deterministic: bool
     table: Tensor | None = None
 
-    def with_window(self, window: int) -> Terms:
-        """The same, with the window of a mask, which knows it better than a layer does."""
-        return replace(self, window=window) if window else self
+    def as_seen(self, window: int, is_causal: bool) -> Terms:
+        """The same, with what a mask says, which knows it better than a layer does; 0 leaves the layer's window."""
+        return replace(self, window=window or self.window, is_causal=is_causal)
 
     def of_table(self, table: Tensor) -> Terms:
         """The same, seeing what a table says.
