@@ -24,6 +24,14 @@ from hopper_attention.experiments.bench.results import KINDS, ForwardReport, loa
 from hopper_attention.experiments.features.plot import plot_features
 from hopper_attention.experiments.features.results import FeatureReport, load_features
 from hopper_attention.experiments.features.tables import render_features
+from hopper_attention.experiments.models.pages import (
+    MODELS_KIND,
+    TRAINING_KIND,
+    render_models,
+    render_training,
+    ways_of,
+)
+from hopper_attention.experiments.models.plot import plot_losses, title_of
 from hopper_attention.experiments.prepass.run import QuantizeReport, load_quantize
 from hopper_attention.experiments.prepass.tables import render_quantize
 from hopper_attention.experiments.readme import render_speed, render_two_figures
@@ -107,6 +115,12 @@ def read_serving(results: Path) -> list[ServingReport]:
     return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
+def read_whole_models(results: Path, kind: str) -> list[dict[str, Any]]:
+    """The report of a Llama by Transformers, or of a small GPT in training, if one has been committed."""
+    report = read_figures(results / f"{kind}_{GPU}.json", kind)
+    return [] if report is None else [report]
+
+
 def read_timeline(results: Path) -> list[TimelineReport]:
     """The recordings of the ablation's kernels, if they have been committed."""
     path = results / f"timeline_{GPU}.json"
@@ -152,6 +166,10 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / "serving.md"] = render_serving(serving, "serving.png")
     for prepass in read_prepass(results):
         pages[folder / "prepass.md"] = render_quantize(prepass)
+    for models in read_whole_models(results, MODELS_KIND):
+        pages[folder / "models.md"] = render_models(models)
+    for training in read_whole_models(results, TRAINING_KIND):
+        pages[folder / "training.md"] = render_training(training, "training.png")
     for timeline in read_timeline(results):
         pages[folder / "timeline.md"] = render_timeline(timeline)
     return {readme: text, **pages}
@@ -172,6 +190,8 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
         yield plot_features(features, folder / "features.png")
     for serving in read_serving(results):
         yield plot_serving(serving, folder / "serving.png")
+    for training in read_whole_models(results, TRAINING_KIND):
+        yield plot_losses(ways_of(training), title_of(training["options"]), folder / "training.png")
     for timeline in read_timeline(results):
         for recording in timeline.recordings:
             yield plot_recording(timeline, recording, folder)

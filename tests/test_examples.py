@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from hopper_attention.experiments.models.pages import render_training
+from hopper_attention.experiments.reports import load_figures
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 SERVING = "serve_llama"
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("common", SERVING))
+TRAINING = "train_gpt"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("common", SERVING, TRAINING))
 
 FEW = dict(layers=2, hidden=128, heads=4, kv_heads=2, feed_forward=128, vocabulary=256, requests=6)
 TIGHT = dict(prompt=40, answer=8, gap=0.5, page_size=8, pages=15, batch=3, chunk=16)
@@ -32,6 +36,34 @@ def test_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) == 5
+
+
+def test_training_by_any_way_goes_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    training = importlib.import_module(TRAINING)
+    files = tmp_path / "train.json", tmp_path / "train.png"
+    options = ["--tiny", "--fp8", "--steps=3", "--device=cpu", f"--json={files[0]}", f"--plot={files[1]}"]
+    found = training.main(options)
+    report = load_figures(files[0].read_text(), "training")
+    assert files[1].stat().st_size > 10_000
+    assert all(f"way {way}" in report for way in ("sdpa", "16 bits", "fp8"))
+    losses = {way: torch.tensor(of_way["losses"]) for way, of_way in found.items()}
+    assert torch.allclose(
+        losses["sdpa"][0], torch.tensor(5.545), atol=0.1
+    )  # ln 256: nothing is known at first
+    # The same weights and batches, rounded differently, if at all.
+    assert float((losses["16 bits"] - losses["sdpa"]).abs().max()) < 1e-3
+    assert 0 < float((losses["fp8"] - losses["sdpa"]).abs().max()) < 1e-2
+    assert report["differences"]["fp8"]["largest"] == pytest.approx(
+        float((losses["fp8"] - losses["sdpa"]).abs().max()), rel=1e-3
+    )
+    assert "held out" in capsys.readouterr().out
+    text = render_training(report, files[1].name)
+    assert re.search(
+        r"\| fp8 \| [\d,]+ \| \d\.\d\d \| – \| 5\.\d{4} \| [+-]0\.\d{4} \| 5\.\d{4} \| [+-]0", text
+    )
 
 
 @pytest.fixture

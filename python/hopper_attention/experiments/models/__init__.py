@@ -1,0 +1,1 @@
+"""Whole models: a Llama by Transformers, and a small GPT in training."""

@@ -1,0 +1,1 @@
+"""Other packages that run on these kernels: a module or package each, which imports no other."""

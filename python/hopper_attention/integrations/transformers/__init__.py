@@ -1,0 +1,47 @@
+"""Hugging Face Transformers: attention by name. Importing this registers the names.
+
+    import hopper_attention.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="hopper_attention")
+
+``"hopper_attention"`` computes in the 16 bits of the model, ``"hopper_attention_fp8"`` quantizes Q, K and V to e4m3 for
+prefill and training, and takes steps on a cache in 16 bits. The page ``docs/integrations/transformers.md`` says what
+each takes.
+"""
+
+from __future__ import annotations
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hopper_attention.integrations.transformers.attention import attend, attend_fp8
+from hopper_attention.integrations.transformers.masks import make_mask
+
+__all__ = ["FP8_NAME", "NAME", "attend", "attend_fp8", "make_mask", "register"]
+
+NAME = "hopper_attention"
+FP8_NAME = "hopper_attention_fp8"
+
+
+OLDEST = (5, 4)
+"""Of the versions of Transformers: earlier ones describe masks in another way."""
+
+
+def register() -> None:
+    """Make both names known to Transformers, for attention and for masks. Importing this package has done so.
+
+    Raises:
+        ImportError: Transformers is older than OLDEST.
+    """
+    found = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if found < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"transformers has version {transformers.__version__}, allowed: {wanted} or newer; "
+            "pip install --upgrade 'hopper-attention[transformers]'"
+        )
+    for name, function in ((NAME, attend), (FP8_NAME, attend_fp8)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+
+
+register()
