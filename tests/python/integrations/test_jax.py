@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -233,6 +235,16 @@ def test_shard_map_over_two_devices(inputs: Any, lse_spec: Any) -> None:
     expected = oracle.gradients(2 * oracle.out, np.ones(oracle.lse.shape))
     for actual, other in zip(gradients, expected, strict=True):
         assert_close(actual, other, q.dtype, steps=4)
+
+
+def test_the_page_runs_as_it_stands() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "integrations" / "jax.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert_close(names["out"], Oracle(*(names[x] for x in "qkv")).out, jnp.bfloat16)
 
 
 def test_gradients_are_of_first_order_and_reverse_mode() -> None:
