@@ -77,11 +77,11 @@ def flash_attention(
 ) -> Array | tuple[Array, Array]:
     """softmax(softmax_scale * Q K^T) V for JAX, exact, with memory linear in the sequence lengths.
 
-    As :func:`hopper_attention.flash_attn_func`, with which it shares its kernels. Query head i reads key/value head
-    i // (heads / kv_heads). A query that sees no key gives 0, with LSE -inf. It is differentiable once, in reverse
-    mode, through the output and the LSE. ``jax.vmap`` adds to the batch, in one launch. Inside ``jax.shard_map`` each
-    device attends to what it has of batch and heads; without it, XLA brings all arrays to each device. Where there is
-    no kernel, XLA compiles the same formula in float32, for any of its devices.
+    It shares its kernels with :func:`hopper_attention.flash_attn_func`. Query head i reads key/value head
+    i // (heads / kv_heads). A query that sees no key gives 0, with LSE -inf. Gradients are of first order and reverse
+    mode; they flow through the output and the LSE. What ``jax.vmap`` maps over becomes a part of the batch, in one
+    launch. Inside ``jax.shard_map`` each device attends to what it has of batch and heads; outside of it XLA brings
+    whole arrays to each device. Where there is no kernel, XLA compiles the formula in float32, for any of its devices.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16. head_dim is a multiple of 8, at most 256.
@@ -108,14 +108,9 @@ def flash_attention(
     """
     _check_arrays(q, k, v)
     checks.check_backend(backend)
-    causal, deterministic, return_lse = (
-        checks.check_flag(name, value)
-        for name, value in (
-            ("causal", causal),
-            ("deterministic", deterministic),
-            ("return_lse", return_lse),
-        )
-    )
+    causal = checks.check_flag("causal", causal)
+    return_lse = checks.check_flag("return_lse", return_lse)
+    deterministic = checks.check_flag("deterministic", deterministic)
     call = Call(
         mask=features.resolve_packed_mask(causal, window_size, attention_chunk, q.shape[1], k.shape[1]),
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale),
@@ -149,7 +144,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, q: Array, k: Array, v: Array) -> Result:
-    """out, and the LSE, whose content only counts where the call returns it."""
+    """out and lse; only where the call returns the latter does its gradient count."""
     return _forward(call)(q, k, v)
 
 
