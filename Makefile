@@ -4,6 +4,7 @@
 #   make demo    the paper's accuracy experiment on this machine: a table and a plot in out/
 #   make test    the CPU test suite (on a Hopper GPU, also: make test-gpu)
 #   make lint    ruff (rules and format) and mypy, at the versions pinned in pyproject.toml
+#   make docs    the documentation as a site, in out/site
 #   make bench   forward throughput against the installed peers (needs a Hopper GPU)
 #   make clean   remove what these made; also make distclean, which removes .venv too
 
@@ -19,7 +20,7 @@ TORCH := $(if $(HAS_DRIVER),torch,torch==2.13.0)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench clean distclean
+.PHONY: help demo test test-gpu lint docs bench clean distclean
 
 help:
 	@sed -n '/^# *make /s/^# *//p' Makefile
@@ -42,6 +43,9 @@ lint: $(STAMP)
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	@$(BIN)/hopper-attention bench --json out/bench.json

@@ -34,6 +34,14 @@ def test_the_examples_of_the_serving_page_run_one_after_the_other() -> None:
     assert names["lengths"].tolist() == [46, 42, 85]
 
 
+@pytest.mark.parametrize(("page", "least"), [("docs/quickstart.md", 7), ("docs/faq.md", 2)])
+def test_the_examples_of_a_page_run_one_after_the_other(page: str, least: int) -> None:
+    found, names = examples(page), dict[str, Any]()
+    for number, example in enumerate(found):
+        exec(compile(example, f"{page}, example {number + 1}", "exec"), names)
+    assert len(found) >= least
+
+
 def test_readmes_examples_run_one_after_the_other() -> None:
     found, names = examples("README.md"), dict[str, Any]()
     for number, example in enumerate(found):

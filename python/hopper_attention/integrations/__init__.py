@@ -1,1 +1,1 @@
-"""Other packages that run on these kernels: a module or package each, which imports no other."""
+"""Other packages that run on these kernels: a module or package each, imported by its own name, which needs no other."""
