@@ -157,10 +157,12 @@ def _c_row(row: ForwardRow, kernel: int) -> str:
 
 
 def write_sources(folder: Path, built: Iterable[_kernels.KernelConfig]) -> None:
-    """Write what is generated of the C sources to ``folder``."""
+    """Write what is generated of the C sources to ``folder``; a file that is as it should be keeps its time."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "constants.h").write_text(constants_header())
-    (folder / "kernel_table.c").write_text(kernel_table(built))
+    for name, text in (("constants.h", constants_header()), ("kernel_table.c", kernel_table(built))):
+        path = folder / name
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
 
 
 def write_objects(folder: Path, configs: Sequence[_kernels.KernelConfig], jobs: int) -> list[str]:
