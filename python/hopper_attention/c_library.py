@@ -1,8 +1,8 @@
 """What the C library takes from the Python source: which kernel serves a problem, limits, and the kernels themselves.
 
-``python -m hopper_attention.c_library FOLDER`` writes ``constants.h`` and ``kernel_table.c`` there, and the object files
-of the kernels that were asked for. The tables are made by asking the selection of this package, row by row, so that
-there is one source of what serves what. CMake runs this; the sources that it is compiled with are in ``hopper/c``.
+``python -m hopper_attention.c_library FOLDER`` writes ``constants.h`` and ``kernel_table.c`` there, and the objects of
+the kernels that were asked for. The tables are made by asking the selection of this package, row by row, so that there
+is one source of what serves what. CMake runs this; the sources that it is compiled with are in ``hopper/c``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,11 @@ def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
         for config in kernels
     ]
     lines += ["};", f"const size_t ha_num_kernels = {len(kernels)};"]
-    lines += [f"const int ha_plan_kernel = {index[PLAN.name]};", "", "const forward_row ha_forward_rows[] = {"]
+    lines += [
+        f"const int ha_plan_kernel = {index[PLAN.name]};",
+        "",
+        "const forward_row ha_forward_rows[] = {",
+    ]
     rows = forward_rows()
     lines += [f"    {{{_c_row(row, index[row.config.name])}}}," for row in rows]
     lines += ["};", f"const size_t ha_num_forward_rows = {len(rows)};", ""]
@@ -190,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where the generated files go")
     parser.add_argument("--kernels", default=DEFAULT, help=f"{DEFAULT}, {ALL}, {NONE}, or patterns of names")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="compiler processes")
-    parser.add_argument("--list", action="store_true", help="print the names of the kernels, write sources only")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the kernels, write sources only"
+    )
     given = parser.parse_args(arguments)
     try:
         configs = chosen_kernels(given.kernels)
