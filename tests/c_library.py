@@ -15,7 +15,7 @@ INCLUDE = ROOT / "hopper" / "c" / "include"
 COMPILER = shutil.which("cc") or ""
 
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_BUILT, NO_DRIVER, NO_DEVICE, CUDA = range(7)
-FLOAT16, BFLOAT16 = range(2)
+FLOAT16, BFLOAT16, FLOAT8_E4M3 = range(3)
 
 
 def link_library(folder: Path, objects: Sequence[Path] = ()) -> Path:
@@ -93,6 +93,31 @@ class VarlenParams(ctypes.Structure):
         super().__init__(
             **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
         )
+
+
+class DecodeParams(ctypes.Structure):
+    """``ha_decode_params``, as its macro initialises it."""
+
+    name = "decode"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        ("cache_dtype", ctypes.c_int),
+        *_sizes("batch", "seqlen_q"),
+        *HEADS,
+        *_sizes("pages", "page_size"),
+        *((name, TensorArgument) for name in ("q", "k_cache", "v_cache", "out")),
+        *((name, ctypes.c_void_p) for name in ("lse", "cache_seqlens", "page_table")),
+        *_sizes("pages_of_sequence"),
+        ("k_descale", ctypes.c_void_p),
+        ("v_descale", ctypes.c_void_p),
+        ("softmax_scale", ctypes.c_double),
+        ("causal", ctypes.c_int),
+        *LAST[-4:],
+    ]
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(**{"struct_size": ctypes.sizeof(self)} | fields)
 
 
 class Library:

@@ -1,8 +1,7 @@
-"""What the C library takes from the Python source: which kernel serves a problem, limits, and the kernels themselves.
+"""Writes what the C library is compiled from, beside the sources in ``hopper/c``: its tables, and objects of kernels.
 
-``python -m hopper_attention.c_library FOLDER`` writes ``constants.h`` and ``kernel_table.c`` there, and the objects of
-the kernels that were asked for. The tables are made by asking the selection of this package, row by row, so that there
-is one source of what serves what. CMake runs this; the sources that it is compiled with are in ``hopper/c``.
+``python -m hopper_attention.c_library FOLDER`` writes ``constants.h`` and ``kernel_table.c`` (``c_tables``) there, and
+the object files of the kernels that are asked for. CMake runs this.
 """
 
 from __future__ import annotations
@@ -11,70 +10,36 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from cute_kernels.plan.config import ENTRY, MAX_PACKED_ROWS, PLAN_HEADER, RECORD, PlanConfig
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, MAX_SEQLEN, MAX_TILES, VARLEN
-from cute_kernels.window import MAX_SEQLEN_OF_WINDOW, NO_LIMIT
-from hopper.config import ForwardConfig
-from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, select_forward_config
-from hopper_attention import _kernels, checks, compile_cache
-from hopper_attention.machine import find_version
-from hopper_attention.masks import UNLIMITED
-from hopper_attention.problem import length_bounds
+from cute_kernels.problem import VARLEN
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.decode.config import DecodeConfig
+from hopper_attention import _kernels, compile_cache
+from hopper_attention.c_tables import PLAN, constants_header, kernel_table, library_kernels
 
 DEFAULT, ALL, NONE = "default", "all", "none"
 """Sets of kernels: those of most models; every kernel of the tables; none, for selection and errors alone."""
 
-PLAN = PlanConfig(_kernels.ARCH)
-
-C_DTYPES = {"float16": "HA_FLOAT16", "bfloat16": "HA_BFLOAT16"}
-C_LAYOUTS = {DENSE: "LAYOUT_DENSE", VARLEN: "LAYOUT_VARLEN"}
-
-
-@dataclass(frozen=True)
-class ForwardRow:
-    """A choice of a 16-bit forward kernel; ``config`` serves up to ``max_seqlen_k`` keys that a query sees."""
-
-    config: ForwardConfig
-    max_seqlen_k: int
-
-
-def forward_rows() -> tuple[ForwardRow, ...]:
-    """Every choice of ``select_forward_config``; those that differ in ``max_seqlen_k`` alone in ascending order."""
-    bounds = length_bounds()
-    rows: list[ForwardRow] = []
-    for dtype in DTYPES:
-        for layout in LAYOUTS:
-            for dims in NATIVE_HEAD_DIMS:
-                for causal in (False, True):
-                    for window in (False, True):
-                        rows += _rows_of(dtype, layout, dims, (causal, window), bounds)
-    return tuple(rows)
-
-
-def _rows_of(
-    dtype: str, layout: str, dims: tuple[int, int], mask: tuple[bool, bool], bounds: Sequence[int]
-) -> list[ForwardRow]:
-    """The rows of problems that differ in length alone; one for each run of bounds with the same config."""
-    causal, window = mask
-    chosen = [select_forward_config(dtype, *dims, causal, bound, window, layout) for bound in bounds]
-    return [
-        ForwardRow(config, bound)
-        for config, bound, after in zip(chosen, bounds, (*chosen[1:], None), strict=True)
-        if config != after
-    ]
-
-
-def library_kernels() -> tuple[_kernels.KernelConfig, ...]:
-    """The config of every kernel that the C library selects from, each once."""
-    return PLAN, *dict.fromkeys(row.config for row in forward_rows())
+DEFAULT_DECODE_HEAD_DIMS = (64, 128)
+DEFAULT_DECODE_BOX_ROWS = (128, 64, 16)
 
 
 def is_default(config: _kernels.KernelConfig) -> bool:
-    """Whether a kernel is in the set that is built unless another is asked for: all without a window."""
+    """Whether a kernel is in the set that is built unless another is asked for.
+
+    Those are the forward kernels without a window; and of decode kernels, which come in very many kinds, those of
+    16-bit caches, head_dims of most models, up to 32 rows of queries a K/V head, and pages of the usual sizes.
+    """
+    if isinstance(config, DecodeConfig):
+        return (
+            not config.is_widened
+            and config.tile_m < WARPGROUP_ROWS
+            and config.head_dim == config.head_dim_v
+            and config.head_dim in DEFAULT_DECODE_HEAD_DIMS
+            and config.box_rows in DEFAULT_DECODE_BOX_ROWS
+        )
     return not (isinstance(config, ForwardConfig) and config.window)
 
 
@@ -105,59 +70,6 @@ def chosen_kernels(patterns: str) -> tuple[_kernels.KernelConfig, ...]:
     if any(isinstance(config, ForwardConfig) and config.layout == VARLEN for config in chosen):
         chosen[PLAN] = None
     return tuple(chosen)
-
-
-def constants_header() -> str:
-    """``constants.h``: limits and numbers that the C sources share with this package."""
-    numbers = {
-        "MAX_SEQLEN": MAX_SEQLEN,
-        "MAX_TILES": MAX_TILES,
-        "MAX_PACKED_ROWS": MAX_PACKED_ROWS,
-        "MAX_WINDOW_LENGTH": MAX_SEQLEN_OF_WINDOW,
-        "NO_LIMIT": NO_LIMIT,
-        "UNLIMITED": UNLIMITED,
-        "HEAD_DIM_STEP": checks.HEAD_DIM_STEP,
-        "MAX_HEAD_DIM": MAX_HEAD_DIM,
-        "SMALLEST_SCALE": checks.SMALLEST_SCALE,
-        "LARGEST_SCALE": checks.LARGEST_SCALE,
-        "PLAN_HEADER": PLAN_HEADER,
-        "PLAN_RECORD": RECORD,
-        "PLAN_ENTRY": ENTRY,
-    }
-    lines = [f"#define {name} ({value!r})" for name, value in numbers.items()]
-    lines.append(f'#define LIBRARY_VERSION "{find_version()}"')
-    return "\n".join(["/* Generated by hopper_attention.c_library. */", "#pragma once", *lines, ""])
-
-
-def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
-    """``kernel_table.c``: every kernel with its entry, NULL for those not in ``built``, and which serves what."""
-    kernels, names = library_kernels(), {config.name for config in built}
-    index = {config.name: i for i, config in enumerate(kernels)}
-    lines = ["/* Generated by hopper_attention.c_library. */", '#include "internal.h"', ""]
-    lines += [f"extern ffi_function __tvm_ffi_{name};" for name in sorted(names)]
-    lines += ["", "const kernel ha_kernels[] = {"]
-    lines += [
-        f'    {{"{config.name}", {f"__tvm_ffi_{config.name}" if config.name in names else "NULL"}}},'
-        for config in kernels
-    ]
-    lines += ["};", f"const size_t ha_num_kernels = {len(kernels)};"]
-    lines += [
-        f"const int ha_plan_kernel = {index[PLAN.name]};",
-        "",
-        "const forward_row ha_forward_rows[] = {",
-    ]
-    rows = forward_rows()
-    lines += [f"    {{{_c_row(row, index[row.config.name])}}}," for row in rows]
-    lines += ["};", f"const size_t ha_num_forward_rows = {len(rows)};", ""]
-    return "\n".join(lines)
-
-
-def _c_row(row: ForwardRow, kernel: int) -> str:
-    c = row.config
-    longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    flags = (str(flag).lower() for flag in (c.causal, c.window))
-    fields = C_DTYPES[c.dtype], C_LAYOUTS[c.layout], *flags, c.head_dim, c.head_dim_v
-    return ", ".join(map(str, (*fields, longest, c.tile_m, c.ctas_per_sm, kernel)))
 
 
 def write_sources(folder: Path, built: Iterable[_kernels.KernelConfig]) -> None:

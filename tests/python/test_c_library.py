@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import subprocess
@@ -14,12 +13,17 @@ import torch
 
 from cute_kernels.plan.config import plan_words
 from cute_kernels.problem import DTYPES
-from hopper_attention import c_library
+from hopper.decode.config import PARTS_PER_CTA
+from hopper_attention import c_library, c_tables
+from hopper_attention.backends import Target
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
+from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_decode
 from hopper_attention.forward_rules import packed_problem_of, select_config, select_for
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
+from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.masks import MaskSpec
 from tests import c_library as c
-from tests.c_library import ForwardParams, Library, VarlenParams
+from tests.c_library import DecodeParams, ForwardParams, Library, VarlenParams
 
 pytestmark = pytest.mark.skipif(not c.COMPILER, reason="there is no C compiler here")
 
@@ -93,7 +97,7 @@ def test_dense_problems_get_the_kernel_that_python_selects(library: Library) -> 
         expected = select_config("hopper", HOPPER, q, k, v, mask.causal, mask.sides)
         assert found == expected.name, p
         chosen.add(found)
-    dense = {row.config.name for row in c_library.forward_rows() if row.config.layout == "dense"}
+    dense = {row.config.name for row in c_tables.forward_rows() if row.config.layout == "dense"}
     assert chosen == dense, "not every kernel was chosen once"
 
 
@@ -113,8 +117,64 @@ def test_packed_problems_get_the_kernel_that_python_selects(library: Library) ->
         assert library.kernel_of(params) == expected.name, p
         chosen.add(expected.name)
     assert library.workspace_size_of(params) == 16 + 4 * plan_words(totals[0], p["batch"], expected.tile_m)
-    packed = {row.config.name for row in c_library.forward_rows() if row.config.layout == "varlen"}
+    packed = {row.config.name for row in c_tables.forward_rows() if row.config.layout == "varlen"}
     assert chosen == packed, "not every kernel was chosen once"
+
+
+def cache_call(
+    p: dict[str, Any], rows: tuple[int, int], pages: tuple[int, int, bool], e4m3: bool
+) -> CacheCall:
+    """A decoding step of ``rows`` (batch, seqlen_q); ``pages`` are their size, how many a sequence has, and whether
+    there is a table."""
+    (batch, seqlen_q), (page_size, count, has_table) = rows, pages
+    (heads, kv_heads), (head_dim, head_dim_v) = p["heads"], p["head_dims"]
+    dtype, meta = TORCH_DTYPES[p["dtype"]], {"device": "meta"}
+    cache = {"dtype": torch.float8_e4m3fn if e4m3 else dtype, **meta}
+    lengths = torch.empty(batch, dtype=torch.int32, **meta)
+    table = torch.empty(batch, count, dtype=torch.int32, **meta) if has_table else None
+    tensors = CacheTensors(
+        torch.empty(batch, seqlen_q, heads, head_dim, dtype=dtype, **meta),
+        torch.empty(batch * count, page_size, kv_heads, head_dim, **cache),
+        torch.empty(batch * count, page_size, kv_heads, head_dim_v, **cache),
+        cache_seqlens=lengths,
+        page_table=table,
+    )
+    return read_call(tensors, CacheExtras(), CacheOptions(causal=p["causal"])).call
+
+
+HOPPER_GPU = Target("a Hopper GPU", HOPPER, assume_installed=True)
+
+
+def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> None:
+    rng, chosen, refused = random.Random(3), set(), 0
+    for _ in range(PROBLEMS // 4):
+        p, e4m3 = draw_problem(rng), rng.random() < 0.3
+        if e4m3:
+            p["head_dims"] = tuple(16 * -(-size // 16) for size in p["head_dims"])
+        rows = rng.choice((1, 4)), rng.choice((1, 1, 2, 5, 20))
+        has_table = rng.random() < 0.7
+        page_size = rng.choice((8, 16, 24, 64, 96, 128, 256, 100))
+        pages = page_size, rng.choice((1, 3)) if has_table else 1, has_table
+        call = cache_call(p, rows, pages, e4m3)
+        fields = common_fields(p) | {"batch": rows[0], "seqlen_q": rows[1]}
+        fields |= {"pages": rows[0] * pages[1], "page_size": page_size, "pages_of_sequence": pages[1]}
+        fields |= {
+            "cache_dtype": c.FLOAT8_E4M3 if e4m3 else fields["dtype"],
+            "page_table": 64 if has_table else 0,
+        }
+        params = DecodeParams(**{name: x for name, x in fields.items() if not name.startswith("window")})
+        found = library.kernel_of(params)
+        if why_not_decode(call, HOPPER_GPU, "hopper"):
+            refused += 1
+            assert found.startswith(f"{c.NOT_SUPPORTED}: "), (p, rows, pages, e4m3, found)
+            continue
+        config = select_decode(call)
+        assert found == config.name, (p, rows, pages, e4m3)
+        ctas = ctas_of_pieces(132, rows[0] * p["heads"][1])
+        floats = PARTS_PER_CTA * ctas * config.part_floats + rows[0] * p["heads"][0] * rows[1]
+        assert library.workspace_size_of(params) == 4 * floats
+        chosen.add(found)
+    assert len(chosen) > PROBLEMS // 50 and refused > PROBLEMS // 200
 
 
 BAD = [
@@ -165,9 +225,9 @@ def test_without_a_driver_a_launch_says_so(library: Library) -> None:
 
 def test_the_kernels_are_listed_and_none_is_built(library: Library) -> None:
     listed = library.kernels()
-    assert list(listed) == [config.name for config in c_library.library_kernels()]
+    assert list(listed) == [config.name for config in c_tables.library_kernels()]
     assert not any(listed.values())
-    assert library.c.ha_version().decode() in c_library.constants_header()
+    assert library.c.ha_version().decode() in c_tables.constants_header()
 
 
 def test_sets_of_kernels() -> None:
@@ -208,4 +268,6 @@ def test_structs_are_as_large_as_those_of_c(library: Library) -> None:
     # A struct of another size is refused, so that a success says that both agree.
     for params in (ForwardParams(**SOUND), ForwardParams(**SOUND | {"batch": 0})):
         assert library.kernel_of(params).startswith("hopper_fwd_fp16_d64")
-    assert ctypes.sizeof(VarlenParams) == VarlenParams().struct_size
+    assert library.kernel_of(ForwardParams(**SOUND | {"struct_size": 16})).startswith(
+        f"{c.INVALID_ARGUMENT}: "
+    )

@@ -42,7 +42,7 @@ typedef enum ha_status {
   HA_ERROR_CUDA = 6              /* the driver refused something; the message says what */
 } ha_status;
 
-typedef enum ha_dtype { HA_FLOAT16 = 0, HA_BFLOAT16 = 1 } ha_dtype;
+typedef enum ha_dtype { HA_FLOAT16 = 0, HA_BFLOAT16 = 1, HA_FLOAT8_E4M3 = 2 } ha_dtype;
 
 /* Rows of a tensor (batch, rows, heads, columns): its address, a multiple of 16 bytes, and the strides of all but the
  * columns, which lie next to each other. Strides are multiples of 16 bytes, those of dimensions of size 1 of no matter.
@@ -74,7 +74,7 @@ HA_API ha_status ha_workspace_init(void *workspace, size_t workspace_size, void 
 /* Attention of sequences of one length: out = softmax(softmax_scale Q K^T) V, in 16 bits, summed in float32. */
 typedef struct ha_forward_params {
   size_t struct_size; /* set by the macro; tells library and program of different versions apart */
-  ha_dtype dtype;     /* of q, k, v and out */
+  ha_dtype dtype;     /* of q, k, v and out: HA_FLOAT16 or HA_BFLOAT16 */
   int64_t batch;
   int64_t seqlen_q;
   int64_t seqlen_k;   /* 1 or more */
@@ -149,6 +149,46 @@ HA_API ha_status ha_varlen_workspace_size(const ha_varlen_params *params, size_t
 HA_API ha_status ha_varlen_kernel(const ha_varlen_params *params, const char **name);
 HA_API ha_status ha_varlen_prepare(const ha_varlen_params *params);
 HA_API ha_status ha_varlen(const ha_varlen_params *params);
+
+/* Attention of a decoding step on a key/value cache: few queries a sequence, which are its last tokens, and keys and
+ * values in pages, or with as many rows for each sequence. The query heads of a K/V head, times seqlen_q, may be 64 at
+ * most; more is a problem for ha_varlen. New tokens have to be in the cache before. */
+typedef struct ha_decode_params {
+  size_t struct_size;
+  ha_dtype dtype;       /* of q and out */
+  ha_dtype cache_dtype; /* that of q, or HA_FLOAT8_E4M3, up to head_dims of 192 */
+  int64_t batch;
+  int64_t seqlen_q;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;     /* multiples of 8, with a cache of e4m3 of 16; so is head_dim_v */
+  int64_t head_dim_v;
+  int64_t pages;        /* of the cache; without a page table, sequences that it has room for */
+  int64_t page_size;    /* rows of a page: a multiple of 8 where a sequence has several */
+  ha_tensor q;          /* (batch, seqlen_q, heads, head_dim) */
+  ha_tensor k_cache;    /* (pages, page_size, kv_heads, head_dim) */
+  ha_tensor v_cache;    /* (pages, page_size, kv_heads, head_dim_v) */
+  ha_tensor out;        /* (batch, seqlen_q, heads, head_dim_v) */
+  float *lse;           /* contiguous (batch, heads, seqlen_q); NULL: not wanted */
+  const int32_t *cache_seqlens; /* (batch,) keys of each sequence, the new ones among them */
+  const int32_t *page_table;    /* (batch, pages_of_sequence), rows contiguous; NULL: page b is that of sequence b */
+  int64_t pages_of_sequence;    /* columns of page_table */
+  const float *k_descale;       /* contiguous (batch, kv_heads), with a cache of e4m3, else NULL */
+  const float *v_descale;
+  double softmax_scale;
+  int causal;
+  int sm_margin;
+  void *workspace;      /* ha_decode_workspace_size bytes, 16-byte aligned; needs no ha_workspace_init */
+  size_t workspace_size;
+  void *stream;
+} ha_decode_params;
+
+#define HA_DECODE_PARAMS_INIT {.struct_size = sizeof(ha_decode_params)}
+
+HA_API ha_status ha_decode_workspace_size(const ha_decode_params *params, size_t *size);
+HA_API ha_status ha_decode_kernel(const ha_decode_params *params, const char **name);
+HA_API ha_status ha_decode_prepare(const ha_decode_params *params);
+HA_API ha_status ha_decode(const ha_decode_params *params);
 
 #ifdef __cplusplus
 }

@@ -44,11 +44,18 @@ struct varlen_params : ha_varlen_params {
   }
 };
 
+struct decode_params : ha_decode_params {
+  decode_params() : ha_decode_params() { struct_size = sizeof(ha_decode_params); }
+};
+
 inline void forward(const ha_forward_params &p) { check(ha_forward(&p)); }
 inline void prepare(const ha_forward_params &p) { check(ha_forward_prepare(&p)); }
 
 inline void forward(const ha_varlen_params &p) { check(ha_varlen(&p)); }
 inline void prepare(const ha_varlen_params &p) { check(ha_varlen_prepare(&p)); }
+
+inline void forward(const ha_decode_params &p) { check(ha_decode(&p)); }
+inline void prepare(const ha_decode_params &p) { check(ha_decode_prepare(&p)); }
 
 inline std::size_t workspace_size(const ha_forward_params &p) {
   std::size_t size = 0;
@@ -62,6 +69,12 @@ inline std::size_t workspace_size(const ha_varlen_params &p) {
   return size;
 }
 
+inline std::size_t workspace_size(const ha_decode_params &p) {
+  std::size_t size = 0;
+  check(ha_decode_workspace_size(&p, &size));
+  return size;
+}
+
 inline std::string kernel_of(const ha_forward_params &p) {
   const char *name = "";
   check(ha_forward_kernel(&p, &name));
@@ -71,6 +84,12 @@ inline std::string kernel_of(const ha_forward_params &p) {
 inline std::string kernel_of(const ha_varlen_params &p) {
   const char *name = "";
   check(ha_varlen_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_decode_params &p) {
+  const char *name = "";
+  check(ha_decode_kernel(&p, &name));
   return name;
 }
 

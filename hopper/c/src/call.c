@@ -4,11 +4,14 @@
 
 /* Types of an argument, as TVM FFI numbers them, and of an element and a device, as DLPack does. */
 enum { FFI_NONE = 0, FFI_INT = 1, FFI_REAL = 3, FFI_TENSOR = 7 };
-enum { DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_CUDA = 2 };
+enum { DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_FLOAT8_E4M3FN = 10, DL_CUDA = 2 };
 
 static const struct {
   uint8_t code, bits;
-} TYPES[] = {[FLOAT16] = {DL_FLOAT, 16}, [BFLOAT16] = {DL_BFLOAT, 16}, [FLOAT32] = {DL_FLOAT, 32}, [INT32] = {DL_INT, 32}};
+} TYPES[] = {
+    [FLOAT16] = {DL_FLOAT, 16}, [BFLOAT16] = {DL_BFLOAT, 16}, [FLOAT8_E4M3] = {DL_FLOAT8_E4M3FN, 8},
+    [FLOAT32] = {DL_FLOAT, 32}, [INT32] = {DL_INT, 32},
+};
 
 void ha_call_begin(call *c, int device) {
   c->device = device;
@@ -67,11 +70,15 @@ ha_status ha_run(const kernel *k, const call *c, void *stream, bool only_load) {
   return ha_leave(k->entry(NULL, c->values, c->count, &result));
 }
 
+element ha_element_of(ha_dtype dtype) {
+  static const element ELEMENTS[] = {[HA_FLOAT16] = FLOAT16, [HA_BFLOAT16] = BFLOAT16, [HA_FLOAT8_E4M3] = FLOAT8_E4M3};
+  return ELEMENTS[dtype];
+}
+
 void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
                      const void *workspace, double scale) {
-  const element type = dtype == HA_FLOAT16 ? FLOAT16 : BFLOAT16;
   for (int i = 0; i < 4; i++) {
-    ha_add_tensor(c, operands[i].data, type, dimensions, operands[i].shape, operands[i].strides);
+    ha_add_tensor(c, operands[i].data, ha_element_of(dtype), dimensions, operands[i].shape, operands[i].strides);
   }
   int64_t shape[3], strides[3], stride = 1;
   for (int i = lse->dimensions - 1; i >= 0; stride *= lse->shape[i--]) {

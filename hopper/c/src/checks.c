@@ -3,7 +3,7 @@
 
 #include "internal.h"
 
-enum { TMA_BYTES = 16, TMA_ELEMENTS = 8 };
+enum { TMA_BYTES = 16 };
 
 ha_status ha_check_range(const char *name, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return HA_SUCCESS;
@@ -54,8 +54,9 @@ ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed) 
   return HA_SUCCESS;
 }
 
-ha_status ha_check_tensor(const char *name, const ha_tensor *t, int dimensions, const int64_t *shape,
+ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
                           int64_t *strides) {
+  const int step = dtype == HA_FLOAT8_E4M3 ? TMA_BYTES : TMA_BYTES / 2;
   static const char *const PLACES[] = {"batch", "row", "head"};
   const int64_t given[] = {t->stride_batch, t->stride_row, t->stride_head};
   const int first = 4 - dimensions; /* packed tensors have no batch */
@@ -69,14 +70,14 @@ ha_status ha_check_tensor(const char *name, const ha_tensor *t, int dimensions, 
     strides[i] = contiguous;
     if (i == dimensions - 1 || is_contiguous) continue;
     const int64_t stride = given[first + i];
-    const bool is_good = stride > 0 && stride % TMA_ELEMENTS == 0;
+    const bool is_good = stride > 0 && stride % step == 0;
     if (!is_good && shape[i] > 1) {
       return ha_fail(HA_ERROR_INVALID_ARGUMENT,
                      "%s.stride_%s is %" PRId64 ", allowed: positive multiples of %d elements, or all strides 0 for a "
                      "contiguous tensor",
-                     name, PLACES[first + i], stride, TMA_ELEMENTS);
+                     name, PLACES[first + i], stride, step);
     }
-    strides[i] = is_good ? stride : TMA_ELEMENTS;
+    strides[i] = is_good ? stride : step;
   }
   return HA_SUCCESS;
 }

@@ -55,7 +55,7 @@ static ha_status run(const ha_forward_params *p, bool only_load) {
   operand operands[4];
   for (int i = 0; i < 4; i++) {
     operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    status = ha_check_tensor(NAMES[i], tensors[i], 4, shapes[i], operands[i].strides);
+    status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 4, shapes[i], operands[i].strides);
     if (status != HA_SUCCESS) return status;
   }
   status = ha_check_workspace(p->workspace, p->workspace_size, COUNTER_BYTES);

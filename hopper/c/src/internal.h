@@ -103,6 +103,17 @@ extern const forward_row ha_forward_rows[];
 extern const size_t ha_num_forward_rows;
 extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
 
+/* The decode kernel for problems of a kind; `kernel` is -1 where there is none. */
+typedef struct decode_row {
+  int part_floats; /* float32 of a partial result */
+  int kernel;
+} decode_row;
+
+/* By these, the last one running fastest: dtype; whether the cache is of e4m3; the sizes of head_dim and head_dim_v in
+ * DECODE_HEAD_DIMS; causal; whether there is a page table; whether a K/V head has more than DECODE_SHORT_ROWS rows of
+ * queries; the rows of a page that lie together in DECODE_BOX_ROWS. */
+extern const decode_row ha_decode_rows[];
+
 /* A mask as kernels take it: a causal one, and a window with sides of -1 where nothing is hidden. */
 typedef struct mask {
   bool causal;
@@ -130,7 +141,7 @@ enum { MOST_DIMENSIONS = 5, MOST_ARGUMENTS = 32 };
  * sinks, and two of dropout. */
 enum { PLAN_ARGUMENTS = 2, PAGE_ARGUMENTS = 2, SCORE_ARGUMENTS = 5 };
 
-typedef enum element { FLOAT16, BFLOAT16, FLOAT32, INT32 } element;
+typedef enum element { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT32, INT32 } element;
 
 /* The arguments of a kernel, in order. */
 typedef struct call call;
@@ -188,6 +199,9 @@ typedef struct lse_argument {
 /* Run a kernel on `stream` of the current GPU, or with `only_load` load it. */
 ha_status ha_run(const kernel *k, const call *c, void *stream, bool only_load);
 
+/* The element of a tensor. */
+element ha_element_of(ha_dtype dtype);
+
 /* Append q, k, v, out and lse of a 16-bit kernel, the tile counter at the start of a workspace, and the scale. */
 void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
                      const void *workspace, double scale);
@@ -211,9 +225,9 @@ ha_status ha_check_scale(double given, int64_t head_dim, double *scale);
 
 ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed);
 
-/* The strides of a tensor whose `dimensions` sizes are `shape`, the last one the columns, of 16 bits; fails unless a
- * kernel can address it. */
-ha_status ha_check_tensor(const char *name, const ha_tensor *t, int dimensions, const int64_t *shape,
+/* The strides of a tensor whose `dimensions` sizes are `shape`, the last one the columns; fails unless a kernel can
+ * address it. `dtype` is that of its elements. */
+ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
                           int64_t *strides);
 
 enum { WORKSPACE_ALIGNMENT = 16, COUNTER_BYTES = 16 };

@@ -93,7 +93,7 @@ static ha_status run(const ha_varlen_params *p, bool only_load) {
   operand operands[4];
   for (int i = 0; i < 4; i++) {
     operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    status = ha_check_tensor(NAMES[i], tensors[i], 3, shapes[i], operands[i].strides);
+    status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 3, shapes[i], operands[i].strides);
     if (status != HA_SUCCESS) return status;
   }
   status = check_lengths(p);
