@@ -137,15 +137,18 @@ class Library:
         """The status of ``ha_<name>``, or of the ``function`` of that name."""
         return getattr(self.c, f"ha_{params.name}{function}")(ctypes.byref(params))
 
-    def kernel_of(self, params: ctypes.Structure) -> str:
-        """The name of the kernel that serves a problem, or the status and the message of an error."""
+    def kernel_of(self, params: ctypes.Structure, kind: str = "") -> str:
+        """The name of the kernel that serves a problem, or the status and the message of an error. ``kind`` may be
+        "_fp8"."""
         name = ctypes.c_char_p()
-        status = getattr(self.c, f"ha_{params.name}_kernel")(ctypes.byref(params), ctypes.byref(name))
+        status = getattr(self.c, f"ha_{params.name}{kind}_kernel")(ctypes.byref(params), ctypes.byref(name))
         return name.value.decode() if status == SUCCESS else f"{status}: {self.message}"
 
-    def workspace_size_of(self, params: ctypes.Structure) -> int:
+    def workspace_size_of(self, params: ctypes.Structure, kind: str = "") -> int:
         size = ctypes.c_size_t()
-        status = getattr(self.c, f"ha_{params.name}_workspace_size")(ctypes.byref(params), ctypes.byref(size))
+        status = getattr(self.c, f"ha_{params.name}{kind}_workspace_size")(
+            ctypes.byref(params), ctypes.byref(size)
+        )
         assert status == SUCCESS, self.message
         return size.value
 

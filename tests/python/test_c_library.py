@@ -14,14 +14,22 @@ import torch
 from cute_kernels.plan.config import plan_words
 from cute_kernels.problem import DTYPES
 from hopper.decode.config import PARTS_PER_CTA
+from hopper.forward.fp8.tilings import scores_fit_half
+from hopper.forward.tilings import NATIVE_HEAD_DIMS
 from hopper_attention import c_library, c_tables
 from hopper_attention.backends import Target
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_decode
 from hopper_attention.forward_rules import packed_problem_of, select_config, select_for
+from hopper_attention.fp8_rules import Fp8Problem, block_of
+from hopper_attention.fp8_rules import select_config as select_fp8_config
+from hopper_attention.fp8_training import with_blocks_of_the_tile
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
+from hopper_attention.launch.quantize import select_quantize_config
 from hopper_attention.masks import MaskSpec
+from hopper_attention.quantized import Fp8Quantization, padded_keys
+from hopper_attention.rotation import rotation_signs
 from tests import c_library as c
 from tests.c_library import DecodeParams, ForwardParams, Library, VarlenParams
 
@@ -31,7 +39,8 @@ HOPPER = 9, 0
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PROBLEMS = 10_000
 LENGTHS = (1, 63, 512, 768, 769, 1280, 1281, 1536, 1537, 4096, 6144, 6145, 16_384, 2**31 - 512)
-LONGEST = 2**31 - 2**10
+HEAD = 4 * len(c_tables.workspace_head())
+"""Bytes that a workspace begins with."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +125,7 @@ def test_packed_problems_get_the_kernel_that_python_selects(library: Library) ->
         params = VarlenParams(**common_fields(p), **sizes)
         assert library.kernel_of(params) == expected.name, p
         chosen.add(expected.name)
-    assert library.workspace_size_of(params) == 16 + 4 * plan_words(totals[0], p["batch"], expected.tile_m)
+    assert library.workspace_size_of(params) == HEAD + 4 * plan_words(totals[0], p["batch"], expected.tile_m)
     packed = {row.config.name for row in c_tables.forward_rows() if row.config.layout == "varlen"}
     assert chosen == packed, "not every kernel was chosen once"
 
@@ -172,9 +181,53 @@ def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> 
         assert found == config.name, (p, rows, pages, e4m3)
         ctas = ctas_of_pieces(132, rows[0] * p["heads"][1])
         floats = PARTS_PER_CTA * ctas * config.part_floats + rows[0] * p["heads"][0] * rows[1]
-        assert library.workspace_size_of(params) == 4 * floats
+        assert library.workspace_size_of(params) == HEAD + 4 * floats
         chosen.add(found)
     assert len(chosen) > PROBLEMS // 50 and refused > PROBLEMS // 200
+
+
+def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> None:
+    rng, chosen = random.Random(4), set()
+    for _ in range(PROBLEMS // 4):
+        p = draw_problem(rng) | {"head_dims": rng.choice(NATIVE_HEAD_DIMS), "batch": rng.choice((1, 3))}
+        seqlen_q, seqlen_k = (min(length, 2**18) for length in p["lengths"])
+        dims, batch, (heads, kv_heads) = p["head_dims"], p["batch"], p["heads"]
+        fields = common_fields(p) | {"window_left": -1, "window_right": -1}
+        params = ForwardParams(**fields, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        c8 = with_blocks_of_the_tile(Fp8Quantization(), dims, seqlen_k, False, MaskSpec(p["causal"]))
+        dtype, block_k = TORCH_DTYPES[p["dtype"]], c8.keys_per_block(*dims, seqlen_k)
+        quantizer = select_quantize_config(dtype, *dims, seqlen_k, c8)
+        blocks = block_of(c8.block_q, seqlen_q), *2 * (block_of(block_k, seqlen_k),)
+        shapes = (
+            (batch, seqlen_q, heads, dims[0]),
+            *((batch, seqlen_k, kv_heads, size) for size in dims),
+        )
+        half_scores = scores_fit_half(*quantizer.largest_codes, dims[0])
+        problem = Fp8Problem(*shapes, *blocks, dtype, p["causal"], half_scores=half_scores)
+        expected = select_fp8_config(problem)
+        assert library.kernel_of(params, "_fp8") == expected.name, (p, seqlen_k)
+        parts = [batch * heads * seqlen_q * dims[0], batch * kv_heads * seqlen_k * dims[0]]
+        parts += [batch * kv_heads * dims[1] * padded_keys(seqlen_k), 4 * batch * heads * seqlen_q]
+        parts += 2 * [4 * batch * kv_heads * -(-seqlen_k // block_k)]
+        assert library.workspace_size_of(params, "_fp8") == HEAD + sum(-(-part // 16) * 16 for part in parts)
+        chosen |= {expected.name, quantizer.name}
+    assert chosen == {config.name for row in c_tables.fp8_rows() for config in (row.config, row.quantizer)}
+
+
+def test_fp8_says_what_it_does_not_take(library: Library) -> None:
+    assert library.run(ForwardParams(**SOUND | {"head_dim": 32}), "_fp8") == c.NOT_SUPPORTED
+    assert "head_dim is 32 and head_dim_v 64, allowed in FP8: (64, 64), (96, 96)" in library.message
+    assert library.run(ForwardParams(**SOUND | {"window_left": 10}), "_fp8") == c.NOT_SUPPORTED
+    assert "window_left is 10 and window_right -1, allowed in FP8: -1; use ha_forward" in library.message
+
+
+def test_the_head_of_a_workspace_has_the_signs_of_the_rotation() -> None:
+    words = c_tables.workspace_head()
+    for head_dim in (64, 96, 256):
+        at = c_tables.signs_place(head_dim)
+        flips = [flip for word in words[at : at + head_dim // 2] for flip in (word >> 15 & 1, word >> 31)]
+        assert flips == [int(sign < 0) for sign in rotation_signs(head_dim, 0)]
+        assert at % 4 == 0
 
 
 BAD = [
@@ -216,7 +269,7 @@ def test_an_empty_problem_succeeds_without_a_gpu(library: Library) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
 def test_without_a_driver_a_launch_says_so(library: Library) -> None:
-    params = ForwardParams(**SOUND, workspace=64, workspace_size=16)
+    params = ForwardParams(**SOUND, workspace=64, workspace_size=HEAD)
     for name in ("q", "k", "v", "out"):
         getattr(params, name).data = 1 << 20
     assert library.run(params) == c.NO_DRIVER

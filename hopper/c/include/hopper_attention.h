@@ -68,7 +68,8 @@ HA_API const char *ha_version(void);
  * gets 1 if the kernel is in this build, else 0. */
 HA_API const char *ha_kernel_name(size_t index, int *is_built);
 
-/* Zero what of a new workspace must be zero, on `stream`. Once is enough: kernels leave it zero. */
+/* Write the head of a new workspace, on `stream`: what kernels read there, and a counter that they leave zero. Once is
+ * enough. Calls of all kinds on one stream can share a workspace that is large enough for each. */
 HA_API ha_status ha_workspace_init(void *workspace, size_t workspace_size, void *stream);
 
 /* Attention of sequences of one length: out = softmax(softmax_scale Q K^T) V, in 16 bits, summed in float32. */
@@ -110,6 +111,14 @@ HA_API ha_status ha_forward_prepare(const ha_forward_params *params);
 
 /* Queue attention on params->stream. Rows that see no key get 0, and an LSE of -infinity. */
 HA_API ha_status ha_forward(const ha_forward_params *params);
+
+/* The same in FP8: q, k and v, in 16 bits, are rotated and quantized to e4m3 in the workspace, with a scale for each row
+ * of q and each block of keys, and both products are of e4m3. head_dim and head_dim_v are (64, 64), (96, 96), (128, 128),
+ * (192, 128), (192, 192) or (256, 256), and there is no window. It is flash_attn_fp8_func of Python. */
+HA_API ha_status ha_forward_fp8_workspace_size(const ha_forward_params *params, size_t *size);
+HA_API ha_status ha_forward_fp8_kernel(const ha_forward_params *params, const char **name);
+HA_API ha_status ha_forward_fp8_prepare(const ha_forward_params *params);
+HA_API ha_status ha_forward_fp8(const ha_forward_params *params);
 
 /* Attention of sequences of any lengths that lie behind each other in one tensor. Sequence b has the rows
  * cu_seqlens[b] to cu_seqlens[b + 1]. Lengths are read on the GPU alone. */
@@ -178,7 +187,7 @@ typedef struct ha_decode_params {
   double softmax_scale;
   int causal;
   int sm_margin;
-  void *workspace;      /* ha_decode_workspace_size bytes, 16-byte aligned; needs no ha_workspace_init */
+  void *workspace;      /* ha_decode_workspace_size bytes, 16-byte aligned */
   size_t workspace_size;
   void *stream;
 } ha_decode_params;

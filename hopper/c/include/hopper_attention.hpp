@@ -51,6 +51,15 @@ struct decode_params : ha_decode_params {
 inline void forward(const ha_forward_params &p) { check(ha_forward(&p)); }
 inline void prepare(const ha_forward_params &p) { check(ha_forward_prepare(&p)); }
 
+inline void forward_fp8(const ha_forward_params &p) { check(ha_forward_fp8(&p)); }
+inline void prepare_fp8(const ha_forward_params &p) { check(ha_forward_fp8_prepare(&p)); }
+
+inline std::size_t workspace_size_fp8(const ha_forward_params &p) {
+  std::size_t size = 0;
+  check(ha_forward_fp8_workspace_size(&p, &size));
+  return size;
+}
+
 inline void forward(const ha_varlen_params &p) { check(ha_varlen(&p)); }
 inline void prepare(const ha_varlen_params &p) { check(ha_varlen_prepare(&p)); }
 

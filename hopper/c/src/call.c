@@ -80,6 +80,12 @@ void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dim
   for (int i = 0; i < 4; i++) {
     ha_add_tensor(c, operands[i].data, ha_element_of(dtype), dimensions, operands[i].shape, operands[i].strides);
   }
+  ha_add_lse(c, lse);
+  ha_add_counter(c, workspace);
+  ha_add_real(c, scale);
+}
+
+void ha_add_lse(call *c, const lse_argument *lse) {
   int64_t shape[3], strides[3], stride = 1;
   for (int i = lse->dimensions - 1; i >= 0; stride *= lse->shape[i--]) {
     shape[i] = lse->shape[i];
@@ -88,8 +94,10 @@ void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dim
   /* A tensor without rows tells the kernel to write none. */
   if (!lse->data) shape[lse->dimensions - 1] = 0;
   ha_add_tensor(c, lse->data, FLOAT32, lse->dimensions, shape, strides);
+}
+
+void ha_add_counter(call *c, const void *workspace) {
   ha_add_tensor(c, workspace, INT32, 1, (const int64_t[]){2}, NULL);
-  ha_add_real(c, scale);
 }
 
 static int64_t side_of(int64_t side) { return side == UNLIMITED ? NO_LIMIT : side; }

@@ -1,6 +1,5 @@
 /* Attention of a decoding step on a key/value cache. */
 #include <inttypes.h>
-#include <string.h>
 
 #include "internal.h"
 
@@ -111,7 +110,7 @@ static int64_t count_ctas(const ha_decode_params *p, int multiprocessors) {
 /* Partial results, and an LSE that nobody wants, for the largest GPU. */
 static size_t workspace_size_of(const ha_decode_params *p, const plan *made) {
   const int64_t parts = DECODE_PARTS_PER_CTA * count_ctas(p, MOST_MULTIPROCESSORS);
-  return sizeof(float) * (size_t)(parts * made->row->part_floats + lse_floats(p));
+  return WORKSPACE_HEAD_BYTES + sizeof(float) * (size_t)(parts * made->row->part_floats + lse_floats(p));
 }
 
 static void add_tables(call *c, const ha_decode_params *p) {
@@ -148,11 +147,11 @@ static ha_status check_pointers(const ha_decode_params *p, const plan *made) {
 
 static ha_status launch(const ha_decode_params *p, const plan *made, const operand *operands, const device *here,
                         bool only_load) {
-  const int free = here->multiprocessors - p->sm_margin;
-  const int64_t num_ctas = count_ctas(p, free < MOST_MULTIPROCESSORS ? free : MOST_MULTIPROCESSORS);
+  const int most = here->multiprocessors;
+  const int64_t num_ctas = count_ctas(p, most < MOST_MULTIPROCESSORS ? most : MOST_MULTIPROCESSORS);
   const int64_t lse[] = {p->batch, p->heads, p->seqlen_q};
   const int64_t parts[] = {DECODE_PARTS_PER_CTA * num_ctas, made->row->part_floats};
-  float *const memory = p->workspace;
+  float *const memory = (float *)((char *)p->workspace + WORKSPACE_HEAD_BYTES);
   call c;
   ha_call_begin(&c, here->index);
   for (int i = 0; i < NUM_OPERANDS; i++) {
@@ -188,8 +187,7 @@ static ha_status run(const ha_decode_params *p, bool only_load) {
   }
   status = check_pointers(p, &made);
   device here;
-  if (status == HA_SUCCESS) status = ha_current_device(&here);
-  if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, here.multiprocessors - 1);
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   return status == HA_SUCCESS ? launch(p, &made, operands, &here, only_load) : status;
 }
 

@@ -38,13 +38,14 @@ static void open_driver(void) {
       FUNCTION(cuDeviceGetAttribute),
       FUNCTION(cuGetErrorName),
       FUNCTION(cuGetErrorString),
-      FUNCTION(cuMemsetD8Async),
       FUNCTION(cuLibraryLoadData),
       FUNCTION(cuLibraryGetKernel),
       FUNCTION(cuKernelGetAttribute),
       FUNCTION(cuKernelSetAttribute),
       FUNCTION(cuLaunchKernelEx),
 #undef FUNCTION
+      /* Names of the interface with addresses of 64 bits. */
+      {"cuMemcpyHtoDAsync_v2", (void **)&functions.cuMemcpyHtoDAsync},
   };
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
     *wanted[i].function = dlsym(library, wanted[i].name);
@@ -113,12 +114,20 @@ ha_status ha_current_device(device *found) {
   return status;
 }
 
+ha_status ha_device_with_margin(int sm_margin, device *found) {
+  *found = (device){0};
+  ha_status status = ha_current_device(found);
+  if (status == HA_SUCCESS) status = ha_check_range("sm_margin", sm_margin, 0, found->multiprocessors - 1);
+  found->multiprocessors -= sm_margin;
+  return status;
+}
+
 ha_status ha_workspace_init(void *workspace, size_t workspace_size, void *stream) {
-  const ha_status status = ha_check_workspace(workspace, workspace_size, WORKSPACE_ALIGNMENT);
-  if (status != HA_SUCCESS) return status;
+  ha_status status = ha_check_workspace(workspace, workspace_size, sizeof ha_workspace_head);
   device here;
-  const ha_status found = ha_current_device(&here);
-  if (found != HA_SUCCESS) return found;
-  return ha_check_cuda("cuMemsetD8Async",
-                       functions.cuMemsetD8Async((uint64_t)(uintptr_t)workspace, 0, WORKSPACE_ALIGNMENT, stream));
+  if (status == HA_SUCCESS) status = ha_current_device(&here);
+  if (status != HA_SUCCESS) return status;
+  const uint64_t address = (uintptr_t)workspace;
+  return ha_check_cuda("cuMemcpyHtoDAsync",
+                       functions.cuMemcpyHtoDAsync(address, ha_workspace_head, sizeof ha_workspace_head, stream));
 }

@@ -35,7 +35,7 @@ typedef struct driver {
   cu_result (*cuDeviceGetAttribute)(int *, int, int);
   cu_result (*cuGetErrorName)(cu_result, const char **);
   cu_result (*cuGetErrorString)(cu_result, const char **);
-  cu_result (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void *);
+  cu_result (*cuMemcpyHtoDAsync)(uint64_t, const void *, size_t, void *);
   cu_result (*cuLibraryLoadData)(void **, const void *, const void *, const void *, unsigned, const void *,
                                  const void *, unsigned);
   cu_result (*cuLibraryGetKernel)(void **, void *, const char *);
@@ -102,6 +102,29 @@ extern const size_t ha_num_kernels;
 extern const forward_row ha_forward_rows[];
 extern const size_t ha_num_forward_rows;
 extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
+
+/* One choice of an FP8 kernel and of the quantizer before it: of the rows with the problem's dtype, head_dims and causal,
+ * the first whose max_seqlen_k is not exceeded serves. */
+typedef struct fp8_row {
+  ha_dtype dtype; /* of the inputs and of the output */
+  int head_dim;
+  int head_dim_v;
+  bool causal;
+  int64_t max_seqlen_k;
+  int block_k; /* keys that share a scale */
+  int tile_m;
+  int signs_offset; /* of the rotation's signs, in the head of a workspace */
+  int quantizer_rows[2]; /* of Q, and of K and V, that a CTA of the quantizer takes at once */
+  int quantizer_ctas_per_sm;
+  int quantizer; /* indices in ha_kernels */
+  int kernel;
+} fp8_row;
+
+extern const fp8_row ha_fp8_rows[];
+extern const size_t ha_num_fp8_rows;
+
+/* What a workspace begins with: the tile counter, zeros; 1.0f; the signs of the rotation. */
+extern const uint32_t ha_workspace_head[WORKSPACE_HEAD_BYTES / sizeof(uint32_t)];
 
 /* The decode kernel for problems of a kind; `kernel` is -1 where there is none. */
 typedef struct decode_row {
@@ -206,8 +229,32 @@ element ha_element_of(ha_dtype dtype);
 void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
                      const void *workspace, double scale);
 
+/* Append where the LSE goes, and the tile counter. */
+void ha_add_lse(call *c, const lse_argument *lse);
+void ha_add_counter(call *c, const void *workspace);
+
 /* Append the sides of a window, and nothing for a chunk; or nothing for all three. */
 void ha_add_window(call *c, const mask *m);
+
+/* ---- problems of sequences of one length (forward.c) ---- */
+
+/* What is known of a checked problem before its pointers are looked at. */
+typedef struct dense_problem {
+  mask mask;
+  double scale;
+  bool is_empty;
+} dense_problem;
+
+ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made);
+
+/* That there are no more tiles of so many queries than a kernel counts. */
+ha_status ha_check_tiles(const ha_forward_params *p, int tile_m);
+
+/* q, k, v and out of a problem; `shapes` stay with the caller. */
+ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], operand operands[4]);
+
+/* The GPU that is current, with sm_margin multiprocessors taken from it. */
+ha_status ha_device_with_margin(int sm_margin, device *found);
 
 /* ---- checks (checks.c) ---- */
 
@@ -230,6 +277,6 @@ ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed);
 ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
                           int64_t *strides);
 
-enum { WORKSPACE_ALIGNMENT = 16, COUNTER_BYTES = 16 };
+enum { WORKSPACE_ALIGNMENT = 16 };
 
 #endif

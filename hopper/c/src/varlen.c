@@ -52,9 +52,9 @@ static ha_status make_plan(const ha_varlen_params *p, plan *made) {
                  p->heads, p->total_q, p->batch, (int64_t)MAX_TILES, made->row->tile_m);
 }
 
-static size_t workspace_size_of(const plan *made) { return COUNTER_BYTES + sizeof(int32_t) * (size_t)made->words; }
+static size_t workspace_size_of(const plan *made) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words; }
 
-static void *plan_in(const ha_varlen_params *p) { return (char *)p->workspace + COUNTER_BYTES; }
+static void *plan_in(const ha_varlen_params *p) { return (char *)p->workspace + WORKSPACE_HEAD_BYTES; }
 
 static ha_status run_planner(const ha_varlen_params *p, const plan *made, int device, bool only_load) {
   const int64_t ends[] = {p->batch + 1}, none[] = {0}, used[] = {p->seqused_k ? p->batch : 0};
@@ -99,8 +99,7 @@ static ha_status run(const ha_varlen_params *p, bool only_load) {
   status = check_lengths(p);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
   device here;
-  if (status == HA_SUCCESS) status = ha_current_device(&here);
-  if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, here.multiprocessors - 1);
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status == HA_SUCCESS) status = run_planner(p, &made, here.index, only_load);
   if (status != HA_SUCCESS) return status;
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
@@ -111,7 +110,7 @@ static ha_status run(const ha_varlen_params *p, bool only_load) {
   ha_add_tensor(&c, plan_in(p), INT32, 1, &made.words, NULL);
   ha_add_int(&c, p->batch + 1);
   ha_add_nothings(&c, PAGE_ARGUMENTS + SCORE_ARGUMENTS);
-  ha_add_int(&c, (int64_t)(here.multiprocessors - p->sm_margin) * made.row->ctas_per_sm);
+  ha_add_int(&c, (int64_t)here.multiprocessors * made.row->ctas_per_sm);
   return ha_run(&ha_kernels[made.row->kernel], &c, p->stream, only_load);
 }
 
