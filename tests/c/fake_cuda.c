@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <string.h>
 
-enum { KEPT_LAUNCHES = 4, KEPT_ARGUMENTS = 48, INVALID_VALUE = 1, INVALID_CONTEXT = 201 };
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201 };
 
 typedef struct {
   unsigned grid[3], block[3], shared_bytes;
@@ -12,7 +12,7 @@ typedef struct {
 } launch_config;
 
 /* What a test reads and sets. */
-int fake_context = 1, fake_capability = 90, fake_multiprocessors = 132, fake_result_of_launch = 0;
+int fake_context = 1, fake_capability = 90, fake_multiprocessors = 132, fake_result_of_launch = 0, fake_keeps_descriptors = 0;
 int fake_launches, fake_loads, fake_shared_limit, fake_copied;
 char fake_kernel[512];
 launch_config fake_config;
@@ -87,6 +87,6 @@ int cuLaunchKernelEx(const launch_config *config, void *of, void **arguments, vo
   fake_launches++;
   fake_config = *config;
   memcpy(fake_kernel, loaded_name, sizeof fake_kernel);
-  for (int i = 0; i < 4; i++) memcpy(fake_descriptors[i], arguments[i], sizeof fake_descriptors[i]);
+  for (int i = 0; i < 4 && fake_keeps_descriptors; i++) memcpy(fake_descriptors[i], arguments[i], sizeof fake_descriptors[i]);
   return fake_result_of_launch;
 }

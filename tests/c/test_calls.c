@@ -70,6 +70,7 @@ static void test_a_launch(void *driver) {
     expect(ha_forward(&p) == HA_ERROR_NOT_BUILT && strstr(ha_last_error_message(), name), "a kernel that is not built");
     return;
   }
+  *fake(driver, "fake_keeps_descriptors") = 1;
   expect(ha_forward_prepare(&p) == HA_SUCCESS, "a kernel is loaded");
   expect(*fake(driver, "fake_loads") == 1 && *fake(driver, "fake_launches") == 0, "loaded, and not launched");
   expect(ha_forward(&p) == HA_SUCCESS && ha_forward(&p) == HA_SUCCESS, "launches succeed");
@@ -87,6 +88,58 @@ static void test_a_launch(void *driver) {
   expect(ha_forward(&p) == HA_ERROR_CUDA, "a refused launch is an error");
   expect(!strcmp(ha_last_error_message(), "cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED (719), unspecified launch failure"),
          "the message of the driver");
+  *fake(driver, "fake_result_of_launch") = 0;
+  *fake(driver, "fake_keeps_descriptors") = 0;
+}
+
+/* That a call launches so many kernels, of which the generated host code checks all arguments; or says which of them is
+ * not in this build. */
+static void expect_launches(void *driver, const char *what, ha_status status, int launches) {
+  int *const count = fake(driver, "fake_launches");
+  expect(status == HA_ERROR_NOT_BUILT || (status == HA_SUCCESS && *count == launches), what);
+  printf("%s: %s\n", what, status == HA_SUCCESS ? "launched" : ha_last_error_message());
+  *count = 0;
+}
+
+static void test_other_launches(void *driver) {
+  *fake(driver, "fake_launches") = 0;
+  ha_forward_params p = problem();
+  p.window_left = 100;
+  expect_launches(driver, "a window", ha_forward(&p), 1);
+  p = problem();
+  size_t size = 0;
+  expect(ha_forward_fp8_workspace_size(&p, &size) == HA_SUCCESS, "a size of the workspace in FP8");
+  p.workspace_size = size, p.lse = at(5);
+  expect_launches(driver, "FP8", ha_forward_fp8(&p), 2);
+  p.seqlen_k = 100, p.seqlen_q = 1;
+  expect_launches(driver, "FP8 of one block", ha_forward_fp8(&p), 2);
+
+  ha_varlen_params v = HA_VARLEN_PARAMS_INIT;
+  v.dtype = HA_BFLOAT16;
+  v.batch = 3, v.total_q = v.total_k = 1000, v.max_seqlen_q = v.max_seqlen_k = 500;
+  v.heads = 4, v.kv_heads = 2, v.head_dim = v.head_dim_v = 128, v.causal = 1;
+  v.q.data = at(0), v.k.data = at(1), v.v.data = at(2), v.out.data = at(3);
+  v.cu_seqlens_q = v.cu_seqlens_k = at(4), v.seqused_k = at(5);
+  v.workspace = at(6), v.workspace_size = 1 << 20;
+  expect_launches(driver, "packed sequences", ha_varlen(&v), 2);
+
+  ha_decode_params d = HA_DECODE_PARAMS_INIT;
+  d.dtype = d.cache_dtype = HA_BFLOAT16;
+  d.batch = 2, d.seqlen_q = 1, d.heads = 8, d.kv_heads = 2, d.head_dim = d.head_dim_v = 128;
+  d.pages = 100, d.page_size = 64, d.pages_of_sequence = 20, d.page_table = at(5), d.cache_seqlens = at(6);
+  d.q.data = at(0), d.k_cache.data = at(1), d.v_cache.data = at(2), d.out.data = at(3);
+  d.workspace = at(4), d.workspace_size = 1 << 23;
+  expect_launches(driver, "a decoding step on pages", ha_decode(&d), 2);
+  d.page_table = NULL, d.lse = at(7);
+  expect_launches(driver, "a decoding step without pages", ha_decode(&d), 2);
+  d.cache_dtype = HA_FLOAT8_E4M3;
+  expect(ha_decode(&d) == HA_ERROR_INVALID_ARGUMENT && strstr(ha_last_error_message(), "k_descale is NULL"),
+         "a cache of e4m3 has descales");
+  d.k_descale = at(8), d.v_descale = at(9);
+  expect_launches(driver, "a decoding step on a cache of e4m3", ha_decode(&d), 2);
+  d.seqlen_q = 20;
+  expect(ha_decode(&d) == HA_ERROR_NOT_SUPPORTED && strstr(ha_last_error_message(), "80 query rows share a K/V head"),
+         "too many queries");
 }
 
 static void test_varlen(void) {
@@ -111,5 +164,6 @@ int main(void) {
     return 1;
   }
   test_a_launch(driver);
+  test_other_launches(driver);
   return failures != 0;
 }
