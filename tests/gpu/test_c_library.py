@@ -17,15 +17,31 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from hopper_attention import c_library, flash_attn_func, flash_attn_varlen_func
+from hopper_attention import (
+    c_library,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from tests import c_library as c
-from tests.c_library import ForwardParams, Library, TensorArgument, VarlenParams
+from tests.c_library import DecodeParams, ForwardParams, Library, TensorArgument, VarlenParams
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = {torch.float16: c.FLOAT16, torch.bfloat16: c.BFLOAT16}
-KERNELS = (
-    "hopper_fwd_*_d128_*_24,hopper_fwd_fp16_d64_causal_*_x3,hopper_fwd_bf16_d128_*_varlen,*_d128_*_24_window"
+KERNELS = ",".join(
+    (
+        "hopper_fwd_*_d128_*_24",
+        "hopper_fwd_fp16_d64_causal_m64n64*_x3",
+        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_varlen",
+        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_window",
+        "hopper_quantize_bf16_d128_*",
+        "hopper_fwd_e4m3_bf16_d128_*_m*",
+        "hopper_decode_bf16_d128_*_m32n128s3b64_paged",
+        "hopper_decode_bf16_d128_full_m32n128s3b128",
+        "hopper_decode_bf16_d128_full_m32n128s2b128_e4m3cache2",
+    )
 )
 """Those that the tests need; a library with others is used as it is, and what it lacks is skipped."""
 
@@ -61,35 +77,43 @@ def argument(x: Tensor) -> TensorArgument:
 
 
 class Call:
-    """A problem of the C library whose outputs are filled with NaN, and its workspace."""
+    """A problem of the C library whose outputs and workspace are filled with NaN; ``kind`` may be "_fp8"."""
 
-    def __init__(self, library: Library, params: ctypes.Structure, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.library, self.params = library, params
-        if not library.kernels()[library.kernel_of(params)]:
-            pytest.skip(f"the library was built without {library.kernel_of(params)}")
-        self.out = q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
-        rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-        self.lse = torch.full(rows, float("nan"), dtype=torch.float32, device=q.device)
-        self.workspace = torch.full(
-            (library.workspace_size_of(params),), 255, dtype=torch.uint8, device=q.device
-        )
-        for name, x in {"q": q, "k": k, "v": v, "out": self.out}.items():
-            setattr(params, name, argument(x))
-        params.lse = self.lse.data_ptr()
-        params.workspace, params.workspace_size = self.workspace.data_ptr(), self.workspace.numel()
+    def __init__(
+        self,
+        library: Library,
+        params: ctypes.Structure,
+        out: Tensor,
+        lse_shape: tuple[int, ...],
+        kind: str = "",
+    ) -> None:
+        self.library, self.params, self.kind = library, params, kind
+        kernel = library.kernel_of(params, kind)
+        if not library.kernels()[kernel]:
+            pytest.skip(f"the library was built without {kernel}")
+        self.out = out.fill_(float("nan"))
+        self.lse = torch.full(lse_shape, float("nan"), dtype=torch.float32, device=out.device)
+        size = library.workspace_size_of(params, kind)
+        self.workspace = torch.full((size,), 255, dtype=torch.uint8, device=out.device)
+        params.out, params.lse = argument(out), self.lse.data_ptr()
+        params.workspace, params.workspace_size = self.workspace.data_ptr(), size
         params.stream = torch.cuda.current_stream().cuda_stream
-        assert library.c.ha_workspace_init(params.workspace, params.workspace_size, params.stream) == 0
+        assert library.c.ha_workspace_init(params.workspace, size, params.stream) == c.SUCCESS
 
     def run(self, function: str = "") -> None:
-        assert self.library.run(self.params, function) == c.SUCCESS, self.library.message
+        status = self.library.run(self.params, self.kind + function)
+        assert status == c.SUCCESS, self.library.message
 
 
-def dense_call(library: Library, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+def dense_call(library: Library, q: Tensor, k: Tensor, v: Tensor, kind: str = "", **options: Any) -> Call:
     batch, seqlen_q, heads, head_dim = q.shape
     _, seqlen_k, kv_heads, head_dim_v = v.shape
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
     sizes |= {"kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    return Call(library, ForwardParams(dtype=DTYPES[q.dtype], **sizes, **options), q, k, v)
+    tensors = {"q": argument(q), "k": argument(k), "v": argument(v)}
+    params = ForwardParams(dtype=DTYPES[q.dtype], **sizes, **tensors, **options)
+    out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
+    return Call(library, params, out, (batch, heads, seqlen_q), kind)
 
 
 DENSE = [
@@ -128,6 +152,68 @@ def test_strided_inputs_and_a_scale(library: Library, draw) -> None:
     assert torch.equal(call.out, expected)
 
 
+@pytest.mark.parametrize(("rows", "causal"), [((1000, 1000), True), ((300, 3000), False), ((1, 100), False)])
+def test_fp8_outputs_are_those_of_python(library: Library, draw, rows: tuple[int, int], causal: bool) -> None:
+    x = draw(torch.bfloat16, 2, rows, (4, 2), 128)
+    expected, lse = flash_attn_fp8_func(
+        x.q, x.k, x.v, causal=causal, backend="hopper", return_attn_probs=True
+    )
+    call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal)
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+
+
+DECODE = [(1, 64, False), (3, 64, False), (1, 0, False), (1, 0, True)]
+
+
+@pytest.mark.parametrize(("seqlen_q", "page_size", "e4m3"), DECODE)
+def test_a_decoding_step_is_that_of_python(
+    library: Library, draw, seqlen_q: int, page_size: int, e4m3: bool
+) -> None:
+    lengths, capacity = (3000, 5, 640), 3072
+    x = draw(torch.bfloat16, len(lengths), (seqlen_q, capacity), (8, 2), 128)
+    device = x.q.device
+    dtype = torch.float8_e4m3fn if e4m3 else torch.bfloat16
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    caches, table = [x.k.to(dtype), x.v.to(dtype)], None
+    if page_size:
+        pages = capacity // page_size
+        caches = [cache.unflatten(1, (pages, page_size)).flatten(0, 1) for cache in caches]
+        order = torch.randperm(len(lengths) * pages, device=device)
+        table = order.argsort().int().reshape(len(lengths), pages)
+        caches = [cache[order] for cache in caches]
+    descales = torch.rand(2, len(lengths), 2, device=device) + 0.5
+    scales = {"k_descale": descales[0], "v_descale": descales[1]} if e4m3 else {}
+    expected, lse, *_ = flash_attn_with_kvcache(
+        x.q,
+        *caches,
+        cache_seqlens=seqlens,
+        page_table=table,
+        causal=True,
+        backend="hopper",
+        return_softmax_lse=True,
+        **scales,
+    )
+    fields = {"batch": len(lengths), "seqlen_q": seqlen_q, "heads": 8, "kv_heads": 2, "head_dim": 128}
+    fields |= {"head_dim_v": 128, "pages": caches[0].shape[0], "page_size": caches[0].shape[1]}
+    fields |= {"pages_of_sequence": 0 if table is None else table.shape[1], "causal": 1}
+    pointers = {"cache_seqlens": seqlens, "page_table": table, **scales}
+    fields |= {name: 0 if x is None else x.data_ptr() for name, x in pointers.items()}
+    tensors = {"q": x.q, "k_cache": caches[0], "v_cache": caches[1]}
+    fields |= {name: argument(tensor) for name, tensor in tensors.items()}
+    cache_dtype = c.FLOAT8_E4M3 if e4m3 else c.BFLOAT16
+    params = DecodeParams(dtype=c.BFLOAT16, cache_dtype=cache_dtype, **fields)
+    call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    without = torch.empty_like(x.q)
+    call.params.out, call.params.lse = argument(without), None
+    call.run()
+    assert torch.equal(without, expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_outputs_are_those_of_python(library: Library, draw, causal: bool) -> None:
     lengths = (0, 300, 1, 129, 700)
@@ -149,8 +235,9 @@ def test_packed_outputs_are_those_of_python(library: Library, draw, causal: bool
     }
     sizes |= {"head_dim": 128, "head_dim_v": 128, "max_seqlen_q": 700, "max_seqlen_k": 700}
     pointers = {"cu_seqlens_q": cu_seqlens.data_ptr(), "cu_seqlens_k": cu_seqlens.data_ptr()}
-    params = VarlenParams(dtype=c.BFLOAT16, causal=causal, **sizes, **pointers)
-    call = Call(library, params, q, k, v)
+    tensors = {"q": argument(q), "k": argument(k), "v": argument(v)}
+    params = VarlenParams(dtype=c.BFLOAT16, causal=causal, **sizes, **pointers, **tensors)
+    call = Call(library, params, torch.empty_like(q), (4, sum(lengths)))
     for _ in range(2):
         call.run()
     assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
@@ -169,7 +256,7 @@ def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
     graph = cuda(driver.cuStreamEndCapture(stream))
     replay = cuda(driver.cuGraphInstantiate(graph, 0))
     for _ in range(3):
-        x.q.copy_(torch.randn_like(x.q))
+        x.q.normal_()
         expected = flash_attn_func(x.q, x.k, x.v, causal=True, backend="hopper")
         torch.cuda.synchronize()
         cuda(driver.cuGraphLaunch(replay, stream))
