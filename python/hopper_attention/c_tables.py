@@ -123,7 +123,8 @@ def fp8_rows() -> tuple[Fp8Row, ...]:
     rows: list[Fp8Row] = []
     for dtype, dims, causal in product(DTYPES, NATIVE_HEAD_DIMS, (False, True)):
         # Keys of one block are chosen for as those without blocks.
-        lengths = sorted({*length_bounds(), default_block_k(*dims, 1, False, causal)})
+        shortest = default_block_k(dims[0], dims[1], 1, False, causal)
+        lengths = sorted({*length_bounds(), shortest})
         chosen = [_fp8_choice(dtype, dims, causal, length) for length in lengths]
         rows += [
             Fp8Row(*choice, length)
@@ -137,7 +138,7 @@ def _fp8_choice(
     dtype: str, dims: tuple[int, int], causal: bool, seqlen_k: int
 ) -> tuple[QuantizeConfig, Fp8ForwardConfig]:
     """The quantizer and the kernel for so many keys."""
-    block_k = default_block_k(*dims, seqlen_k, False, causal)
+    block_k = default_block_k(dims[0], dims[1], seqlen_k, False, causal)
     quantizer = QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k)
     validate_quantize_config(quantizer)
     half_scores = scores_fit_half(*quantizer.largest_codes, dims[0])
@@ -234,9 +235,9 @@ def _fp8_table(index: dict[str, int]) -> str:
 def _c_fp8_row(row: Fp8Row, index: dict[str, int]) -> str:
     c, q = row.config, row.quantizer
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    fields = C_DTYPES[q.dtype], q.head_dim, q.head_dim_v, str(c.causal).lower(), longest, q.block_k, c.tile_m
-    fields += 4 * signs_place(q.head_dim), f"{{{q.q.rows}, {q.k.rows}}}", q.ctas_per_sm
-    return ", ".join(map(str, (*fields, index[q.name], index[c.name])))
+    problem = C_DTYPES[q.dtype], q.head_dim, q.head_dim_v, str(c.causal).lower(), longest
+    quantizer = 4 * signs_place(q.head_dim), f"{{{q.q.rows}, {q.k.rows}}}", q.ctas_per_sm, index[q.name]
+    return ", ".join(map(str, (*problem, q.block_k, c.tile_m, *quantizer, index[c.name])))
 
 
 def workspace_head() -> tuple[int, ...]:
