@@ -3,7 +3,7 @@
  * The library needs the NVIDIA driver (libcuda.so.1, CUDA 12.0 or newer) when a kernel is launched, and nothing else:
  * no CUDA toolkit, no Python, no torch. It loads the driver at the first launch, so programs link and start without one.
  *
- * A call describes its problem in a struct, which is initialised with the macro of its name:
+ * A call describes its problem in a struct, which is initialised with the macro of its name (C++: hopper_attention.hpp):
  *
  *     ha_forward_params p = HA_FORWARD_PARAMS_INIT;
  *     p.dtype = HA_BFLOAT16;

@@ -10,7 +10,6 @@
 
 enum { CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MULTIPROCESSOR_COUNT = 16 }; /* CUdevice_attribute */
 enum { INVALID_CONTEXT = 201 };                                                   /* CUresult */
-enum { MOST_DEVICES = 64 };
 
 static driver functions;
 static ha_status status_of_opening;

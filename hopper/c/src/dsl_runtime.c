@@ -10,7 +10,7 @@
 #include "internal.h"
 #include "dsl_runtime.h"
 
-enum { MOST_DEVICES = 64, FAILED = -1 };
+enum { FAILED = -1 };
 
 /* What a launch is told beside its arguments. */
 static _Thread_local struct {

@@ -50,6 +50,9 @@ const driver *ha_driver(void);
 /* ha_fail with what the driver says about `result` of its `function`; for a result of success, HA_SUCCESS. */
 ha_status ha_check_cuda(const char *function, cu_result result);
 
+/* GPUs whose state is kept: a bit each of a word. */
+enum { MOST_DEVICES = 64 };
+
 /* A GPU on which kernels can run. */
 typedef struct device {
   int index;
