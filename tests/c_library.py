@@ -66,7 +66,9 @@ class ForwardParams(ctypes.Structure):
         *HEADS,
         *OPERANDS,
         ("lse", ctypes.c_void_p),
-        *LAST,
+        *LAST[:-4],
+        ("fp8_two_level", ctypes.c_int),
+        *LAST[-4:],
     ]
 
     def __init__(self, **fields: object) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from cute_kernels.problem import VARLEN
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.decode.config import DecodeConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import _kernels, compile_cache
 from hopper_attention.c_tables import PLAN, constants_header, kernel_table, library_kernels
 
@@ -29,8 +30,9 @@ DEFAULT_DECODE_BOX_ROWS = (128, 64, 16)
 def is_default(config: _kernels.KernelConfig) -> bool:
     """Whether a kernel is in the set that is built unless another is asked for.
 
-    Those are the forward kernels without a window; and of decode kernels, which come in very many kinds, those of
-    16-bit caches, head_dims of most models, up to 32 rows of queries a K/V head, and pages of the usual sizes.
+    Those are the forward kernels without a window and with one level of sums; and of decode kernels, which come in very
+    many kinds, those of 16-bit caches, head_dims of most models, up to 32 rows of queries a K/V head, and pages of the
+    usual sizes.
     """
     if isinstance(config, DecodeConfig):
         return (
@@ -40,6 +42,8 @@ def is_default(config: _kernels.KernelConfig) -> bool:
             and config.head_dim in DEFAULT_DECODE_HEAD_DIMS
             and config.box_rows in DEFAULT_DECODE_BOX_ROWS
         )
+    if isinstance(config, Fp8ForwardConfig) and config.two_level:
+        return False
     return not (isinstance(config, ForwardConfig) and config.window)
 
 

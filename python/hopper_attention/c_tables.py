@@ -32,11 +32,10 @@ from hopper.quantize.config import DEFAULT_BLOCK_Q, QuantizeConfig, validate_qua
 from hopper_attention import _kernels, checks
 from hopper_attention.backends import HOPPER_CAPABILITY, MOST_MULTIPROCESSORS
 from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS
-from hopper_attention.fp8_rules import block_of
 from hopper_attention.launch.quantize import MAX_ITEMS
 from hopper_attention.machine import find_version
 from hopper_attention.masks import UNLIMITED
-from hopper_attention.problem import length_bounds
+from hopper_attention.problem import ONE_BLOCK, length_bounds
 from hopper_attention.quantized import Fp8Quantization, default_block_k
 from hopper_attention.rotation import sign_masks
 
@@ -109,41 +108,63 @@ def decode_configs() -> Iterator[DecodeConfig | None]:
 
 
 @dataclass(frozen=True)
-class Fp8Row:
-    """A choice of an FP8 kernel, and of the quantizer before it, up to ``max_seqlen_k`` keys."""
+class Fp8Kind:
+    """FP8 problems at a native pair of head_dims that differ in length alone. ``one_block``: all keys share a scale."""
 
+    dtype: str
+    dims: tuple[int, int]
+    causal: bool
+    window: bool
+    two_level: bool
+    one_block: bool
+
+    def choose(self, seen: int) -> tuple[QuantizeConfig, Fp8ForwardConfig]:
+        """The quantizer and the kernel where a query sees at most so many keys."""
+        (head_dim, head_dim_v), dtype = self.dims, self.dtype
+        block_k = default_block_k(head_dim, head_dim_v, seen, self.two_level, self.causal)
+        quantizer = QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k)
+        validate_quantize_config(quantizer)
+        config = select_fp8_forward_config(
+            head_dim,
+            head_dim_v,
+            self.causal,
+            dtype,
+            seen,
+            ONE_BLOCK if self.one_block else block_k,
+            two_level=self.two_level,
+            half_scores=scores_fit_half(*quantizer.largest_codes, head_dim),
+            window=self.window,
+        )
+        return quantizer, config
+
+
+@dataclass(frozen=True)
+class Fp8Row:
+    """A choice of an FP8 kernel, and of the quantizer before it, up to ``max_seqlen_k`` keys that a query sees."""
+
+    kind: Fp8Kind
     quantizer: QuantizeConfig
     config: Fp8ForwardConfig
     max_seqlen_k: int
 
 
 def fp8_rows() -> tuple[Fp8Row, ...]:
-    """What ``flash_attn_fp8_func`` runs with its defaults and without a window, at the native head_dims; those that
-    differ in ``max_seqlen_k`` alone in ascending order."""
-    rows: list[Fp8Row] = []
-    for dtype, dims, causal in product(DTYPES, NATIVE_HEAD_DIMS, (False, True)):
-        # Keys of one block are chosen for as those without blocks.
-        shortest = default_block_k(dims[0], dims[1], 1, False, causal)
-        lengths = sorted({*length_bounds(), shortest})
-        chosen = [_fp8_choice(dtype, dims, causal, length) for length in lengths]
-        rows += [
-            Fp8Row(*choice, length)
-            for choice, length, after in zip(chosen, lengths, (*chosen[1:], None), strict=True)
-            if choice != after
-        ]
-    return tuple(rows)
+    """What ``flash_attn_fp8_func`` runs with its default quantization; rows that differ in ``max_seqlen_k`` alone in
+    ascending order."""
+    flags = (False, True)
+    kinds = (Fp8Kind(*fields) for fields in product(DTYPES, NATIVE_HEAD_DIMS, flags, flags, flags, flags))
+    return tuple(row for kind in kinds for row in _fp8_rows_of(kind))
 
 
-def _fp8_choice(
-    dtype: str, dims: tuple[int, int], causal: bool, seqlen_k: int
-) -> tuple[QuantizeConfig, Fp8ForwardConfig]:
-    """The quantizer and the kernel for so many keys."""
-    block_k = default_block_k(dims[0], dims[1], seqlen_k, False, causal)
-    quantizer = QuantizeConfig(dtype, *dims, DEFAULT_BLOCK_Q, block_k)
-    validate_quantize_config(quantizer)
-    half_scores = scores_fit_half(*quantizer.largest_codes, dims[0])
-    options = {"block_k": block_of(block_k, seqlen_k), "half_scores": half_scores}
-    return quantizer, select_fp8_forward_config(*dims, causal, dtype, seqlen_k, **options)
+def _fp8_rows_of(kind: Fp8Kind) -> list[Fp8Row]:
+    # One block is shorter than the shortest length that tiles are chosen by.
+    bounds = length_bounds()[-1:] if kind.one_block else length_bounds()
+    chosen = [kind.choose(1 if kind.one_block else bound) for bound in bounds]
+    return [
+        Fp8Row(kind, *choice, bound)
+        for choice, bound, after in zip(chosen, bounds, (*chosen[1:], None), strict=True)
+        if choice != after
+    ]
 
 
 def library_kernels() -> tuple[_kernels.KernelConfig, ...]:
@@ -235,7 +256,8 @@ def _fp8_table(index: dict[str, int]) -> str:
 def _c_fp8_row(row: Fp8Row, index: dict[str, int]) -> str:
     c, q = row.config, row.quantizer
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    problem = C_DTYPES[q.dtype], q.head_dim, q.head_dim_v, str(c.causal).lower(), longest
+    flags = row.kind.causal, row.kind.window, row.kind.two_level, row.kind.one_block
+    problem = C_DTYPES[q.dtype], q.head_dim, q.head_dim_v, *(str(flag).lower() for flag in flags), longest
     quantizer = 4 * signs_place(q.head_dim), f"{{{q.q.rows}, {q.k.rows}}}", q.ctas_per_sm, index[q.name]
     return ", ".join(map(str, (*problem, q.block_k, c.tile_m, *quantizer, index[c.name])))
 

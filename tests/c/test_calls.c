@@ -111,7 +111,12 @@ static void test_other_launches(void *driver) {
   expect(ha_forward_fp8_workspace_size(&p, &size) == HA_SUCCESS, "a size of the workspace in FP8");
   p.workspace_size = size, p.lse = at(5);
   expect_launches(driver, "FP8", ha_forward_fp8(&p), 2);
-  p.seqlen_k = 100, p.seqlen_q = 1;
+  p.window_left = 3000;
+  expect_launches(driver, "FP8 with a window", ha_forward_fp8(&p), 2);
+  p.window_left = -1, p.fp8_two_level = 1;
+  expect(ha_forward_fp8_workspace_size(&p, &p.workspace_size) == HA_SUCCESS, "a size of the workspace in two levels");
+  expect_launches(driver, "FP8 in two levels", ha_forward_fp8(&p), 2);
+  p.fp8_two_level = 0, p.seqlen_k = 100, p.seqlen_q = 1;
   expect_launches(driver, "FP8 of one block", ha_forward_fp8(&p), 2);
 
   ha_varlen_params v = HA_VARLEN_PARAMS_INIT;

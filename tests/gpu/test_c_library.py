@@ -152,13 +152,31 @@ def test_strided_inputs_and_a_scale(library: Library, draw) -> None:
     assert torch.equal(call.out, expected)
 
 
-@pytest.mark.parametrize(("rows", "causal"), [((1000, 1000), True), ((300, 3000), False), ((1, 100), False)])
-def test_fp8_outputs_are_those_of_python(library: Library, draw, rows: tuple[int, int], causal: bool) -> None:
+FP8 = [
+    ((1000, 1000), True, {}),
+    ((300, 3000), False, {}),
+    ((1, 100), False, {}),
+    ((2000, 2000), True, {"window_left": 700}),
+    ((700, 2000), False, {"fp8_two_level": 1}),
+]
+
+
+@pytest.mark.parametrize(("rows", "causal", "given"), FP8)
+def test_fp8_outputs_are_those_of_python(
+    library: Library, draw, rows: tuple[int, int], causal: bool, given: dict[str, int]
+) -> None:
     x = draw(torch.bfloat16, 2, rows, (4, 2), 128)
+    options = {"window_size": (given.get("window_left", -1), -1), "backend": "hopper"}
     expected, lse = flash_attn_fp8_func(
-        x.q, x.k, x.v, causal=causal, backend="hopper", return_attn_probs=True
+        x.q,
+        x.k,
+        x.v,
+        causal=causal,
+        two_level_accumulation="fp8_two_level" in given,
+        return_attn_probs=True,
+        **options,
     )
-    call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal)
+    call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal, **given)
     for _ in range(2):
         call.run()
     assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)

@@ -92,6 +92,7 @@ typedef struct ha_forward_params {
   int causal;         /* the last query sees all keys, the one before it one less, and so on */
   int64_t window_left;  /* keys before its own that a query sees; -1: all */
   int64_t window_right; /* keys after it; -1: all, or with causal none */
+  int fp8_two_level;  /* in FP8 alone: sums of P V go to float32 after each key tile, which costs speed; else so anyway */
   int sm_margin;      /* multiprocessors to leave free */
   void *workspace;    /* ha_forward_workspace_size bytes, 16-byte aligned; no two launches at the same time share one */
   size_t workspace_size;
@@ -114,7 +115,7 @@ HA_API ha_status ha_forward(const ha_forward_params *params);
 
 /* The same in FP8: q, k and v, in 16 bits, are rotated and quantized to e4m3 in the workspace, with a scale for each row
  * of q and each block of keys, and both products are of e4m3. head_dim and head_dim_v are (64, 64), (96, 96), (128, 128),
- * (192, 128), (192, 192) or (256, 256), and there is no window. It is flash_attn_fp8_func of Python. */
+ * (192, 128), (192, 192) or (256, 256). It is flash_attn_fp8_func of Python. */
 HA_API ha_status ha_forward_fp8_workspace_size(const ha_forward_params *params, size_t *size);
 HA_API ha_status ha_forward_fp8_kernel(const ha_forward_params *params, const char **name);
 HA_API ha_status ha_forward_fp8_prepare(const ha_forward_params *params);

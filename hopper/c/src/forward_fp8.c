@@ -40,13 +40,20 @@ static quantized lay_out(const ha_forward_params *p, const fp8_row *row) {
 
 static const void *at(const ha_forward_params *p, size_t byte) { return (const char *)p->workspace + byte; }
 
-static const fp8_row *select_row(const ha_forward_params *p, bool causal) {
+static const fp8_row *find_row(const ha_forward_params *p, const mask *m, bool one_block) {
+  const int64_t seen = ha_most_keys(m, p->seqlen_k);
   for (size_t i = 0; i < ha_num_fp8_rows; i++) {
     const fp8_row *row = &ha_fp8_rows[i];
     if (row->dtype != p->dtype || row->head_dim != p->head_dim || row->head_dim_v != p->head_dim_v) continue;
-    if (row->causal == causal && p->seqlen_k <= row->max_seqlen_k) return row;
+    if (row->causal != m->causal || row->window != ha_has_window(m) || row->one_block != one_block) continue;
+    if (row->two_level == (p->fp8_two_level != 0) && seen <= row->max_seqlen_k) return row;
   }
   return NULL;
+}
+
+static const fp8_row *select_row(const ha_forward_params *p, const mask *m) {
+  const fp8_row *row = find_row(p, m, false);
+  return row && p->seqlen_k <= row->block_k ? find_row(p, m, true) : row;
 }
 
 static ha_status check_items(const ha_forward_params *p, const fp8_row *row) {
@@ -65,12 +72,7 @@ static ha_status check_items(const ha_forward_params *p, const fp8_row *row) {
 static ha_status make_plan(const ha_forward_params *p, dense_problem *made, const fp8_row **row) {
   const ha_status status = ha_check_dense(p, made);
   if (status != HA_SUCCESS) return status;
-  if (ha_has_window(&made->mask)) {
-    return ha_fail(HA_ERROR_NOT_SUPPORTED, "window_left is %" PRId64 " and window_right %" PRId64
-                                           ", allowed in FP8: -1; use ha_forward",
-                   p->window_left, p->window_right);
-  }
-  *row = select_row(p, made->mask.causal);
+  *row = select_row(p, &made->mask);
   if (!*row) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
                    "head_dim is %" PRId64 " and head_dim_v %" PRId64
@@ -109,22 +111,21 @@ static ha_status quantize(const ha_forward_params *p, const fp8_row *row, const 
   return ha_run(&ha_kernels[row->quantizer], &c, p->stream, only_load);
 }
 
-static void add_scales(call *c, const ha_forward_params *p, const quantized *x) {
+static void add_scales(call *c, const ha_forward_params *p, const fp8_row *row, const quantized *x) {
   const int64_t of_q[] = {p->batch, p->heads, p->seqlen_q}, of_k[] = {p->batch, p->kv_heads, x->blocks};
   const int64_t ones[] = {p->batch, p->kv_heads, 1}, all_the_same[] = {0, 0, 1};
   const int64_t no_mean[] = {p->batch, p->kv_heads, 0}, vectors[] = {4 * p->kv_heads, 4, 1};
   ha_add_tensor(c, at(p, x->q_scale), FLOAT32, 3, of_q, NULL);
   ha_add_tensor(c, at(p, x->k_scale), FLOAT32, 3, of_k, NULL);
   /* A lone scale of V is a factor of the output. */
-  const bool is_lone = x->blocks == 1;
   for (int i = 0; i < 2; i++) {
-    if (is_lone == (i == 1)) ha_add_tensor(c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
+    if (row->one_block == (i == 1)) ha_add_tensor(c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
     else ha_add_tensor(c, at(p, ONE_OFFSET), FLOAT32, 3, ones, all_the_same);
   }
   ha_add_tensor(c, NULL, FLOAT32, 3, no_mean, vectors);
 }
 
-static ha_status attend(const ha_forward_params *p, const fp8_row *row, const quantized *x, double scale,
+static ha_status attend(const ha_forward_params *p, const fp8_row *row, const quantized *x, const dense_problem *made,
                         const operand operands[NUM_OPERANDS], const device *here, bool only_load) {
   const lse_argument lse = {p->lse, 3, {p->batch, p->heads, p->seqlen_q}};
   call c;
@@ -133,10 +134,14 @@ static ha_status attend(const ha_forward_params *p, const fp8_row *row, const qu
   ha_add_tensor(&c, operands[OUT].data, ha_element_of(p->dtype), 4, operands[OUT].shape, operands[OUT].strides);
   ha_add_lse(&c, &lse);
   ha_add_counter(&c, p->workspace);
-  add_scales(&c, p, x);
+  add_scales(&c, p, row, x);
   ha_add_int(&c, p->seqlen_q > 1 ? 1 : ALL_ROWS);
-  ha_add_int(&c, x->blocks > 1 ? row->block_k : ALL_ROWS);
-  ha_add_real(&c, scale);
+  ha_add_int(&c, row->one_block ? ALL_ROWS : row->block_k);
+  ha_add_real(&c, made->scale);
+  if (row->window) {
+    ha_add_window(&c, &made->mask);
+    ha_add_nothings(&c, PLAN_ARGUMENTS);
+  }
   ha_add_int(&c, here->multiprocessors);
   return ha_run(&ha_kernels[row->kernel], &c, p->stream, only_load);
 }
@@ -154,7 +159,7 @@ static ha_status run(const ha_forward_params *p, bool only_load) {
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, x.bytes);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status == HA_SUCCESS) status = quantize(p, row, &x, operands, &here, only_load);
-  return status == HA_SUCCESS ? attend(p, row, &x, made.scale, operands, &here, only_load) : status;
+  return status == HA_SUCCESS ? attend(p, row, &x, &made, operands, &here, only_load) : status;
 }
 
 ha_status ha_forward_fp8(const ha_forward_params *params) { return run(params, false); }

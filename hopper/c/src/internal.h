@@ -106,15 +106,18 @@ extern const forward_row ha_forward_rows[];
 extern const size_t ha_num_forward_rows;
 extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
 
-/* One choice of an FP8 kernel and of the quantizer before it: of the rows with the problem's dtype, head_dims and causal,
- * the first whose max_seqlen_k is not exceeded serves. */
+/* One choice of an FP8 kernel and of the quantizer before it: of the rows with what the problem has of the fields before
+ * max_seqlen_k, the first where that is not exceeded serves. */
 typedef struct fp8_row {
   ha_dtype dtype; /* of the inputs and of the output */
   int head_dim;
   int head_dim_v;
   bool causal;
+  bool window;
+  bool two_level;
+  bool one_block; /* all keys share a scale: there are no more of them than block_k */
   int64_t max_seqlen_k;
-  int block_k; /* keys that share a scale */
+  int block_k; /* keys that share a scale; the same with one_block and without */
   int tile_m;
   int signs_offset; /* of the rotation's signs, in the head of a workspace */
   int quantizer_rows[2]; /* of Q, and of K and V, that a CTA of the quantizer takes at once */
