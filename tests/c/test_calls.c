@@ -66,6 +66,11 @@ static void test_a_launch(void *driver) {
   *fake(driver, "fake_context") = 0;
   expect(ha_forward(&p) == HA_ERROR_NO_DEVICE, "no context is an error");
   *fake(driver, "fake_context") = 1;
+  *fake(driver, "fake_capability") = 80;
+  expect(ha_forward(&p) == HA_ERROR_NO_DEVICE &&
+             !strcmp(ha_last_error_message(), "GPU 0 has compute capability 8.0, allowed: 9.0 (Hopper)"),
+         "another GPU is an error");
+  *fake(driver, "fake_capability") = 90;
   if (!is_built(name)) {
     expect(ha_forward(&p) == HA_ERROR_NOT_BUILT && strstr(ha_last_error_message(), name), "a kernel that is not built");
     return;
