@@ -1,4 +1,7 @@
-"""``cmake -B build``: a Python that cannot compile the kernels is found out when configuring, with what to do."""
+"""``cmake -B build``: a Python that cannot compile the kernels is found out when configuring, with what to do.
+
+What is built is tested by CTest (``tests/c``) and in ``tests/python/test_c_library.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,15 @@ pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is 
 
 
 def configure(python: Path, build: Path) -> subprocess.CompletedProcess[str]:
-    command = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DPython_EXECUTABLE={python}"]
+    command = [
+        "cmake",
+        "-S",
+        str(ROOT),
+        "-B",
+        str(build),
+        f"-DPython_EXECUTABLE={python}",
+        "-DBUILD_TESTING=OFF",
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -64,8 +64,7 @@ def machine_view(machine: Machine) -> RenderableType:
 
 def gpu_line(gpu: Gpu) -> Text:
     major, minor = gpu.capability
-    memory = f"{gpu.memory_bytes / 2**30:.0f} GiB"
-    line = f"{gpu.name}, compute capability {major}.{minor}, {gpu.multiprocessors} SMs, {memory}, runs "
+    line = f"{gpu.name}, compute capability {major}.{minor}, {gpu.parts}, runs "
     return Text.assemble(line, (gpu.backend, ACCENT if gpu.backend == "hopper" else WARNING))
 
 

@@ -13,11 +13,13 @@ import torch
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper_attention import _kernels, compile_cache
 from hopper_attention.backends import Target, choose_backend, why_not_ampere, why_not_hopper
+from hopper_attention.driver import UNKNOWN, GpuFacts, gpu_facts
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``memory_bytes`` is all of its memory; ``backend`` runs 16-bit attention there by default."""
+    """One GPU. ``memory_bytes`` is all of its memory; ``backend`` runs 16-bit attention there by default; ``facts`` are
+    the driver's."""
 
     index: int
     name: str
@@ -25,6 +27,17 @@ class Gpu:
     multiprocessors: int
     memory_bytes: int
     backend: str
+    facts: GpuFacts = UNKNOWN
+
+    @property
+    def parts(self) -> str:
+        """Its multiprocessors and their clock, L2 and memory, as far as they are known."""
+        parts = [f"{self.multiprocessors} SMs"]
+        if self.facts.clock_mhz:
+            parts[0] += f" at up to {self.facts.clock_mhz} MHz"
+        if self.facts.l2_bytes:
+            parts.append(f"{self.facts.l2_bytes / 2**20:.0f} MiB of L2")
+        return ", ".join([*parts, f"{self.memory_bytes / 2**30:.0f} GiB"])
 
 
 @dataclass(frozen=True)
@@ -85,10 +98,7 @@ class Machine:
 
 def _gpu_line(gpu: Gpu) -> str:
     major, minor = gpu.capability
-    return (
-        f"{gpu.name}, compute capability {major}.{minor}, {gpu.multiprocessors} SMs, "
-        f"{gpu.memory_bytes / 2**30:.0f} GiB, runs the {gpu.backend} backend"
-    )
+    return f"{gpu.name}, compute capability {major}.{minor}, {gpu.parts}, runs the {gpu.backend} backend"
 
 
 def describe_machine() -> Machine:
@@ -150,6 +160,7 @@ def _describe_gpu(index: int) -> Gpu:
         multiprocessors=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         backend=choose_backend(target, torch.bfloat16).backend,
+        facts=gpu_facts(index),
     )
 
 

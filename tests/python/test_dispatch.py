@@ -15,7 +15,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper_attention import _kernels, describe_machine, dispatch, explain, flash_attn_func, machine
+from hopper_attention import _kernels, describe_machine, dispatch, driver, explain, flash_attn_func, machine
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.dispatch import Plan, ReferenceConfig
@@ -394,6 +394,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: FakeProperties) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
     monkeypatch.setattr(_kernels, "driver_cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(machine, "gpu_facts", lambda index: driver.UNKNOWN)
 
 
 def test_describe_machine_with_two_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +413,34 @@ def test_describe_machine_with_two_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch)
     )
     assert here.missing == ()
     assert "NVIDIA H200, compute capability 9.0, 132 SMs, 141 GiB, runs the hopper backend" in str(here)
+
+
+class FakeDriver:
+    """``cuda.bindings.driver`` of a GPU with these attributes, by their names, and an error code for all else."""
+
+    class CUdevice_attribute:
+        CU_DEVICE_ATTRIBUTE_CLOCK_RATE = "clock"
+        CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = "l2"
+
+    def __init__(self, **attributes: int) -> None:
+        self.attributes = attributes
+
+    def cuInit(self, flags: int) -> tuple[int]:
+        return (flags,)
+
+    def cuDeviceGet(self, index: int) -> tuple[int, int]:
+        return 0, index
+
+    def cuDeviceGetAttribute(self, attribute: str, gpu: int) -> tuple[int, int]:
+        return int(attribute not in self.attributes), self.attributes.get(attribute, 0)
+
+
+def test_the_driver_tells_clock_and_l2() -> None:
+    facts = driver.read_facts(FakeDriver(clock=1_980_000, l2=50 * 2**20), 1)
+    assert facts == driver.GpuFacts(1980, 50 * 2**20)
+    assert driver.read_facts(FakeDriver(clock=1_980_000), 0) == driver.UNKNOWN
+    gpu = machine.Gpu(0, "NVIDIA H200", (9, 0), 132, 141 * 2**30, "hopper", facts)
+    assert gpu.parts == "132 SMs at up to 1980 MHz, 50 MiB of L2, 141 GiB"
 
 
 def test_describe_machine_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

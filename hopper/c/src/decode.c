@@ -1,0 +1,210 @@
+/* Attention of a decoding step on a key/value cache. */
+#include <inttypes.h>
+
+#include "internal.h"
+
+enum { Q, K, V, OUT, NUM_OPERANDS };
+enum { E4M3_STEP = 16 };
+
+typedef struct plan {
+  double scale;
+  const decode_row *row;
+  bool is_empty;
+} plan;
+
+static bool is_e4m3(const ha_decode_params *p) { return p->cache_dtype == HA_FLOAT8_E4M3; }
+
+/* The first of `sizes`, ascending, that is not below `size`; `count` if there is none. */
+static int cover(const int *sizes, int count, int64_t size) {
+  int i = 0;
+  while (i < count && sizes[i] < size) i++;
+  return i;
+}
+
+/* Which rows of a page are known to lie together, from the widest on; their number if too few do. */
+static int box_of(const ha_decode_params *p) {
+  static const int ROWS[] = DECODE_BOX_ROWS;
+  /* The only page of a sequence may end within a box, which TMA clips. */
+  if (!p->page_table || p->pages_of_sequence == 1) return 0;
+  int i = 0;
+  while (i < DECODE_NUM_BOX_ROWS && p->page_size % ROWS[i]) i++;
+  return i;
+}
+
+static ha_status check_cache(const ha_decode_params *p) {
+  ha_status status = ha_check_range("pages", p->pages, 1, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_range("page_size", p->page_size, 1, MAX_SEQLEN);
+  if (status == HA_SUCCESS && p->page_table) {
+    status = ha_check_range("pages_of_sequence", p->pages_of_sequence, 1, MAX_SEQLEN / p->page_size);
+  } else if (status == HA_SUCCESS && p->pages < p->batch) {
+    status = ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                     "pages is %" PRId64 ", allowed without a page_table: batch, %" PRId64 ", or more", p->pages,
+                     p->batch);
+  }
+  if (status != HA_SUCCESS) return status;
+  if (!is_e4m3(p) && p->cache_dtype != p->dtype) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_dtype is %d, allowed: dtype, %d, or HA_FLOAT8_E4M3",
+                   (int)p->cache_dtype, (int)p->dtype);
+  }
+  if (is_e4m3(p) && (p->head_dim % E4M3_STEP || p->head_dim_v % E4M3_STEP)) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                   "head_dim is %" PRId64 " and head_dim_v %" PRId64 ", allowed with a cache of e4m3: multiples of %d",
+                   p->head_dim, p->head_dim_v, E4M3_STEP);
+  }
+  return HA_SUCCESS;
+}
+
+static ha_status check_params(const ha_decode_params *p, plan *made) {
+  if (!p || p->struct_size != sizeof *p) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                   "params is not of this version of the library: initialise it with HA_DECODE_PARAMS_INIT");
+  }
+  const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
+  ha_status status = ha_check_sizes(p->dtype, &sizes);
+  if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_range("seqlen_q", p->seqlen_q, 0, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_scale(p->softmax_scale, p->head_dim, &made->scale);
+  return status == HA_SUCCESS ? check_cache(p) : status;
+}
+
+static ha_status make_plan(const ha_decode_params *p, plan *made) {
+  static const int HEAD_DIMS[] = DECODE_HEAD_DIMS;
+  const ha_status status = check_params(p, made);
+  if (status != HA_SUCCESS) return status;
+  made->is_empty = !p->batch || !p->seqlen_q;
+  const int64_t rows = p->seqlen_q * (p->heads / p->kv_heads);
+  if (rows > DECODE_MOST_ROWS) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                   "%" PRId64 " query rows share a K/V head, allowed: up to %d; use ha_varlen", rows, DECODE_MOST_ROWS);
+  }
+  const int box = box_of(p);
+  if (box == DECODE_NUM_BOX_ROWS) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                   "page_size is %" PRId64 ", allowed where a sequence has several pages: multiples of 8",
+                   p->page_size);
+  }
+  const int d = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim);
+  const int dv = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim_v);
+  /* A single query is the last one, and sees all keys. */
+  const bool causal = p->causal && p->seqlen_q > 1;
+  size_t index = p->dtype * 2 + is_e4m3(p);
+  index = (index * DECODE_NUM_HEAD_DIMS + d) * DECODE_NUM_HEAD_DIMS + dv;
+  index = ((index * 2 + causal) * 2 + (p->page_table != NULL)) * 2 + (rows > DECODE_SHORT_ROWS);
+  made->row = &ha_decode_rows[index * DECODE_NUM_BOX_ROWS + box];
+  if (made->row->kernel >= 0) return HA_SUCCESS;
+  return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                 "no decode kernel has head_dim %" PRId64 " and head_dim_v %" PRId64 " with this cache_dtype",
+                 p->head_dim, p->head_dim_v);
+}
+
+static int64_t lse_floats(const ha_decode_params *p) { return p->batch * p->heads * p->seqlen_q; }
+
+/* CTAs among which the keys are shared out, on a GPU of so many multiprocessors. */
+static int64_t count_ctas(const ha_decode_params *p, int multiprocessors) {
+  const int whole = multiprocessors / DECODE_CTA_STEP * DECODE_CTA_STEP;
+  const int64_t most = whole ? whole : multiprocessors, useful = DECODE_MAX_PARTS * p->batch * p->kv_heads;
+  return useful < most ? useful : most;
+}
+
+/* Partial results, and an LSE that nobody wants, for the largest GPU. */
+static size_t workspace_size_of(const ha_decode_params *p, const plan *made) {
+  const int64_t parts = DECODE_PARTS_PER_CTA * count_ctas(p, MOST_MULTIPROCESSORS);
+  return WORKSPACE_HEAD_BYTES + sizeof(float) * (size_t)(parts * made->row->part_floats + lse_floats(p));
+}
+
+static void add_tables(call *c, const ha_decode_params *p) {
+  ha_add_tensor(c, p->cache_seqlens, INT32, 1, (const int64_t[]){p->batch}, NULL);
+  if (p->page_table) {
+    ha_add_tensor(c, p->page_table, INT32, 2, (const int64_t[]){p->batch, p->pages_of_sequence}, NULL);
+  } else {
+    ha_add_nothing(c);
+  }
+  ha_add_nothings(c, 2); /* left pads, cu_seqlens_q */
+}
+
+static void add_descales(call *c, const ha_decode_params *p) {
+  if (!is_e4m3(p)) {
+    ha_add_nothings(c, 2);
+    return;
+  }
+  const int64_t shape[] = {p->batch, p->kv_heads};
+  ha_add_tensor(c, p->k_descale, FLOAT32, 2, shape, NULL);
+  ha_add_tensor(c, p->v_descale, FLOAT32, 2, shape, NULL);
+}
+
+static ha_status check_pointers(const ha_decode_params *p, const plan *made) {
+  if (!p->cache_seqlens) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_seqlens is NULL, allowed: (batch,) int32 on the GPU");
+  }
+  if (is_e4m3(p) && (!p->k_descale || !p->v_descale)) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                   "%c_descale is NULL, allowed with a cache of e4m3: (batch, kv_heads) float32 on the GPU",
+                   p->k_descale ? 'v' : 'k');
+  }
+  return ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(p, made));
+}
+
+static ha_status launch(const ha_decode_params *p, const plan *made, const operand *operands, const device *here,
+                        bool only_load) {
+  const int most = here->multiprocessors;
+  const int64_t num_ctas = count_ctas(p, most < MOST_MULTIPROCESSORS ? most : MOST_MULTIPROCESSORS);
+  const int64_t lse[] = {p->batch, p->heads, p->seqlen_q};
+  const int64_t parts[] = {DECODE_PARTS_PER_CTA * num_ctas, made->row->part_floats};
+  float *const memory = (float *)((char *)p->workspace + WORKSPACE_HEAD_BYTES);
+  call c;
+  ha_call_begin(&c, here->index);
+  for (int i = 0; i < NUM_OPERANDS; i++) {
+    const ha_dtype dtype = i == K || i == V ? p->cache_dtype : p->dtype;
+    ha_add_tensor(&c, operands[i].data, ha_element_of(dtype), 4, operands[i].shape, operands[i].strides);
+  }
+  ha_add_tensor(&c, p->lse ? p->lse : memory + parts[0] * parts[1], FLOAT32, 3, lse, NULL);
+  add_tables(&c, p);
+  ha_add_tensor(&c, memory, FLOAT32, 2, parts, NULL);
+  ha_add_real(&c, made->scale);
+  ha_add_nothings(&c, 6); /* most splits; sides of a window and a chunk; softcap and sinks */
+  add_descales(&c, p);
+  ha_add_int(&c, num_ctas);
+  return ha_run(&ha_kernels[made->row->kernel], &c, p->stream, only_load);
+}
+
+static ha_status run(const ha_decode_params *p, bool only_load) {
+  plan made;
+  ha_status status = make_plan(p, &made);
+  if (status != HA_SUCCESS || made.is_empty) return status;
+  const int64_t shapes[NUM_OPERANDS][4] = {[Q] = {p->batch, p->seqlen_q, p->heads, p->head_dim},
+                                           [K] = {p->pages, p->page_size, p->kv_heads, p->head_dim},
+                                           [V] = {p->pages, p->page_size, p->kv_heads, p->head_dim_v},
+                                           [OUT] = {p->batch, p->seqlen_q, p->heads, p->head_dim_v}};
+  const ha_tensor *tensors[] = {[Q] = &p->q, [K] = &p->k_cache, [V] = &p->v_cache, [OUT] = &p->out};
+  static const char *const NAMES[] = {[Q] = "q", [K] = "k_cache", [V] = "v_cache", [OUT] = "out"};
+  operand operands[NUM_OPERANDS];
+  for (int i = 0; i < NUM_OPERANDS; i++) {
+    const ha_dtype dtype = i == K || i == V ? p->cache_dtype : p->dtype;
+    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
+    status = ha_check_tensor(NAMES[i], tensors[i], dtype, 4, shapes[i], operands[i].strides);
+    if (status != HA_SUCCESS) return status;
+  }
+  status = check_pointers(p, &made);
+  device here;
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  return status == HA_SUCCESS ? launch(p, &made, operands, &here, only_load) : status;
+}
+
+ha_status ha_decode(const ha_decode_params *params) { return run(params, false); }
+
+ha_status ha_decode_prepare(const ha_decode_params *params) { return run(params, true); }
+
+ha_status ha_decode_kernel(const ha_decode_params *params, const char **name) {
+  plan made;
+  const ha_status status = make_plan(params, &made);
+  if (status == HA_SUCCESS && name) *name = ha_kernels[made.row->kernel].name;
+  return status;
+}
+
+ha_status ha_decode_workspace_size(const ha_decode_params *params, size_t *size) {
+  plan made;
+  const ha_status status = make_plan(params, &made);
+  if (status == HA_SUCCESS && size) *size = workspace_size_of(params, &made);
+  return status;
+}

@@ -1,0 +1,102 @@
+/* Attention of sequences of one length, in 16 bits. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "internal.h"
+
+ha_status ha_check_tiles(const ha_forward_params *p, int tile_m) {
+  const int64_t blocks = (p->seqlen_q + tile_m - 1) / tile_m;
+  /* None of the factors is above 2^31, so that the product of two does not overflow. */
+  if (!blocks || p->batch * p->heads <= MAX_TILES / blocks) return HA_SUCCESS;
+  return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                 "batch %" PRId64 " x heads %" PRId64 " x seqlen_q %" PRId64 " are more than %" PRId64
+                 " tiles of %d queries: split the batch",
+                 p->batch, p->heads, p->seqlen_q, (int64_t)MAX_TILES, tile_m);
+}
+
+ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made) {
+  if (!p || p->struct_size != sizeof *p) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                   "params is not of this version of the library: initialise it with HA_FORWARD_PARAMS_INIT");
+  }
+  const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
+  ha_status status = ha_check_sizes(p->dtype, &sizes);
+  if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_range("seqlen_q", p->seqlen_q, 0, MAX_SEQLEN);
+  if (status == HA_SUCCESS) status = ha_check_range("seqlen_k", p->seqlen_k, 1, MAX_SEQLEN);
+  if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_scale(p->softmax_scale, p->head_dim, &made->scale);
+  const int64_t sides[] = {p->window_left, p->window_right};
+  if (status == HA_SUCCESS) status = ha_canonical_mask(&made->mask, p->causal, sides, p->seqlen_q, p->seqlen_k);
+  made->is_empty = status == HA_SUCCESS && (!p->batch || !p->seqlen_q);
+  return status;
+}
+
+ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], operand operands[4]) {
+  const int64_t sizes[4][4] = {{p->batch, p->seqlen_q, p->heads, p->head_dim},
+                               {p->batch, p->seqlen_k, p->kv_heads, p->head_dim},
+                               {p->batch, p->seqlen_k, p->kv_heads, p->head_dim_v},
+                               {p->batch, p->seqlen_q, p->heads, p->head_dim_v}};
+  const ha_tensor *tensors[] = {&p->q, &p->k, &p->v, &p->out};
+  static const char *const NAMES[] = {"q", "k", "v", "out"};
+  memcpy(shapes, sizes, sizeof sizes);
+  for (int i = 0; i < 4; i++) {
+    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
+    const ha_status status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 4, shapes[i], operands[i].strides);
+    if (status != HA_SUCCESS) return status;
+  }
+  return HA_SUCCESS;
+}
+
+static ha_status make_plan(const ha_forward_params *p, dense_problem *made, const forward_row **row) {
+  const ha_status status = ha_check_dense(p, made);
+  if (status != HA_SUCCESS) return status;
+  const int64_t dims[] = {p->head_dim, p->head_dim_v};
+  *row = ha_select_forward(p->dtype, LAYOUT_DENSE, &made->mask, dims, ha_most_keys(&made->mask, p->seqlen_k));
+  if (!*row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
+  return ha_check_tiles(p, (*row)->tile_m);
+}
+
+static ha_status run(const ha_forward_params *p, bool only_load) {
+  dense_problem made;
+  const forward_row *row;
+  ha_status status = make_plan(p, &made, &row);
+  if (status != HA_SUCCESS || made.is_empty) return status;
+  int64_t shapes[4][4];
+  operand operands[4];
+  device here;
+  status = ha_read_operands(p, shapes, operands);
+  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, WORKSPACE_HEAD_BYTES);
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  if (status != HA_SUCCESS) return status;
+  const lse_argument lse = {p->lse, 3, {p->batch, p->heads, p->seqlen_q}};
+  call c;
+  ha_call_begin(&c, here.index);
+  ha_add_operands(&c, p->dtype, operands, 4, &lse, p->workspace, made.scale);
+  if (ha_has_window(&made.mask)) {
+    ha_add_window(&c, &made.mask);
+    ha_add_nothings(&c, PLAN_ARGUMENTS + PAGE_ARGUMENTS + SCORE_ARGUMENTS);
+  }
+  ha_add_int(&c, (int64_t)here.multiprocessors * row->ctas_per_sm);
+  return ha_run(&ha_kernels[row->kernel], &c, p->stream, only_load);
+}
+
+ha_status ha_forward(const ha_forward_params *params) { return run(params, false); }
+
+ha_status ha_forward_prepare(const ha_forward_params *params) { return run(params, true); }
+
+ha_status ha_forward_kernel(const ha_forward_params *params, const char **name) {
+  dense_problem made;
+  const forward_row *row;
+  const ha_status status = make_plan(params, &made, &row);
+  if (status == HA_SUCCESS && name) *name = ha_kernels[row->kernel].name;
+  return status;
+}
+
+ha_status ha_forward_workspace_size(const ha_forward_params *params, size_t *size) {
+  dense_problem made;
+  const forward_row *row;
+  const ha_status status = make_plan(params, &made, &row);
+  if (status == HA_SUCCESS && size) *size = WORKSPACE_HEAD_BYTES;
+  return status;
+}

@@ -1,0 +1,288 @@
+/* What the files of the library share. Nothing here is exported. */
+#ifndef HA_INTERNAL_H
+#define HA_INTERNAL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "constants.h" /* generated: the numbers of the Python source */
+#include "hopper_attention.h"
+
+/* ---- errors (error.c) ---- */
+
+/* Note `status` and a message for this thread; gives `status`. */
+ha_status ha_fail(ha_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* ---- the driver (driver.c): the parts of the CUDA driver API that a launch needs, found at run time ---- */
+
+typedef int cu_result;
+
+typedef struct launch_attribute launch_attribute; /* CUlaunchAttribute, only passed on */
+
+/* CUlaunchConfig. */
+typedef struct launch_config {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  void *stream;
+  launch_attribute *attributes;
+  unsigned num_attributes;
+} launch_config;
+
+typedef struct driver {
+  cu_result (*cuInit)(unsigned);
+  cu_result (*cuCtxGetDevice)(int *);
+  cu_result (*cuDeviceGetAttribute)(int *, int, int);
+  cu_result (*cuGetErrorName)(cu_result, const char **);
+  cu_result (*cuGetErrorString)(cu_result, const char **);
+  cu_result (*cuMemcpyHtoDAsync)(uint64_t, const void *, size_t, void *);
+  cu_result (*cuLibraryLoadData)(void **, const void *, const void *, const void *, unsigned, const void *,
+                                 const void *, unsigned);
+  cu_result (*cuLibraryGetKernel)(void **, void *, const char *);
+  cu_result (*cuKernelGetAttribute)(int *, int, void *, int);
+  cu_result (*cuKernelSetAttribute)(int, int, void *, int);
+  cu_result (*cuLaunchKernelEx)(const launch_config *, void *, void **, void **);
+} driver;
+
+/* The driver, or NULL after ha_fail. */
+const driver *ha_driver(void);
+
+/* ha_fail with what the driver says about `result` of its `function`; for a result of success, HA_SUCCESS. */
+ha_status ha_check_cuda(const char *function, cu_result result);
+
+/* GPUs whose state is kept: a bit each of a word. */
+enum { MOST_DEVICES = 64 };
+
+/* A GPU on which kernels can run. */
+typedef struct device {
+  int index;
+  int multiprocessors;
+} device;
+
+/* The GPU whose context is current. Fails unless it is a Hopper. */
+ha_status ha_current_device(device *found);
+
+/* ---- kernels (the generated table, select.c) ---- */
+
+/* A number, a tensor or nothing, as the entry of a compiled kernel takes it: TVM FFI's convention. */
+typedef struct ffi_value {
+  int32_t type;
+  uint32_t padding;
+  union {
+    int64_t integer;
+    double real;
+    void *pointer;
+  } value;
+} ffi_value;
+
+typedef int ffi_function(void *self, const ffi_value *arguments, int32_t count, ffi_value *result);
+
+typedef enum layout { LAYOUT_DENSE = 0, LAYOUT_VARLEN = 1 } layout;
+
+/* A kernel of the table. `entry` is NULL where it was left out of the build. */
+typedef struct kernel {
+  const char *name;
+  ffi_function *entry;
+} kernel;
+
+/* One choice of a 16-bit forward kernel: of the rows with the problem's dtype, layout, causal and window, and with the
+ * cheapest head_dims that cover its own, the first whose max_seqlen_k is not exceeded serves. */
+typedef struct forward_row {
+  ha_dtype dtype;
+  layout layout;
+  bool causal;
+  bool window;
+  int head_dim;
+  int head_dim_v;
+  int64_t max_seqlen_k;
+  int tile_m;
+  int ctas_per_sm;
+  int kernel; /* index in ha_kernels */
+} forward_row;
+
+extern const kernel ha_kernels[];
+extern const size_t ha_num_kernels;
+extern const forward_row ha_forward_rows[];
+extern const size_t ha_num_forward_rows;
+extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
+
+/* One choice of an FP8 kernel and of the quantizer before it: of the rows with what the problem has of the fields before
+ * max_seqlen_k, the first where that is not exceeded serves. */
+typedef struct fp8_row {
+  ha_dtype dtype; /* of the inputs and of the output */
+  int head_dim;
+  int head_dim_v;
+  bool causal;
+  bool window;
+  bool two_level;
+  bool one_block; /* all keys share a scale: there are no more of them than block_k */
+  int64_t max_seqlen_k;
+  int block_k; /* keys that share a scale; the same with one_block and without */
+  int tile_m;
+  int signs_offset; /* of the rotation's signs, in the head of a workspace */
+  int quantizer_rows[2]; /* of Q, and of K and V, that a CTA of the quantizer takes at once */
+  int quantizer_ctas_per_sm;
+  int quantizer; /* indices in ha_kernels */
+  int kernel;
+} fp8_row;
+
+extern const fp8_row ha_fp8_rows[];
+extern const size_t ha_num_fp8_rows;
+
+/* What a workspace begins with: the tile counter, zeros; 1.0f; the signs of the rotation. */
+extern const uint32_t ha_workspace_head[WORKSPACE_HEAD_BYTES / sizeof(uint32_t)];
+
+/* The decode kernel for problems of a kind; `kernel` is -1 where there is none. */
+typedef struct decode_row {
+  int part_floats; /* float32 of a partial result */
+  int kernel;
+} decode_row;
+
+/* By these, the last one running fastest: dtype; whether the cache is of e4m3; the sizes of head_dim and head_dim_v in
+ * DECODE_HEAD_DIMS; causal; whether there is a page table; whether a K/V head has more than DECODE_SHORT_ROWS rows of
+ * queries; the rows of a page that lie together in DECODE_BOX_ROWS. */
+extern const decode_row ha_decode_rows[];
+
+/* A mask as kernels take it: a causal one, and a window with sides of -1 where nothing is hidden. */
+typedef struct mask {
+  bool causal;
+  int64_t left;
+  int64_t right;
+} mask;
+
+/* The one form of a mask on sequences of at most these lengths. */
+ha_status ha_canonical_mask(mask *made, bool causal, const int64_t sides[2], int64_t seqlen_q, int64_t seqlen_k);
+
+bool ha_has_window(const mask *m);
+
+/* Of so many keys, those that a query sees at most. */
+int64_t ha_most_keys(const mask *m, int64_t seqlen_k);
+
+/* The row for a problem with legal head_dims; `seen` are the keys that a query sees at most. */
+const forward_row *ha_select_forward(ha_dtype dtype, layout layout, const mask *m, const int64_t head_dims[2],
+                                     int64_t seen);
+
+/* ---- calls (call.c) ---- */
+
+enum { MOST_DIMENSIONS = 5, MOST_ARGUMENTS = 32 };
+
+/* Arguments of a general forward kernel: a plan and its sequences; a table of pages and left pads; softcap, slopes,
+ * sinks, and two of dropout. */
+enum { PLAN_ARGUMENTS = 2, PAGE_ARGUMENTS = 2, SCORE_ARGUMENTS = 5 };
+
+typedef enum element { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT32, INT32 } element;
+
+/* The arguments of a kernel, in order. */
+typedef struct call call;
+
+/* A DLTensor and its sizes. */
+typedef struct tensor_argument {
+  struct {
+    void *data;
+    int32_t device_type;
+    int32_t device_index;
+    int32_t dimensions;
+    uint8_t type_code;
+    uint8_t type_bits;
+    uint16_t type_lanes;
+    int64_t *shape;
+    int64_t *strides;
+    uint64_t byte_offset;
+  } dl;
+  int64_t shape[MOST_DIMENSIONS];
+  int64_t strides[MOST_DIMENSIONS];
+} tensor_argument;
+
+struct call {
+  int device;
+  int count;
+  int num_tensors;
+  ffi_value values[MOST_ARGUMENTS];
+  tensor_argument tensors[MOST_ARGUMENTS];
+};
+
+void ha_call_begin(call *c, int device);
+void ha_add_nothing(call *c);
+void ha_add_nothings(call *c, int count);
+void ha_add_int(call *c, int64_t value);
+void ha_add_real(call *c, double value);
+
+/* `strides` NULL: contiguous. */
+void ha_add_tensor(call *c, const void *data, element type, int dimensions, const int64_t *shape,
+                   const int64_t *strides);
+
+/* A checked tensor of a kernel. */
+typedef struct operand {
+  const void *data;
+  const int64_t *shape;
+  int64_t strides[4];
+} operand;
+
+/* Where the LSE goes: `rows` are 0 where it is not wanted. */
+typedef struct lse_argument {
+  float *data;
+  int dimensions;
+  int64_t shape[3];
+} lse_argument;
+
+/* Run a kernel on `stream` of the current GPU, or with `only_load` load it. */
+ha_status ha_run(const kernel *k, const call *c, void *stream, bool only_load);
+
+/* The element of a tensor. */
+element ha_element_of(ha_dtype dtype);
+
+/* Append q, k, v, out and lse of a 16-bit kernel, the tile counter at the start of a workspace, and the scale. */
+void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
+                     const void *workspace, double scale);
+
+/* Append where the LSE goes, and the tile counter. */
+void ha_add_lse(call *c, const lse_argument *lse);
+void ha_add_counter(call *c, const void *workspace);
+
+/* Append the sides of a window, and nothing for a chunk; or nothing for all three. */
+void ha_add_window(call *c, const mask *m);
+
+/* ---- problems of sequences of one length (forward.c) ---- */
+
+/* What is known of a checked problem before its pointers are looked at. */
+typedef struct dense_problem {
+  mask mask;
+  double scale;
+  bool is_empty;
+} dense_problem;
+
+ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made);
+
+/* That there are no more tiles of so many queries than a kernel counts. */
+ha_status ha_check_tiles(const ha_forward_params *p, int tile_m);
+
+/* q, k, v and out of a problem; `shapes` stay with the caller. */
+ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], operand operands[4]);
+
+/* The GPU that is current, with sm_margin multiprocessors taken from it. */
+ha_status ha_device_with_margin(int sm_margin, device *found);
+
+/* ---- checks (checks.c) ---- */
+
+typedef struct problem_sizes {
+  int64_t heads, kv_heads, head_dim, head_dim_v;
+} problem_sizes;
+
+/* Dtype, heads and head_dims. */
+ha_status ha_check_sizes(ha_dtype dtype, const problem_sizes *sizes);
+
+ha_status ha_check_range(const char *name, int64_t value, int64_t least, int64_t most);
+
+/* The scale that is meant. */
+ha_status ha_check_scale(double given, int64_t head_dim, double *scale);
+
+ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed);
+
+/* The strides of a tensor whose `dimensions` sizes are `shape`, the last one the columns; fails unless a kernel can
+ * address it. `dtype` is that of its elements. */
+ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
+                          int64_t *strides);
+
+enum { WORKSPACE_ALIGNMENT = 16 };
+
+#endif

@@ -1,0 +1,343 @@
+"""The C library on a GPU, driven from Python: its outputs are those of Python bit for bit, and a call costs little.
+
+It takes the library that CMake built in ``build``, or links one with the compiler of this machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from hopper_attention import (
+    c_library,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from tests import c_library as c
+from tests.c_library import DecodeParams, ForwardParams, Library, TensorArgument, VarlenParams
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {torch.float16: c.FLOAT16, torch.bfloat16: c.BFLOAT16}
+KERNELS = ",".join(
+    (
+        "hopper_fwd_*_d128_*_24",
+        "hopper_fwd_fp16_d64_causal_m64n64*_x3",
+        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_varlen",
+        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_window",
+        "hopper_quantize_bf16_d128_*",
+        "hopper_fwd_e4m3_bf16_d128_*_m*",
+        "hopper_decode_bf16_d128_*_m32n128s3b64_paged",
+        "hopper_decode_bf16_d128_full_m32n128s3b128",
+        "hopper_decode_bf16_d128_full_m32n128s2b128_e4m3cache2",
+    )
+)
+"""Those that the tests need; a library with others is used as it is, and what it lacks is skipped."""
+
+CALL_US = 4.0
+"""What a call may cost on the host."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    built = sorted((c.ROOT / "build").glob("libhopper_attention.so.*.*.*"))
+    if built:
+        return Library(built[-1])
+    if not c.COMPILER:
+        pytest.skip("there is neither build/libhopper_attention.so nor a C compiler to link one")
+    folder = tmp_path_factory.mktemp("c_library")
+    configs = c_library.chosen_kernels(KERNELS)
+    c_library.write_sources(folder, configs)
+    assert c_library.write_objects(folder, configs, jobs=8) == []
+    return Library(c.link_library(folder, [folder / f"{config.name}.o" for config in configs]))
+
+
+def cuda(result: tuple[Any, ...]) -> Any:
+    """What a function of the driver returns; fails unless it succeeded."""
+    code, *values = result
+    assert code == driver.CUresult.CUDA_SUCCESS, code
+    return values[0] if values else None
+
+
+def argument(x: Tensor) -> TensorArgument:
+    *strides, last = x.stride()
+    assert last == 1
+    return TensorArgument(x.data_ptr(), *((0,) * (3 - len(strides))), *strides)
+
+
+class Call:
+    """A problem of the C library whose outputs and workspace are filled with NaN; ``kind`` may be "_fp8"."""
+
+    def __init__(
+        self,
+        library: Library,
+        params: ctypes.Structure,
+        out: Tensor,
+        lse_shape: tuple[int, ...],
+        kind: str = "",
+    ) -> None:
+        self.library, self.params, self.kind = library, params, kind
+        kernel = library.kernel_of(params, kind)
+        if not library.kernels()[kernel]:
+            pytest.skip(f"the library was built without {kernel}")
+        self.out = out.fill_(float("nan"))
+        self.lse = torch.full(lse_shape, float("nan"), dtype=torch.float32, device=out.device)
+        size = library.workspace_size_of(params, kind)
+        self.workspace = torch.full((size,), 255, dtype=torch.uint8, device=out.device)
+        params.out, params.lse = argument(out), self.lse.data_ptr()
+        params.workspace, params.workspace_size = self.workspace.data_ptr(), size
+        params.stream = torch.cuda.current_stream().cuda_stream
+        assert library.c.ha_workspace_init(params.workspace, size, params.stream) == c.SUCCESS
+
+    def run(self, function: str = "") -> None:
+        status = self.library.run(self.params, self.kind + function)
+        assert status == c.SUCCESS, self.library.message
+
+
+def dense_call(library: Library, q: Tensor, k: Tensor, v: Tensor, kind: str = "", **options: Any) -> Call:
+    batch, seqlen_q, heads, head_dim = q.shape
+    _, seqlen_k, kv_heads, head_dim_v = v.shape
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
+    sizes |= {"kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    tensors = {"q": argument(q), "k": argument(k), "v": argument(v)}
+    params = ForwardParams(dtype=DTYPES[q.dtype], **sizes, **tensors, **options)
+    out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
+    return Call(library, params, out, (batch, heads, seqlen_q), kind)
+
+
+DENSE = [
+    (torch.bfloat16, (1, 300), (300, 1000), (4, 2), 128, True, (-1, -1)),
+    (torch.bfloat16, (2, 129), (129, 4000), (4, 4), 128, False, (-1, -1)),
+    (torch.float16, (2, 1000), (1000, 1000), (3, 1), 64, True, (-1, -1)),
+    (torch.float16, (1, 2000), (2000, 2000), (2, 2), 112, True, (-1, -1)),
+    (torch.bfloat16, (1, 700), (700, 700), (4, 2), 128, True, (100, 0)),
+    (torch.bfloat16, (1, 700), (700, 700), (4, 2), 128, False, (50, 70)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "rows", "lengths", "heads", "head_dim", "causal", "window"), DENSE)
+def test_dense_outputs_are_those_of_python(
+    library: Library, draw, dtype, rows, lengths, heads, head_dim, causal, window
+) -> None:
+    x = draw(dtype, rows[0], lengths, heads, head_dim)
+    expected, lse = flash_attn_func(
+        x.q, x.k, x.v, causal=causal, window_size=window, backend="hopper", return_attn_probs=True
+    )
+    sides = {"window_left": window[0], "window_right": window[1]}
+    call = dense_call(library, x.q, x.k, x.v, causal=causal, **sides)
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert not call.workspace[:16].any(), "the tile counter is left as it was found"
+
+
+def test_strided_inputs_and_a_scale(library: Library, draw) -> None:
+    x = draw(torch.bfloat16, 2, (512, 512), (6, 6), 128)
+    qkv = torch.stack((x.q, x.k, x.v), dim=2)
+    q, k, v = qkv.unbind(2)
+    expected = flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, backend="hopper")
+    call = dense_call(library, q, k, v, causal=True, softmax_scale=0.3)
+    call.run()
+    assert torch.equal(call.out, expected)
+
+
+FP8 = [
+    ((1000, 1000), True, {}),
+    ((300, 3000), False, {}),
+    ((1, 100), False, {}),
+    ((2000, 2000), True, {"window_left": 700}),
+    ((700, 2000), False, {"fp8_two_level": 1}),
+]
+
+
+@pytest.mark.parametrize(("rows", "causal", "given"), FP8)
+def test_fp8_outputs_are_those_of_python(
+    library: Library, draw, rows: tuple[int, int], causal: bool, given: dict[str, int]
+) -> None:
+    x = draw(torch.bfloat16, 2, rows, (4, 2), 128)
+    options = {"window_size": (given.get("window_left", -1), -1), "backend": "hopper"}
+    expected, lse = flash_attn_fp8_func(
+        x.q,
+        x.k,
+        x.v,
+        causal=causal,
+        two_level_accumulation="fp8_two_level" in given,
+        return_attn_probs=True,
+        **options,
+    )
+    call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal, **given)
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+
+
+DECODE = [(1, 64, False), (3, 64, False), (1, 0, False), (1, 0, True)]
+
+
+@pytest.mark.parametrize(("seqlen_q", "page_size", "e4m3"), DECODE)
+def test_a_decoding_step_is_that_of_python(
+    library: Library, draw, seqlen_q: int, page_size: int, e4m3: bool
+) -> None:
+    lengths, capacity = (3000, 5, 640), 3072
+    x = draw(torch.bfloat16, len(lengths), (seqlen_q, capacity), (8, 2), 128)
+    device = x.q.device
+    dtype = torch.float8_e4m3fn if e4m3 else torch.bfloat16
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    caches, table = [x.k.to(dtype), x.v.to(dtype)], None
+    if page_size:
+        pages = capacity // page_size
+        caches = [cache.unflatten(1, (pages, page_size)).flatten(0, 1) for cache in caches]
+        order = torch.randperm(len(lengths) * pages, device=device)
+        table = order.argsort().int().reshape(len(lengths), pages)
+        caches = [cache[order] for cache in caches]
+    descales = torch.rand(2, len(lengths), 2, device=device) + 0.5
+    scales = {"k_descale": descales[0], "v_descale": descales[1]} if e4m3 else {}
+    expected, lse, *_ = flash_attn_with_kvcache(
+        x.q,
+        *caches,
+        cache_seqlens=seqlens,
+        page_table=table,
+        causal=True,
+        backend="hopper",
+        return_softmax_lse=True,
+        **scales,
+    )
+    fields = {"batch": len(lengths), "seqlen_q": seqlen_q, "heads": 8, "kv_heads": 2, "head_dim": 128}
+    fields |= {"head_dim_v": 128, "pages": caches[0].shape[0], "page_size": caches[0].shape[1]}
+    fields |= {"pages_of_sequence": 0 if table is None else table.shape[1], "causal": 1}
+    pointers = {"cache_seqlens": seqlens, "page_table": table, **scales}
+    fields |= {name: 0 if x is None else x.data_ptr() for name, x in pointers.items()}
+    tensors = {"q": x.q, "k_cache": caches[0], "v_cache": caches[1]}
+    fields |= {name: argument(tensor) for name, tensor in tensors.items()}
+    cache_dtype = c.FLOAT8_E4M3 if e4m3 else c.BFLOAT16
+    params = DecodeParams(dtype=c.BFLOAT16, cache_dtype=cache_dtype, **fields)
+    call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    without = torch.empty_like(x.q)
+    call.params.out, call.params.lse = argument(without), None
+    call.run()
+    assert torch.equal(without, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_outputs_are_those_of_python(library: Library, draw, causal: bool) -> None:
+    lengths = (0, 300, 1, 129, 700)
+    x = draw(torch.bfloat16, 1, (sum(lengths), sum(lengths)), (4, 2), 128)
+    q, k, v = (t[0] for t in (x.q, x.k, x.v))
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert [b - a for a, b in pairwise(ends)] == list(lengths)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=q.device)
+    bounds = cu_seqlens, cu_seqlens, max(lengths), max(lengths)
+    expected, lse = flash_attn_varlen_func(
+        q, k, v, *bounds, causal=causal, backend="hopper", return_attn_probs=True
+    )
+    sizes = {
+        "batch": len(lengths),
+        "total_q": sum(lengths),
+        "total_k": sum(lengths),
+        "heads": 4,
+        "kv_heads": 2,
+    }
+    sizes |= {"head_dim": 128, "head_dim_v": 128, "max_seqlen_q": 700, "max_seqlen_k": 700}
+    pointers = {"cu_seqlens_q": cu_seqlens.data_ptr(), "cu_seqlens_k": cu_seqlens.data_ptr()}
+    tensors = {"q": argument(q), "k": argument(k), "v": argument(v)}
+    params = VarlenParams(dtype=c.BFLOAT16, causal=causal, **sizes, **pointers, **tensors)
+    call = Call(library, params, torch.empty_like(q), (4, sum(lengths)))
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+
+
+def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
+    x = draw(torch.bfloat16, 1, (512, 512), (4, 4), 128)
+    call = dense_call(library, x.q, x.k, x.v, causal=True)
+    call.run("_prepare")
+    torch.cuda.synchronize()
+    assert call.out.isnan().all(), "prepare launches nothing"
+    stream = cuda(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    call.params.stream = int(stream)
+    cuda(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    call.run()
+    graph = cuda(driver.cuStreamEndCapture(stream))
+    replay = cuda(driver.cuGraphInstantiate(graph, 0))
+    for _ in range(3):
+        x.q.normal_()
+        expected = flash_attn_func(x.q, x.k, x.v, causal=True, backend="hopper")
+        torch.cuda.synchronize()
+        cuda(driver.cuGraphLaunch(replay, stream))
+        cuda(driver.cuStreamSynchronize(stream))
+        assert torch.equal(call.out, expected)
+    for end, handle in ((driver.cuGraphExecDestroy, replay), (driver.cuGraphDestroy, graph)):
+        cuda(end(handle))
+    cuda(driver.cuStreamDestroy(stream))
+
+
+def test_threads_with_workspaces_of_their_own(library: Library, draw) -> None:
+    x = draw(torch.float16, 2, (700, 700), (4, 2), 128)
+    expected = flash_attn_func(x.q, x.k, x.v, causal=True, backend="hopper")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    calls = [dense_call(library, x.q, x.k, x.v, causal=True) for _ in streams]
+    torch.cuda.synchronize()
+    statuses: list[int] = []
+
+    def work(call: Call, stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_device(0)
+        cuda(driver.cuCtxSetCurrent(cuda(driver.cuDevicePrimaryCtxRetain(0))))
+        call.params.stream = stream.cuda_stream
+        statuses.extend(library.run(call.params) for _ in range(50))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, streams, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert statuses == [c.SUCCESS] * 200
+    assert all(torch.equal(call.out, expected) for call in calls)
+
+
+def test_errors_on_a_gpu(library: Library, draw) -> None:
+    x = draw(torch.bfloat16, 1, (128, 128), (2, 2), 128)
+    call = dense_call(library, x.q, x.k, x.v, causal=True)
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    call.params.sm_margin = count
+    assert library.run(call.params) == c.INVALID_ARGUMENT
+    assert library.message == f"sm_margin is {count}, allowed: 0 to {count - 1}"
+    found: list[tuple[int, str]] = []
+    call.params.sm_margin = 0
+    thread = threading.Thread(target=lambda: found.append((library.run(call.params), library.message)))
+    thread.start()
+    thread.join()
+    ((status, message),) = found
+    assert status == c.NO_DEVICE and "no CUDA context is current on this thread" in message
+
+
+def test_host_time_of_a_call(library: Library, draw) -> None:
+    """In batches that fit the queue of a stream, so that no launch waits for one before."""
+    x = draw(torch.bfloat16, 1, (128, 128), (1, 1), 128)
+    call = dense_call(library, x.q, x.k, x.v, causal=True)
+    call.run()
+    run, address = library.c.ha_forward, ctypes.byref(call.params)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            run(address)
+        times.append((time.perf_counter() - start) / 200 * 1e6)
+    median = statistics.median(times)
+    print(f"host time of a call, ctypes included: {median:.2f} us")
+    assert median <= CALL_US
