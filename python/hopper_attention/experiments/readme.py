@@ -30,7 +30,10 @@ FP8_NOTE = (
     "\\* `flash_attn_fp8_func`, from bf16 to bf16, quantization included; in brackets over our own bf16 kernel. "
     "The FP8 kernel alone finds its inputs quantized, and V transposed."
 )
-DROP_IN_NOTE = "† FlashAttention-3's own call: e4m3 tensors with descales, V in rows, which we transpose within the time shown."
+DROP_IN_NOTE = (
+    "† FlashAttention-3's own call: e4m3 tensors with descales, V in rows, which we transpose within the time "
+    "shown."
+)
 NO_DROP_IN_NOTE = (
     "FP8 from e4m3 tensors with descales, FlashAttention-3's own call, is in no committed report yet."
 )
