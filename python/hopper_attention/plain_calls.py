@@ -14,6 +14,15 @@ from torch.autograd import forward_ad
 
 from hopper_attention.checks import HALF_DTYPES
 
+PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+"""Types of tensors that torch's dispatcher has nothing to do with."""
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of torch.func, which has no memory of its own."""
+
+PLAIN_VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
+"""Types of the other arguments of an operator."""
+
 
 def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain tensors, and nothing traces or transforms the call.
@@ -32,15 +41,44 @@ def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     )
 
 
+def is_plain_16_bit_call(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are plain tensors of one 16-bit dtype, and nothing traces or transforms the call."""
+    return (
+        is_plain_call(q, k, v) and (dtype := q.dtype) in HALF_DTYPES and k.dtype is dtype and v.dtype is dtype
+    )
+
+
 def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
-    return (
-        is_plain_call(q, k, v)
-        and (dtype := q.dtype) in HALF_DTYPES
-        and k.dtype is dtype
-        and v.dtype is dtype
-        and not needs_gradient(q, k, v)
-    )
+    return is_plain_16_bit_call(q, k, v) and not needs_gradient(q, k, v)
+
+
+def are_plain_arguments(arguments: tuple[Any, ...]) -> bool:
+    """``is_plain_call`` of all that an operator takes: tensors or parameters with memory, and values of Python.
+
+    A tensor that a transform wrapped is none after its end either, as the gradient of torch.func.vjp has them.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or is_transformed()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    for x in arguments:
+        kind = type(x)
+        if kind not in PLAIN_VALUES and (kind not in PLAIN_TENSORS or x.is_meta or is_wrapped(x)):
+            return False
+    return True
+
+
+def records_gradient(arguments: tuple[Any, ...]) -> bool:
+    """``needs_gradient`` of plain arguments."""
+    if torch.is_grad_enabled():
+        for x in arguments:
+            if type(x) in PLAIN_TENSORS and x.requires_grad:
+                return True
+    return False
 
 
 def are_plain_constants(*tensors: Tensor) -> bool:
