@@ -17,8 +17,8 @@ from hopper_attention.checks import HALF_DTYPES
 PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 """Types of tensors that torch's dispatcher has nothing to do with."""
 
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of torch.func, which has no memory of its own."""
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 PLAIN_VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
 """Types of the other arguments of an operator."""
@@ -56,18 +56,20 @@ def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
 def are_plain_arguments(arguments: tuple[Any, ...]) -> bool:
     """``is_plain_call`` of all that an operator takes: tensors or parameters with memory, and values of Python.
 
-    A tensor that a transform wrapped is none after its end either, as the gradient of torch.func.vjp has them.
+    The first is a tensor. One that a transform wrapped is not plain after its end either, as the gradient that
+    torch.func.vjp returns has them, nor is a batch of gradients (``is_grads_batched`` of torch.autograd.grad).
     """
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or is_transformed()
         or torch._C._get_tracing_state() is not None
+        or arguments[0].is_meta
     ):
         return False
     for x in arguments:
         kind = type(x)
-        if kind not in PLAIN_VALUES and (kind not in PLAIN_TENSORS or x.is_meta or is_wrapped(x)):
+        if kind not in PLAIN_VALUES and (kind not in PLAIN_TENSORS or _is_functorch(x) or _is_batched(x)):
             return False
     return True
 

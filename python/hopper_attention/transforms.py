@@ -50,19 +50,7 @@ def differentiable(
     """
     operator.register_autograd(gradients, setup_context=save_for_backward)
     compute = operator._init_fn
-
-    class Plain(torch.autograd.Function):
-        # Without setup_context, with which torch looks at the signature of ``forward`` in every call.
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            results = compute(*arguments)
-            if save_for_backward is not None:
-                save_for_backward(ctx, arguments, results)
-            return results
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return gradients(ctx, *grads)
+    apply_plain = _without_dispatcher(operator, gradients, save_for_backward)
 
     class Transformed(torch.autograd.Function):
         @staticmethod
@@ -92,9 +80,6 @@ def differentiable(
             results = compute(transformed, samples, in_dims, arguments)
             return results, (0,) * len(results)
 
-    # Not Plain.apply, which first asks of every argument what ``are_plain_arguments`` has found out.
-    apply_plain = super(torch.autograd.Function, Plain).apply
-
     # torch.compile cannot read such a Function, but can put a call of it into a graph.
     @torch.compiler.allow_in_graph
     @torch.compiler.disable
@@ -112,6 +97,30 @@ def differentiable(
         return transformed(*arguments)
 
     return call
+
+
+def _without_dispatcher(
+    operator: CustomOpDef, gradients: Callable[..., Any], save_for_backward: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """What calls ``operator`` of plain tensors with its gradient, and nothing of torch in between but autograd."""
+    compute = operator._init_fn
+
+    # It has no setup_context, with which torch would look at the signature of ``forward`` in every call.
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = compute(*arguments)
+        if save_for_backward is not None:
+            save_for_backward(ctx, arguments, results)
+        return results
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return gradients(ctx, *grads)
+
+    steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # Named for the messages of autograd.
+    function = type(operator._qualname.replace("::", "_"), (torch.autograd.Function,), steps)
+    # Not function.apply, which first asks of every argument what ``are_plain_arguments`` has found out.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def _as_one_batch(
