@@ -1,4 +1,4 @@
-"""Small tensors on a GPU that outlive the call which made them: tile counters, and constants that kernels read.
+"""Tensors on a GPU that outlive the call which made them: tile counters, work memory, and constants that kernels read.
 
 A captured graph points to what its launches read and write, and may be replayed at any time, on any stream. So what it
 points to is never freed, and what is kept does not lie in memory of a graph: neither of one that is being captured nor
@@ -7,6 +7,7 @@ of the pool in which ``torch.compile(mode="reduce-overhead")`` runs a function b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -91,6 +92,77 @@ def tile_counter(device_index: int) -> Tensor:
         made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
         counter = _tile_counters.setdefault(key, made)
     return counter
+
+
+Shape = tuple[int, ...]
+
+KEPT_FLOATS = 2**24
+"""Work memory of a stream that is kept at most: 64 MiB."""
+
+KEPT_STREAMS, KEPT_VIEWS = 16, 1024
+"""Streams with work memory, and tensors of it by shape, that are kept at most."""
+
+ALIGNED_FLOATS = 64
+"""Tensors in work memory begin at multiples of 256 bytes, as those of torch do."""
+
+
+class WorkMemory:
+    """Memory that a launch fills, reads and leaves to the next one.
+
+    Launches on one stream run one after the other and so can share it; each stream has its own. It lies where torch
+    has the memory of that stream, so that what takes its place after it is freed comes later too.
+    """
+
+    def __init__(self) -> None:
+        self._of_streams: dict[tuple[int, int], Tensor] = {}
+        self._views: dict[tuple[tuple[int, int], tuple[Shape, ...]], tuple[Tensor, ...]] = {}
+
+    def get(self, device_index: int, shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
+        """float32 tensors of these shapes, contiguous, with whatever they hold, for one launch on the current stream.
+
+        In a graph, and where they are large, they are new.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return _new_floats(device_index, shapes)
+        stream = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+        views = self._views.get((stream, shapes))
+        return self._cut(stream, shapes) if views is None else views
+
+    def _cut(self, stream: tuple[int, int], shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
+        """``get`` of shapes that the stream had not, kept."""
+        counts = [-(-math.prod(shape) // ALIGNED_FLOATS) * ALIGNED_FLOATS for shape in shapes]
+        count = sum(counts)
+        if count > KEPT_FLOATS:
+            return _new_floats(stream[0], shapes)
+        if len(self._of_streams) >= KEPT_STREAMS or len(self._views) >= KEPT_VIEWS:
+            self._views.clear()
+            self._of_streams.clear()
+        memory = self._of_streams.get(stream)
+        if memory is None or memory.numel() < count:
+            memory = self._of_streams[stream] = _floats_of_current_stream(stream[0], count)
+            self._views = {key: views for key, views in self._views.items() if key[0] != stream}
+        parts = memory[:count].split(counts)
+        views = tuple(x[: math.prod(shape)].view(shape) for x, shape in zip(parts, shapes, strict=True))
+        return self._views.setdefault((stream, shapes), views)
+
+
+def _new_floats(device_index: int, shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
+    device = f"cuda:{device_index}"
+    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+
+
+def _floats_of_current_stream(device_index: int, count: int) -> Tensor:
+    """float32 (count,), of the memory that torch has for the current stream, and of no pool."""
+    stream = torch.cuda.current_stream(device_index)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(count, dtype=torch.float32, device=f"cuda:{device_index}")
+
+    return make_apart(make)
+
+
+work_memory = WorkMemory()
 
 
 @lru_cache(maxsize=64)

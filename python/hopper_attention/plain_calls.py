@@ -6,6 +6,7 @@ alone knows what is to happen with tensors that are no plain ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,14 +31,16 @@ def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     It is none under torch.compile, export and torch.jit.trace, on fake tensors and other subclasses, in dispatch modes,
     under the transforms of torch.func, and where a level of forward-mode derivatives is open.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and not is_transformed()
-        and torch._C._get_tracing_state() is None
+    return is_plain_moment() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor
+
+
+def is_plain_moment() -> bool:
+    """Whether nothing traces or transforms a call that is made now, whatever its tensors."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or is_transformed()
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -53,19 +56,19 @@ def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     return is_plain_16_bit_call(q, k, v) and not needs_gradient(q, k, v)
 
 
+def are_plain_tensors(tensors: Iterable[Any]) -> bool:
+    """Whether these, each of which may be None, are tensors or parameters and no subclass of them."""
+    # Not all(), whose generator takes as long as all the rest.
+    return not [x for x in tensors if x is not None and type(x) not in PLAIN_TENSORS]
+
+
 def are_plain_arguments(arguments: tuple[Any, ...]) -> bool:
     """``is_plain_call`` of all that an operator takes: tensors or parameters with memory, and values of Python.
 
     The first is a tensor. One that a transform wrapped is not plain after its end either, as the gradient that
     torch.func.vjp returns has them, nor is a batch of gradients (``is_grads_batched`` of torch.autograd.grad).
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or is_transformed()
-        or torch._C._get_tracing_state() is not None
-        or arguments[0].is_meta
-    ):
+    if not is_plain_moment() or arguments[0].is_meta:
         return False
     for x in arguments:
         kind = type(x)
