@@ -8,9 +8,11 @@ of the pool in which ``torch.compile(mode="reduce-overhead")`` runs a function b
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,75 +96,103 @@ def tile_counter(device_index: int) -> Tensor:
     return counter
 
 
-Shape = tuple[int, ...]
+class Piece(NamedTuple):
+    """A contiguous tensor that a launch needs."""
 
-KEPT_FLOATS = 2**24
-"""Work memory of a stream that is kept at most: 64 MiB."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
-KEPT_STREAMS, KEPT_VIEWS = 16, 1024
-"""Streams with work memory, and tensors of it by shape, that are kept at most."""
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-ALIGNED_FLOATS = 64
-"""Tensors in work memory begin at multiples of 256 bytes, as those of torch do."""
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class WorkMemory:
-    """Memory that a launch fills, reads and leaves to the next one.
+Pieces = tuple[Piece, ...]
 
-    Launches on one stream run one after the other and so can share it; each stream has its own. It lies where torch
-    has the memory of that stream, so that what takes its place after it is freed comes later too.
+KEPT_BYTES = 2**24
+"""Work memory that a thread keeps for a stream, at most."""
+
+KEPT_STREAMS, KEPT_KINDS = 16, 1024
+"""Streams with work memory, and sets of pieces that it was cut into, that a thread keeps at most."""
+
+PIECE_BYTES = 256
+"""Pieces begin at multiples of it."""
+
+
+class WorkMemory(threading.local):
+    """Memory that the launches of a call fill and read, and the next call uses again.
+
+    Launches on one stream run one after the other and so can share it; each stream has its own. So has each thread, as
+    a call may have several launches, and those of two threads come to a stream in any order. It is memory that torch
+    has for that stream, so that what takes its place once it is freed comes later too.
     """
 
     def __init__(self) -> None:
         self._of_streams: dict[tuple[int, int], Tensor] = {}
-        self._views: dict[tuple[tuple[int, int], tuple[Shape, ...]], tuple[Tensor, ...]] = {}
+        self._cuts: dict[tuple[int, int, Pieces], tuple[Tensor, ...]] = {}
 
-    def get(self, device_index: int, shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
-        """float32 tensors of these shapes, contiguous, with whatever they hold, for one launch on the current stream.
+    def get(self, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+        """Tensors with whatever they hold, for the launches of a call on the current stream of a GPU.
 
-        In a graph, and where they are large, they are new.
+        In a graph they are new, and where they take more than ``KEPT_BYTES``.
         """
         if torch.cuda.is_current_stream_capturing():
-            return _new_floats(device_index, shapes)
-        stream = device_index, torch._C._cuda_getCurrentRawStream(device_index)
-        views = self._views.get((stream, shapes))
-        return self._cut(stream, shapes) if views is None else views
+            return _new_pieces(device_index, pieces)
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        cut = self._cuts.get((device_index, stream, pieces))
+        return self._cut(device_index, stream, pieces) if cut is None else cut
 
-    def _cut(self, stream: tuple[int, int], shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
-        """``get`` of shapes that the stream had not, kept."""
-        counts = [-(-math.prod(shape) // ALIGNED_FLOATS) * ALIGNED_FLOATS for shape in shapes]
-        count = sum(counts)
-        if count > KEPT_FLOATS:
-            return _new_floats(stream[0], shapes)
-        if len(self._of_streams) >= KEPT_STREAMS or len(self._views) >= KEPT_VIEWS:
-            self._views.clear()
+    def _cut(self, device_index: int, stream: int, pieces: Pieces) -> tuple[Tensor, ...]:
+        """``get`` of pieces that the stream had not yet."""
+        rooms = [-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces]
+        size, key = sum(rooms), (device_index, stream)
+        if size > KEPT_BYTES:
+            return _new_pieces(device_index, pieces)
+        if len(self._of_streams) >= KEPT_STREAMS or len(self._cuts) >= KEPT_KINDS:
+            self._cuts.clear()
             self._of_streams.clear()
-        memory = self._of_streams.get(stream)
-        if memory is None or memory.numel() < count:
-            memory = self._of_streams[stream] = _floats_of_current_stream(stream[0], count)
-            self._views = {key: views for key, views in self._views.items() if key[0] != stream}
-        parts = memory[:count].split(counts)
-        views = tuple(x[: math.prod(shape)].view(shape) for x, shape in zip(parts, shapes, strict=True))
-        return self._views.setdefault((stream, shapes), views)
+        memory = self._of_streams.get(key)
+        if memory is None or memory.numel() < size:
+            memory = self._of_streams[key] = _bytes_of_current_stream(device_index, size)
+            self._cuts = {known: cut for known, cut in self._cuts.items() if known[:2] != key}
+        parts = zip(pieces, memory[:size].split(rooms), strict=True)
+        cut = tuple(part[: piece.bytes].view(piece.dtype).view(piece.shape) for piece, part in parts)
+        self._cuts[device_index, stream, pieces] = cut
+        return cut
 
 
-def _new_floats(device_index: int, shapes: tuple[Shape, ...]) -> tuple[Tensor, ...]:
-    device = f"cuda:{device_index}"
-    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+def _new_pieces(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    return tuple(piece.empty(f"cuda:{device_index}") for piece in pieces)
 
 
-def _floats_of_current_stream(device_index: int, count: int) -> Tensor:
-    """float32 (count,), of the memory that torch has for the current stream, and of no pool."""
+def _bytes_of_current_stream(device_index: int, size: int) -> Tensor:
+    """uint8 (size,), of the memory that torch has for the current stream, and of no pool."""
     stream = torch.cuda.current_stream(device_index)
 
     def make() -> Tensor:
         with torch.cuda.stream(stream):
-            return torch.empty(count, dtype=torch.float32, device=f"cuda:{device_index}")
+            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device_index}")
 
     return make_apart(make)
 
 
-work_memory = WorkMemory()
+_work_memory = WorkMemory()
+
+
+def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    """``WorkMemory.get`` of this thread; on a device without streams new tensors."""
+    if device.type != "cuda":
+        return tuple(piece.empty(device) for piece in pieces)
+    return _work_memory.get(device_index, pieces)
+
+
+@lru_cache(maxsize=64)
+def no_floats(device: torch.device) -> Tensor:
+    """float32 without elements."""
+    return make_apart(lambda: torch.empty(0, dtype=torch.float32, device=device))
 
 
 @lru_cache(maxsize=64)

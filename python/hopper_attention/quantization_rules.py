@@ -32,6 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
 from hopper_attention.quantized import (
     E4M3,
@@ -61,7 +62,9 @@ Quantizer = Callable[
 """(q, k, v, quantization, means) -> the three in e4m3."""
 
 
-def check_sources(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
+def check_sources(
+    q: torch.Tensor | TensorSpec, k: torch.Tensor | TensorSpec, v: torch.Tensor | TensorSpec
+) -> AttentionShape:
     """The sizes of tensors that can be quantized.
 
     Raises:
@@ -83,6 +86,23 @@ def with_numbers(quantization: Fp8Quantization, shape: AttentionShape) -> Fp8Qua
 @lru_cache(maxsize=1024)
 def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantization:
     return replace(quantization, block_k=block_k)
+
+
+@lru_cache(maxsize=4096)
+def numbers_for(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    quantization: Fp8Quantization,
+) -> Fp8Quantization:
+    """``with_numbers`` of q, k and v of these shapes, dtypes and devices, which are checked, in one look-up.
+
+    Raises:
+        ValueError, TypeError: those of ``check_sources``.
+    """
+    sources = zip(shapes, dtypes, devices, strict=True)
+    q, k, v = (TensorSpec(shape, (), dtype, device) for shape, dtype, device in sources)
+    return with_numbers(quantization, check_sources(q, k, v))
 
 
 @torch.no_grad()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hopper_attention.device_memory import no_floats
 from hopper_attention.launch.quantize import quantize_fused, why_not_fused_here
+from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantization_rules import Quantizer, quantize_by_torch, quantize_with
-from hopper_attention.quantized import E4M3, Fp8Quantization, QuantizedQKV, QuantizedTensor
+from hopper_attention.quantized import E4M3, Fp8Quantization, Means, QuantizedQKV, QuantizedTensor
 from hopper_attention.shapes import attention_shape
 
 QUANTIZERS = ("fused", "torch")
@@ -27,6 +29,20 @@ def quantize_here(
         ValueError: ``backend`` cannot do the problem.
     """
     return quantize_with(_choose_quantizer(q, k, v, quantization, backend), q, k, v, quantization)
+
+
+def quantize_plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, backend: str | None
+) -> QuantizedQKV:
+    """``quantize_here`` for those who call it by name: without a mean, ``shift`` and ``mean_v`` are one kept tensor,
+    which an operator may not return."""
+    c = quantization
+    run = _choose_quantizer(q, k, v, c, backend)
+    if run is not quantize_fused or c.smooth_k or c.smooth_v or needs_gradient(q, k, v):
+        return quantize_with(run, q, k, v, c)
+    nothing = no_floats(q.device)
+    parts = quantize_fused(q, k, v, c, Means(nothing, nothing))
+    return QuantizedQKV.unchecked(*parts, c, q.dtype, nothing)
 
 
 def _choose_quantizer(

@@ -14,7 +14,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode
-from hopper_attention.device_memory import constants, unit_scales, work_memory
+from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales, work_memory
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import (
@@ -52,7 +52,7 @@ class DecodeLauncher(Launcher):
         shape, t = self.shape, tensors
         q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
         out = self._empty_out(q)
-        parts, *spare = self._work(q.device)
+        parts, *spare = work_memory(q.device, self.device_index, self.work)
         lse = spare[0] if spare else torch.empty(shape.lse_shape, dtype=torch.float32, device=q.device)
         cap, sinks = None, None
         if scores is not NO_SCORES:
@@ -85,16 +85,11 @@ class DecodeLauncher(Launcher):
             return torch.empty_like(q, memory_format=torch.contiguous_format)
         return torch.empty(shape.out_shape, dtype=shape.out_dtype, device=q.device)
 
-    def _work(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for partial results, and for an LSE that is not wanted."""
-        if device.type == "cuda":
-            return work_memory.get(self.device_index, self.work_shapes)
-        return tuple(torch.empty(x, dtype=torch.float32, device=device) for x in self.work_shapes)
-
     @cached_property
-    def work_shapes(self) -> tuple[tuple[int, ...], ...]:
-        parts = PARTS_PER_CTA * self.num_ctas, self.config.part_floats
-        return (parts,) if self.wants_lse else (parts, self.shape.lse_shape)
+    def work(self) -> Pieces:
+        """Memory for partial results, and for an LSE that is not wanted."""
+        parts = Piece((PARTS_PER_CTA * self.num_ctas, self.config.part_floats))
+        return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
