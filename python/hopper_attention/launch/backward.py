@@ -22,6 +22,7 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
+from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -75,9 +76,9 @@ class BackwardLauncher(Launcher):
         """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
-        tile = self.dq_tile
-        lse_log2, delta = torch.empty(2, *lse_shape(tile, q), dtype=torch.float32, device=q.device).unbind()
-        sums = zero_dq(tile, q)
+        pieces = work_pieces(self.dq_tile, q.shape)
+        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
+        sums.zero_()
         dq, dk, dv = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
         self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
@@ -292,7 +293,7 @@ def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
     delta float32 (batch, heads, padded seqlen_q) is changed; lse and dlse are (batch, heads, seqlen_q). Rows without
     keys keep their delta of 0 whatever dlse holds.
     """
-    delta[:, :, : lse.shape[2]] -= dlse.masked_fill(lse == -math.inf, 0.0)
+    delta[:, :, : lse.shape[2]] -= dlse.detach().masked_fill(lse == -math.inf, 0.0)
 
 
 def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -300,15 +301,20 @@ def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple([torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs])
 
 
-def lse_shape(config: KernelConfig | DqTile, q: Tensor) -> tuple[int, int, int]:
+def lse_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(batch, heads, seqlen_q rounded up to whole query tiles)."""
-    batch, seqlen, heads, _ = q.shape
+    batch, seqlen, heads, _ = q_shape
     return batch, heads, -(-seqlen // config.tile_m) * config.tile_m
 
 
-def zero_dq(config: KernelConfig | DqTile, q: Tensor) -> Tensor:
-    """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
-    batch, seqlen, heads, _ = q.shape
-    tiles = -(-seqlen // config.tile_m)
-    shape = (batch, heads, tiles, config.dq_parts, config.dq_words)
-    return torch.zeros(shape, dtype=torch.float32, device=q.device)
+def dq_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the float32 sums of dQ: (batch, heads, query tiles, parts, words)."""
+    batch, seqlen, heads, _ = q_shape
+    return batch, heads, -(-seqlen // config.tile_m), config.dq_parts, config.dq_words
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def work_pieces(tile: DqTile, q_shape: tuple[int, ...]) -> Pieces:
+    """LSE in base 2, delta and the sums of dQ, in whole query tiles."""
+    rows = Piece(lse_shape(tile, q_shape))
+    return rows, rows, Piece(dq_shape(tile, q_shape))
