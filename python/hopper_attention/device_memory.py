@@ -107,7 +107,7 @@ class Piece(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(*self.shape, dtype=self.dtype, device=device)
 
 
 Pieces = tuple[Piece, ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from hopper_attention import checks
@@ -346,7 +347,8 @@ def flash_attn_quantized_func(
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
-    if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
+    is_plain = is_plain_call(parts.q.data, parts.k.data, parts.v.data)
+    if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
         out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
     else:
         out, lse = attend_traced(parts, *options, mask.sides)

@@ -53,7 +53,7 @@ class DecodeLauncher(Launcher):
         q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
         out = self._empty_out(q)
         parts, *spare = work_memory(q.device, self.device_index, self.work)
-        lse = spare[0] if spare else torch.empty(shape.lse_shape, dtype=torch.float32, device=q.device)
+        lse = spare[0] if spare else torch.empty(*shape.lse_shape, dtype=torch.float32, device=q.device)
         cap, sinks = None, None
         if scores is not NO_SCORES:
             cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
@@ -83,7 +83,7 @@ class DecodeLauncher(Launcher):
         if shape.head_dim_v == shape.head_dim:
             # As ``ResultSpec``: cheaper.
             return torch.empty_like(q, memory_format=torch.contiguous_format)
-        return torch.empty(shape.out_shape, dtype=shape.out_dtype, device=q.device)
+        return torch.empty(*shape.out_shape, dtype=shape.out_dtype, device=q.device)
 
     @cached_property
     def work(self) -> Pieces:

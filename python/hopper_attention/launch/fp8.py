@@ -180,7 +180,7 @@ class Fp8HopperLauncher(Launcher):
 
 def adds_mean(parts: QuantizedQKV) -> bool:
     """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
-    return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+    return not parts.quantization.rotate_v and parts.mean_v.numel() > 0
 
 
 def changes_values(parts: QuantizedQKV) -> bool:

@@ -178,8 +178,17 @@ def output_pieces(
 
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
     """New tensors for the kernel to fill."""
-    pieces, device = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape), q.device
-    return Outputs(*[torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pieces])
+    _, _, vt8, q_scale, k_scale, _ = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
+    device = q.device
+    scale = k_scale.empty(device)
+    return Outputs(
+        torch.empty_like(q, dtype=E4M3, memory_format=torch.contiguous_format),
+        torch.empty_like(k, dtype=E4M3, memory_format=torch.contiguous_format),
+        vt8.empty(device),
+        q_scale.empty(device),
+        scale,
+        torch.empty_like(scale),
+    )
 
 
 @dataclass(frozen=True)
