@@ -86,10 +86,9 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         NotImplementedError: a feature is not implemented.
     """
     tensors, length = _split_length(given)
-    q, k_cache, v_cache, *others = tensors
-    is_plain = is_plain_call(q, k_cache, v_cache) and are_plain_tensors(others) and are_plain_tensors(extras)
+    is_plain = is_plain_call(*tensors[:3]) and are_plain_tensors(tensors) and are_plain_tensors(extras)
     # A meta tensor has no numbers, and the operator knows its results without them.
-    if not is_plain or q.is_meta:
+    if not is_plain or tensors.q.is_meta:
         is_plain = False
         checks.check_are_tensors(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}

@@ -39,7 +39,8 @@ def is_plain_moment() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or is_transformed()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
 
