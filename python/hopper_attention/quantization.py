@@ -28,7 +28,6 @@ from hopper_attention.packed_quantizers import quantize_packed_here
 from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantization_rules import (
     check_sources,
-    numbers_for,
     restore_values,
     to_e4m3,
     with_numbers,
@@ -148,8 +147,7 @@ def quantize_qkv(
     if lengths is not None:
         return _quantize_packed(q, k, v, lengths, quantization, backend)
     if is_plain_call(q, k, v):
-        facts = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        return quantize_plain(q, k, v, numbers_for(*facts, quantization), backend)
+        return quantize_plain(q, k, v, quantization, backend)
     return quantize_traced(q, k, v, with_numbers(quantization, check_sources(q, k, v)), backend)
 
 

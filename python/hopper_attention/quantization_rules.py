@@ -88,23 +88,6 @@ def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantizatio
     return replace(quantization, block_k=block_k)
 
 
-@lru_cache(maxsize=4096)
-def numbers_for(
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    devices: tuple[torch.device, ...],
-    quantization: Fp8Quantization,
-) -> Fp8Quantization:
-    """``with_numbers`` of q, k and v of these shapes, dtypes and devices, which are checked, in one look-up.
-
-    Raises:
-        ValueError, TypeError: those of ``check_sources``.
-    """
-    sources = zip(shapes, dtypes, devices, strict=True)
-    q, k, v = (TensorSpec(shape, (), dtype, device) for shape, dtype, device in sources)
-    return with_numbers(quantization, check_sources(q, k, v))
-
-
 @torch.no_grad()
 def quantize_with(
     run: Quantizer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization

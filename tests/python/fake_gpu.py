@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_attention import device_memory, fp8_at_once
+from hopper_attention import device_memory, fp8_at_once, quantizers
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     append,
@@ -45,6 +45,7 @@ REMEMBERING = (
     packed_quantize,
     paged_forward,
     quantize,
+    quantizers,
     qv,
     varlen,
 )
