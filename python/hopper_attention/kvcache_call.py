@@ -86,7 +86,11 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         NotImplementedError: a feature is not implemented.
     """
     tensors, length = _split_length(given)
-    is_plain = is_plain_call(*tensors[:3]) and are_plain_tensors(tensors) and are_plain_tensors(extras)
+    sinks, alibi_slopes, out = extras
+    is_bare = sinks is None and alibi_slopes is None and out is None
+    is_plain = (
+        is_plain_call(*tensors[:3]) and are_plain_tensors(tensors) and (is_bare or are_plain_tensors(extras))
+    )
     # A meta tensor has no numbers, and the operator knows its results without them.
     if not is_plain or tensors.q.is_meta:
         is_plain = False
@@ -94,13 +98,13 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
         checks.check_are_tensors(**tensors.given, **more)
     check_no_gradient(tensors)
-    check_no_gradient(extras)
+    if not is_bare:
+        check_no_gradient(extras)
     # What traces a call may not know how to ask.
     if not is_plain or torch._C._is_any_autocast_enabled():
         tensors = _cast(tensors)
     if type(options.window_size) is not tuple:
         options = options._replace(window_size=features.read_window(options.window_size))
-    sinks, alibi_slopes, out = extras
     of_out = None if out is None else _facts((out,))[0]
     there = alibi_slopes is not None, sinks is not None
     call = _find_call(is_plain, _facts(tensors), of_out, length, *there, *options)
@@ -174,8 +178,16 @@ def make_call(
     )
 
 
-remembered_call = lru_cache(maxsize=REMEMBERED_CALLS, typed=True)(make_call)
-"""``make_call`` of plain tensors, in one look-up; typed, as True is no number of splits where 1 is."""
+@lru_cache(maxsize=REMEMBERED_CALLS, typed=True)
+def remembered_call(*arguments: Any) -> CacheCall:
+    """``make_call`` of plain tensors, in one look-up; typed, as True is no number of splits where 1 is."""
+    return _first_like(make_call(*arguments))
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _first_like(call: CacheCall) -> CacheCall:
+    """Of all calls that equal this one the first, so that what is remembered of it is found without comparing them."""
+    return call
 
 
 def _facts(tensors: tuple[Tensor | None, ...]) -> Facts:
