@@ -14,7 +14,12 @@ from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.qv import QvInputs, run_qv
 from hopper_attention.masks import FULL_SIDES, MaskSpec
-from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.plain_calls import (
+    are_plain_constants,
+    is_plain_16_bit_call,
+    needs_gradient,
+    wants_only_a_launch,
+)
 from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
@@ -265,20 +270,27 @@ def flash_attn_func(
         options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
         results = _attend_with_qv(q, k, v, qv, softmax_scale, descales, options)
         return results if return_attn_probs else results[0]
-    no_descales = q_descale is None and k_descale is None and v_descale is None
     if (
-        no_descales
-        and wants_only_a_launch(q, k, v)
+        q_descale is None
+        and k_descale is None
+        and v_descale is None
+        and is_plain_16_bit_call(q, k, v)
         and q.is_cuda
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
-        flags = causal, backend, sm_margin, return_attn_probs
-        results = run_forward(q, k, v, softmax_scale, *flags, sides, scores)
-    else:
-        descales = (q_descale, k_descale, v_descale)
-        options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
-        results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
+        if not needs_gradient(q, k, v):
+            flags = causal, backend, sm_margin, return_attn_probs
+            results = run_forward(q, k, v, softmax_scale, *flags, sides, scores)
+            return results if return_attn_probs else results[0]
+        if scores is NO_SCORES and q.dim() == 4:
+            scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+            options_16 = causal, backend, sm_margin, deterministic, *sides
+            results = autograd.forward(q, k, v, scale, *options_16, *NO_SCORES.values)
+            return results if return_attn_probs else results[0]
+    descales = (q_descale, k_descale, v_descale)
+    options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
+    results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
 

@@ -1,4 +1,4 @@
-"""Small tensors on a GPU that outlive the call which made them: tile counters, and constants that kernels read.
+"""Tensors on a GPU that outlive the call which made them: tile counters, work memory, and constants that kernels read.
 
 A captured graph points to what its launches read and write, and may be replayed at any time, on any stream. So what it
 points to is never freed, and what is kept does not lie in memory of a graph: neither of one that is being captured nor
@@ -7,9 +7,12 @@ of the pool in which ``torch.compile(mode="reduce-overhead")`` runs a function b
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +94,105 @@ def tile_counter(device_index: int) -> Tensor:
         made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
         counter = _tile_counters.setdefault(key, made)
     return counter
+
+
+class Piece(NamedTuple):
+    """A contiguous tensor that a launch needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty(*self.shape, dtype=self.dtype, device=device)
+
+
+Pieces = tuple[Piece, ...]
+
+KEPT_BYTES = 2**24
+"""Work memory that a thread keeps for a stream, at most."""
+
+KEPT_STREAMS, KEPT_KINDS = 16, 1024
+"""Streams with work memory, and sets of pieces that it was cut into, that a thread keeps at most."""
+
+PIECE_BYTES = 256
+"""Pieces begin at multiples of it."""
+
+
+class WorkMemory(threading.local):
+    """Memory that the launches of a call fill and read, and the next call uses again.
+
+    Launches on one stream run one after the other and so can share it; each stream has its own. So has each thread, as
+    a call may have several launches, and those of two threads come to a stream in any order. It is memory that torch
+    has for that stream, so that what takes its place once it is freed comes later too.
+    """
+
+    def __init__(self) -> None:
+        self._of_streams: dict[tuple[int, int], Tensor] = {}
+        self._cuts: dict[tuple[int, int, Pieces], tuple[Tensor, ...]] = {}
+
+    def get(self, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+        """Tensors with whatever they hold, for the launches of a call on the current stream of a GPU.
+
+        In a graph they are new, and where they take more than ``KEPT_BYTES``.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return _new_pieces(device_index, pieces)
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        cut = self._cuts.get((device_index, stream, pieces))
+        return self._cut(device_index, stream, pieces) if cut is None else cut
+
+    def _cut(self, device_index: int, stream: int, pieces: Pieces) -> tuple[Tensor, ...]:
+        """``get`` of pieces that the stream had not yet."""
+        rooms = [-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces]
+        size, key = sum(rooms), (device_index, stream)
+        if size > KEPT_BYTES:
+            return _new_pieces(device_index, pieces)
+        if len(self._of_streams) >= KEPT_STREAMS or len(self._cuts) >= KEPT_KINDS:
+            self._cuts.clear()
+            self._of_streams.clear()
+        memory = self._of_streams.get(key)
+        if memory is None or memory.numel() < size:
+            memory = self._of_streams[key] = _bytes_of_current_stream(device_index, size)
+            self._cuts = {known: cut for known, cut in self._cuts.items() if known[:2] != key}
+        parts = zip(pieces, memory[:size].split(rooms), strict=True)
+        cut = tuple(part[: piece.bytes].view(piece.dtype).view(piece.shape) for piece, part in parts)
+        self._cuts[device_index, stream, pieces] = cut
+        return cut
+
+
+def _new_pieces(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    return tuple(piece.empty(f"cuda:{device_index}") for piece in pieces)
+
+
+def _bytes_of_current_stream(device_index: int, size: int) -> Tensor:
+    """uint8 (size,), of the memory that torch has for the current stream, and of no pool."""
+    stream = torch.cuda.current_stream(device_index)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device_index}")
+
+    return make_apart(make)
+
+
+_work_memory = WorkMemory()
+
+
+def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    """``WorkMemory.get`` of this thread; on a device without streams new tensors."""
+    if device.type != "cuda":
+        return tuple(piece.empty(device) for piece in pieces)
+    return _work_memory.get(device_index, pieces)
+
+
+@lru_cache(maxsize=64)
+def no_floats(device: torch.device) -> Tensor:
+    """float32 without elements."""
+    return make_apart(lambda: torch.empty(0, dtype=torch.float32, device=device))
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
-from hopper_attention.masks import UNLIMITED, MaskSpec, check_window_lengths
+from hopper_attention.masks import CAUSAL_MASK, NO_MASK, UNLIMITED, MaskSpec, check_window_lengths
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.scores import FunctionScores, Scores, check_slopes_are_constant
 
@@ -59,7 +59,7 @@ def resolve_mask(
     """
     check_hints(num_splits, pack_gqa)
     if is_full(window_size) and not is_given(attention_chunk, 0):
-        return MaskSpec(causal)
+        return CAUSAL_MASK if causal else NO_MASK
     checks.check_are_tensors(q=q, k=k)
     checks.check_dimensions("q", q.shape)
     checks.check_dimensions("k", k.shape)
@@ -96,7 +96,7 @@ def resolve_packed_mask(
         ValueError, TypeError: an argument has no meaning.
     """
     if is_full(window_size) and not is_given(attention_chunk, 0):
-        return MaskSpec(causal)
+        return CAUSAL_MASK if causal else NO_MASK
     chunk = _read_count("attention_chunk", attention_chunk)
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 

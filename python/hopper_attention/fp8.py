@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
-from hopper_attention.features import resolve_packed_mask
+from hopper_attention.features import is_full, is_given, resolve_packed_mask
+from hopper_attention.fp8_at_once import find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.lengths import Lengths
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.packed_fp8_training import differentiable_packed_fp8
 from hopper_attention.packed_quantization import (
     check_packed_sources,
@@ -205,10 +207,19 @@ def flash_attn_fp8_func(
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
         of_call = packed_scale, backend, two_level, return_attn_probs
         return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
+    is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
+    if is_plain and is_full(window_size) and not is_given(attention_chunk, 0):
+        facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+        launch = find_at_once(*facts, *kinds, quantization, causal, FULL_SIDES, backend, two_level)
+        if launch is not None:
+            scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+            out, lse = launch(q, k, v, scale, return_attn_probs)
+            return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
-    if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+    if is_plain:
         head_dims = shape.head_dim, shape.head_dim_v
         c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
@@ -336,7 +347,8 @@ def flash_attn_quantized_func(
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
-    if is_plain_call(parts.q.data, parts.k.data, parts.v.data) and not needs_gradient(*Parts.of(parts)):
+    is_plain = is_plain_call(parts.q.data, parts.k.data, parts.v.data)
+    if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
         out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
     else:
         out, lse = attend_traced(parts, *options, mask.sides)

@@ -26,7 +26,7 @@ from hopper_attention.kvcache_checks import (
 )
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.lengths import check_max_seqlen
-from hopper_attention.plain_calls import is_plain_call
+from hopper_attention.plain_calls import are_plain_tensors, is_plain_call
 from hopper_attention.qv import scale_with_qv
 from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
 from hopper_attention.scores import PLAIN as PLAIN_SCORES
@@ -34,11 +34,8 @@ from hopper_attention.scores import PLAIN as PLAIN_SCORES
 CAST = ("q", "k", "v", "qv")
 """What autocast casts: never a cache, which is written in place."""
 
-PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-"""Types of arguments that torch's dispatcher has nothing to do with."""
-
 KINDS = {
-    (cap, alibi, sinks): ScoreKind(cap, alibi, sinks)
+    (cap, alibi, sinks): ScoreKind(cap, alibi, sinks) if cap or alibi or sinks else PLAIN_SCORES
     for cap, alibi, sinks in product((False, True), repeat=3)
 }
 """By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
@@ -89,31 +86,47 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         NotImplementedError: a feature is not implemented.
     """
     tensors, length = _split_length(given)
+    sinks, alibi_slopes, out = extras
+    is_bare = sinks is None and alibi_slopes is None and out is None
+    is_plain = (
+        is_plain_call(*tensors[:3]) and are_plain_tensors(tensors) and (is_bare or are_plain_tensors(extras))
+    )
     # A meta tensor has no numbers, and the operator knows its results without them.
-    kinds = {type(x) for x in (*tensors, *extras)}
-    is_plain = kinds <= PLAIN and is_plain_call(*tensors[:3]) and not tensors.q.is_meta
-    if not is_plain:
+    if not is_plain or tensors.q.is_meta:
+        is_plain = False
         checks.check_are_tensors(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
         checks.check_are_tensors(**tensors.given, **more)
-    check_no_gradient((*tensors, *extras))
+    check_no_gradient(tensors)
+    if not is_bare:
+        check_no_gradient(extras)
     # What traces a call may not know how to ask.
     if not is_plain or torch._C._is_any_autocast_enabled():
         tensors = _cast(tensors)
     if type(options.window_size) is not tuple:
         options = options._replace(window_size=features.read_window(options.window_size))
-    make = remembered_call if is_plain and _is_hashable(options) else make_call
-    (out,) = _facts((extras.out,))
-    there = extras.alibi_slopes is not None, extras.sinks is not None
-    call = make(_facts(tensors), out, length, *there, *options)
+    of_out = None if out is None else _facts((out,))[0]
+    there = alibi_slopes is not None, sinks is not None
+    call = _find_call(is_plain, _facts(tensors), of_out, length, *there, *options)
     if length is not None:
         lengths = torch.full((call.shape.batch,), length, dtype=torch.int32, device=call.shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)
     scores = NO_SCORES
-    if call.scores != PLAIN_SCORES:
-        scores = features.resolve_scores(options.softcap, extras.alibi_slopes, extras.sinks)
+    if call.scores is not PLAIN_SCORES and call.scores != PLAIN_SCORES:
+        scores = features.resolve_scores(options.softcap, alibi_slopes, sinks)
         check_scores(scores, call.shape.batch, call.shape.heads, call.shape.dtype, call.shape.device)
     return CheckedCall(call, tensors, scores, is_plain)
+
+
+def _find_call(is_plain: bool, *arguments: Any) -> CacheCall:
+    """``make_call``, remembered where that can be."""
+    if is_plain:
+        try:
+            return remembered_call(*arguments)
+        except TypeError:
+            # An option that is not hashable, or not allowed, of which the same error comes below.
+            pass
+    return make_call(*arguments)
 
 
 def make_call(
@@ -165,20 +178,20 @@ def make_call(
     )
 
 
-remembered_call = lru_cache(maxsize=REMEMBERED_CALLS, typed=True)(make_call)
-"""``make_call`` of plain tensors, in one look-up; typed, as True is no number of splits where 1 is."""
+@lru_cache(maxsize=REMEMBERED_CALLS, typed=True)
+def remembered_call(*arguments: Any) -> CacheCall:
+    """``make_call`` of plain tensors, in one look-up; typed, as True is no number of splits where 1 is."""
+    return _first_like(make_call(*arguments))
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _first_like(call: CacheCall) -> CacheCall:
+    """Of all calls that equal this one the first, so that what is remembered of it is found without comparing them."""
+    return call
 
 
 def _facts(tensors: tuple[Tensor | None, ...]) -> Facts:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
-
-
-def _is_hashable(options: CacheOptions) -> bool:
-    try:
-        hash(options)
-    except TypeError:
-        return False
-    return True
 
 
 def _cast(given: CacheTensors) -> CacheTensors:

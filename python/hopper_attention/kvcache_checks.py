@@ -7,6 +7,7 @@ and write the cache, and for ``hopper_attention.kvcache.check_cache``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, HALF_DTYPES, TensorSpec
 from hopper_attention.masks import MaskSpec
-from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreKind
 
@@ -182,6 +182,10 @@ class CacheCall:
     wants_lse: bool = False
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         """Of what calls differ in, and no more: calls that are alike are one object, mostly, as they are remembered."""
         shape = self.shape
         sizes = shape.total_q, shape.capacity, shape.seqlen_k, shape.total_new, shape.page_size, shape.pages
@@ -443,11 +447,14 @@ def _check_vector(name: str, spec: TensorSpec, wanted: str, count: int | None = 
 
 def check_no_gradient(tensors: tuple[Tensor | None, ...]) -> None:
     """Raise NotImplementedError where autograd would record the call."""
-    if torch.is_grad_enabled() and needs_gradient(*[x for x in tensors if x is not None]):
-        raise NotImplementedError(
-            "a tensor requires a gradient: attention on a key/value cache has none, as caches are written in place; "
-            "call it under torch.no_grad(), or use flash_attn_varlen_func, which is differentiable"
-        )
+    if not torch.is_grad_enabled():
+        return
+    for x in tensors:
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                "a tensor requires a gradient: attention on a key/value cache has none, as caches are written in "
+                "place; call it under torch.no_grad(), or use flash_attn_varlen_func, which is differentiable"
+            )
 
 
 def check_out(spec: TensorSpec, shape: CacheShape) -> None:

@@ -67,9 +67,15 @@ def _fixed_strides(spec: TensorSpec) -> tuple[int, ...]:
 
 def make_addressable(tensor: Tensor) -> Tensor:
     """The tensor with what it needs done to it."""
-    *strides, last = tensor.stride()
-    steps = strides[0] | strides[1] | strides[2]
-    if last == 1 and min(strides) > 0 and not (tensor.data_ptr() | steps * tensor.itemsize) % TMA_BYTES:
+    first, second, third, last = tensor.stride()
+    steps = first | second | third
+    if (
+        last == 1
+        and first > 0
+        and second > 0
+        and third > 0
+        and not (tensor.data_ptr() | steps * tensor.itemsize) % TMA_BYTES
+    ):
         return tensor
     repaired = repair_for(TensorSpec.of(tensor)).apply(tensor)
     return contiguous_copy(repaired) if repaired.data_ptr() % TMA_BYTES else repaired

@@ -112,6 +112,10 @@ class MaskSpec:
         return self.sides != FULL_SIDES
 
 
+NO_MASK, CAUSAL_MASK = MaskSpec(False), MaskSpec(True)
+"""The usual ones, made ahead."""
+
+
 def kernel_sides(*sides: int) -> tuple[int | None, ...]:
     """The sides of a window, if there is one, as kernels take them, which know no UNLIMITED, and None for no chunk."""
     if not sides:

@@ -6,6 +6,7 @@ alone knows what is to happen with tensors that are no plain ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from torch.autograd import forward_ad
 
 from hopper_attention.checks import HALF_DTYPES
 
+PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+"""Types of tensors that torch's dispatcher has nothing to do with."""
+
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+PLAIN_VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
+"""Types of the other arguments of an operator."""
+
 
 def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain tensors, and nothing traces or transforms the call.
@@ -21,26 +31,60 @@ def is_plain_call(q: Any, k: Any, v: Any) -> bool:
     It is none under torch.compile, export and torch.jit.trace, on fake tensors and other subclasses, in dispatch modes,
     under the transforms of torch.func, and where a level of forward-mode derivatives is open.
     """
+    return is_plain_moment() and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor
+
+
+def is_plain_moment() -> bool:
+    """Whether nothing traces or transforms a call that is made now, whatever its tensors."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_plain_16_bit_call(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are plain tensors of one 16-bit dtype, and nothing traces or transforms the call."""
     return (
-        not torch.compiler.is_compiling()
-        and type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and not is_transformed()
-        and torch._C._get_tracing_state() is None
+        is_plain_call(q, k, v) and (dtype := q.dtype) in HALF_DTYPES and k.dtype is dtype and v.dtype is dtype
     )
 
 
 def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     """Whether these are plain 16-bit tensors that nothing traces, transforms or differentiates."""
-    return (
-        is_plain_call(q, k, v)
-        and (dtype := q.dtype) in HALF_DTYPES
-        and k.dtype is dtype
-        and v.dtype is dtype
-        and not needs_gradient(q, k, v)
-    )
+    return is_plain_16_bit_call(q, k, v) and not needs_gradient(q, k, v)
+
+
+def are_plain_tensors(tensors: Iterable[Any]) -> bool:
+    """Whether these, each of which may be None, are tensors or parameters and no subclass of them."""
+    # Not all(), whose generator takes as long as all the rest.
+    return not [x for x in tensors if x is not None and type(x) not in PLAIN_TENSORS]
+
+
+def are_plain_arguments(arguments: tuple[Any, ...]) -> bool:
+    """``is_plain_call`` of all that an operator takes: tensors or parameters with memory, and values of Python.
+
+    The first is a tensor. One that a transform wrapped is not plain after its end either, as the gradient that
+    torch.func.vjp returns has them, nor is a batch of gradients (``is_grads_batched`` of torch.autograd.grad).
+    """
+    if not is_plain_moment() or arguments[0].is_meta:
+        return False
+    for x in arguments:
+        kind = type(x)
+        if kind not in PLAIN_VALUES and (kind not in PLAIN_TENSORS or _is_functorch(x) or _is_batched(x)):
+            return False
+    return True
+
+
+def records_gradient(arguments: tuple[Any, ...]) -> bool:
+    """``needs_gradient`` of plain arguments."""
+    if torch.is_grad_enabled():
+        for x in arguments:
+            if type(x) in PLAIN_TENSORS and x.requires_grad:
+                return True
+    return False
 
 
 def are_plain_constants(*tensors: Tensor) -> bool:

@@ -26,7 +26,12 @@ from hopper_attention.packed_quantized import (
 )
 from hopper_attention.packed_quantizers import quantize_packed_here
 from hopper_attention.plain_calls import is_plain_call
-from hopper_attention.quantization_rules import check_sources, restore_values, to_e4m3, with_numbers
+from hopper_attention.quantization_rules import (
+    check_sources,
+    restore_values,
+    to_e4m3,
+    with_numbers,
+)
 from hopper_attention.quantized import (
     DEFAULT_QUANTIZATION,
     E4M3,
@@ -38,7 +43,7 @@ from hopper_attention.quantized import (
     check_quantization,
     default_block_k,
 )
-from hopper_attention.quantizers import QUANTIZERS, check_quantizer, from_descales, quantize_here
+from hopper_attention.quantizers import QUANTIZERS, check_quantizer, from_descales, quantize_plain
 
 __all__ = [
     "E4M3",
@@ -141,10 +146,9 @@ def quantize_qkv(
     lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     if lengths is not None:
         return _quantize_packed(q, k, v, lengths, quantization, backend)
-    c = with_numbers(quantization, check_sources(q, k, v))
     if is_plain_call(q, k, v):
-        return quantize_here(q, k, v, c, backend)
-    return quantize_traced(q, k, v, c, backend)
+        return quantize_plain(q, k, v, quantization, backend)
+    return quantize_traced(q, k, v, with_numbers(quantization, check_sources(q, k, v)), backend)
 
 
 def _quantize_packed(

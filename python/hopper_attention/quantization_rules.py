@@ -32,6 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
 from hopper_attention.quantized import (
     E4M3,
@@ -61,7 +62,9 @@ Quantizer = Callable[
 """(q, k, v, quantization, means) -> the three in e4m3."""
 
 
-def check_sources(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
+def check_sources(
+    q: torch.Tensor | TensorSpec, k: torch.Tensor | TensorSpec, v: torch.Tensor | TensorSpec
+) -> AttentionShape:
     """The sizes of tensors that can be quantized.
 
     Raises:

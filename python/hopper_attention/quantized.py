@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -29,6 +29,8 @@ FP8_HEAD_DIMS = tuple(sorted({head_dim for head_dim, _ in FP8_TILINGS}))
 
 EXCHANGED_DIGITS = (-3, -2)
 """Digits of a key's number that ``hopper.forward.fp8.config.FP8_KEY_ORDER`` exchanges, counted from its last."""
+
+Made = TypeVar("Made")
 
 GRANULARITIES = ("tensor", "head", "block")
 FLAGS = ("rotate", "smooth_k", "rotate_v", "smooth_v")
@@ -179,6 +181,13 @@ class QuantizedTensor:
     block: int
     largest: float = E4M3_MAX
 
+    @classmethod
+    def unchecked(
+        cls, data: torch.Tensor, scale: torch.Tensor, block: int, largest: float
+    ) -> QuantizedTensor:
+        """Of tensors that fit together because they were made so; checks take longer than the rest of a short call."""
+        return _unchecked(cls, data=data, scale=scale, block=block, largest=largest)
+
     def __post_init__(self) -> None:
         _check_parts(self.data, self.scale, self.block, "(batch, seqlen, heads, head_dim)")
         if not 0 < self.largest <= E4M3_MAX:
@@ -222,6 +231,11 @@ class TransposedV:
     block: int
     seqlen: int
 
+    @classmethod
+    def unchecked(cls, data: torch.Tensor, scale: torch.Tensor, block: int, seqlen: int) -> TransposedV:
+        """As ``QuantizedTensor.unchecked``."""
+        return _unchecked(cls, data=data, scale=scale, block=block, seqlen=seqlen)
+
     def __post_init__(self) -> None:
         _check_parts(self.data, self.scale, self.block, "(batch, kv_heads, head_dim_v, keys)")
         batch, heads, _, keys = self.data.shape
@@ -248,6 +262,13 @@ class TransposedV:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """data * scale (batch, seqlen, kv_heads, head_dim_v), as :meth:`QuantizedTensor.dequantize`."""
         return self.row_major().dequantize(dtype)
+
+
+def _unchecked(kind: type[Made], **fields: Any) -> Made:
+    """A frozen dataclass with these fields, all of them, without its ``__init__``."""
+    made = object.__new__(kind)
+    made.__dict__.update(fields)
+    return made
 
 
 def _check_parts(data: torch.Tensor, scale: torch.Tensor, block: int, dimensions: str) -> None:
@@ -285,6 +306,20 @@ class QuantizedQKV:
     dtype: torch.dtype
     shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     mean_v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @classmethod
+    def unchecked(
+        cls,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: TransposedV,
+        quantization: Fp8Quantization,
+        dtype: torch.dtype,
+        nothing: torch.Tensor,
+    ) -> QuantizedQKV:
+        """As ``QuantizedTensor.unchecked``, of tensors that lost no mean; ``nothing`` has no elements."""
+        options = {"quantization": quantization, "dtype": dtype, "shift": nothing, "mean_v": nothing}
+        return _unchecked(cls, q=q, k=k, v=v, **options)
 
     def __post_init__(self) -> None:
         device = self.q.data.device

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from hopper_attention.launch.quantize import quantize_fused, why_not_fused_here
-from hopper_attention.quantization_rules import Quantizer, quantize_by_torch, quantize_with
-from hopper_attention.quantized import E4M3, Fp8Quantization, QuantizedQKV, QuantizedTensor
+from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import no_floats
+from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.quantize import (
+    QuantizeLauncher,
+    find_launch,
+    known_target,
+    quantize_fused,
+    why_not_fused,
+    why_not_fused_here,
+)
+from hopper_attention.plain_calls import needs_gradient
+from hopper_attention.quantization_rules import (
+    Quantizer,
+    check_sources,
+    quantize_by_torch,
+    quantize_with,
+    with_numbers,
+)
+from hopper_attention.quantized import E4M3, Fp8Quantization, Means, QuantizedQKV, QuantizedTensor
 from hopper_attention.shapes import attention_shape
 
 QUANTIZERS = ("fused", "torch")
@@ -27,6 +46,44 @@ def quantize_here(
         ValueError: ``backend`` cannot do the problem.
     """
     return quantize_with(_choose_quantizer(q, k, v, quantization, backend), q, k, v, quantization)
+
+
+def quantize_plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, backend: str | None
+) -> QuantizedQKV:
+    """:func:`hopper_attention.quantize_qkv` of plain tensors, which are checked. Without a mean, ``shift`` and
+    ``mean_v`` of what the kernel made are one kept tensor, which an operator may not return.
+
+    Raises:
+        ValueError: the tensors do not fit together, or ``backend`` cannot do the problem.
+        TypeError: they are of another dtype, or of several.
+    """
+    facts = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    c, launch = _find(*facts, quantization, backend)
+    if launch is None or c.smooth_k or c.smooth_v or needs_gradient(q, k, v):
+        return quantize_here(q, k, v, c, backend)
+    nothing = no_floats(q.device)
+    parts = launch(q, k, v, c.seed, Means(nothing, nothing))
+    return QuantizedQKV.unchecked(*parts, c, q.dtype, nothing)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _find(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    quantization: Fp8Quantization,
+    backend: str | None,
+) -> tuple[Fp8Quantization, QuantizeLauncher | None]:
+    """For q, k and v like these, which are checked: ``quantization`` with ``block_k`` as a number, and the kernel if it
+    does the problem."""
+    facts = zip(shapes, dtypes, devices, strict=True)
+    q, k, v = (TensorSpec(shape, (), dtype, device) for shape, dtype, device in facts)
+    shape = check_sources(q, k, v)
+    c = with_numbers(quantization, shape)
+    if backend == "torch" or why_not_fused(q, k, v, c, known_target(q.device)):
+        return c, None
+    return c, find_launch(q.dtype, shape.head_dim, shape.head_dim_v, shape.seqlen_k, c, q.device)
 
 
 def _choose_quantizer(

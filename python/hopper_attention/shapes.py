@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hopper_attention.checks import TensorSpec
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -24,7 +26,9 @@ class AttentionShape:
         return self.heads // self.kv_heads
 
 
-def attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
+def attention_shape(
+    q: torch.Tensor | TensorSpec, k: torch.Tensor | TensorSpec, v: torch.Tensor | TensorSpec
+) -> AttentionShape:
     """The sizes of q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv).
 
     Raises:
@@ -32,7 +36,7 @@ def attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attent
         TypeError: q, k and v differ in dtype.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
+        if len(tensor.shape) != 4:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, allowed: (batch, seqlen, heads, head_dim)"
             )

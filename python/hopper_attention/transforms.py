@@ -2,7 +2,9 @@
 
 torch.func does not find the gradient that is registered with a custom operator, and forward mode passes over operators,
 so that tangents would be lost without a word. Both know ``torch.autograd.Function``: a call that is transformed goes
-through one with the same gradient, every other call straight to the operator.
+through one with the same gradient. So does a call of plain tensors, without the operator: torch's dispatcher and what
+stands around a gradient that is registered with it take several times as long as the rest of a short call. Every
+other call, as of what is traced, goes to the operator.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from hopper_attention.plain_calls import is_transformed
+from hopper_attention.plain_calls import are_plain_arguments, is_transformed, records_gradient
 
 Results = tuple[Tensor, ...]
 
@@ -32,7 +34,7 @@ def differentiable(
     mixes_samples: Callable[..., bool] = lambda *arguments: False,
     has_batch: bool = True,
 ) -> Callable[..., Any]:
-    """Register the gradient of ``operator`` with torch, and return what calls it, transformed or not.
+    """Register the gradient of ``operator`` with torch, and return what calls it, plain, transformed or traced.
 
     All tensors that the operator takes and returns have the batch as their first dimension, or no elements. So the
     samples of vmap become more of the batch, unless ``mixes_samples`` says of the arguments that entries of a batch
@@ -47,6 +49,8 @@ def differentiable(
         has_batch: whether the batch is the first dimension of all tensors.
     """
     operator.register_autograd(gradients, setup_context=save_for_backward)
+    compute = operator._init_fn
+    apply_plain = _without_dispatcher(operator, gradients, save_for_backward)
 
     class Transformed(torch.autograd.Function):
         @staticmethod
@@ -83,6 +87,8 @@ def differentiable(
         return Transformed.apply(*arguments)
 
     def call(*arguments: Any) -> Any:
+        if are_plain_arguments(arguments):
+            return apply_plain(*arguments) if records_gradient(arguments) else compute(*arguments)
         if not is_transformed():
             return operator(*arguments)
         if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
@@ -91,6 +97,30 @@ def differentiable(
         return transformed(*arguments)
 
     return call
+
+
+def _without_dispatcher(
+    operator: CustomOpDef, gradients: Callable[..., Any], save_for_backward: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """What calls ``operator`` of plain tensors with its gradient, and nothing of torch in between but autograd."""
+    compute = operator._init_fn
+
+    # It has no setup_context, with which torch would look at the signature of ``forward`` in every call.
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = compute(*arguments)
+        if save_for_backward is not None:
+            save_for_backward(ctx, arguments, results)
+        return results
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return gradients(ctx, *grads)
+
+    steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # Named for the messages of autograd.
+    function = type(operator._qualname.replace("::", "_"), (torch.autograd.Function,), steps)
+    # Not function.apply, which first asks of every argument what ``are_plain_arguments`` has found out.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def _as_one_batch(

@@ -23,7 +23,7 @@ from hopper.backward.config import (
 )
 from hopper.compile import arch_of
 from hopper.inspection import ResourceUsage
-from hopper_attention.launch.backward import zero_dq
+from hopper_attention.launch.backward import dq_shape
 from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import finish_on_numpy, prepare_on_numpy
 
@@ -155,8 +155,7 @@ FINISHED = [
 def test_finish_puts_each_word_at_its_place(config: SteppedConfig) -> None:
     batch, seqlen, heads, head_dim = 2, config.tile_m + 5, 2, config.head_dim - 8
     q = torch.zeros(batch, seqlen, heads, head_dim, dtype=getattr(torch, config.dtype))
-    sums = zero_dq(config, q)
-    sums.copy_(torch.randn(sums.shape, generator=torch.Generator().manual_seed(0)))
+    sums = torch.randn(dq_shape(config, q.shape), generator=torch.Generator().manual_seed(0))
     scaled = (sums * 0.5).to(q.dtype)
     dq = torch.full_like(q, float("nan"))
     finish_on_numpy(config, sums, dq, 0.5)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from hopper_attention import (
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    ops,
 )
+from hopper_attention.launch.backward import BackwardLauncher
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 from tests.gpu.gradients import find_gradient_errors
@@ -46,14 +48,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of q of the backward passes that ran on the kernel under test; no test may warn that one did not."""
     seen: list[tuple[int, ...]] = []
-    kernel = ops.run_backward
+    launch = BackwardLauncher.__call__
 
-    def note(dout: Tensor, q: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-        assert others[-1] == backend
+    def note(launcher: BackwardLauncher, dout: Tensor, q: Tensor, *others: Any, **options: Any) -> Any:
+        assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")
         seen.append(tuple(q.shape))
-        return kernel(dout, q, *others)
+        return launch(launcher, dout, q, *others, **options)
 
-    monkeypatch.setattr(ops, "run_backward", note)
+    monkeypatch.setattr(BackwardLauncher, "__call__", note)
     warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the backward pass of attention")

@@ -22,7 +22,7 @@ from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
-from hopper_attention.launch.backward import backward_counter, lse_shape, subtract_lse_gradient, zero_dq
+from hopper_attention.launch.backward import backward_counter, dq_shape, lse_shape, subtract_lse_gradient
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
@@ -331,7 +331,7 @@ def backward_on_numpy(
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v); ``sides`` are
     those of a window."""
     dout, q, k, v = inputs
-    sums = zero_dq(config, q)
+    sums = torch.zeros(dq_shape(config, q.shape))
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
     lse_log2, delta = prepare_on_numpy(config, out, dout, lse)
@@ -364,7 +364,7 @@ def finish_on_numpy(config: SteppedConfig, sums: Tensor, dq: Tensor, softmax_sca
 
 def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The log-sum-exp in base 2 and delta, as they are given to a backward kernel of ``config``."""
-    lse_log2, delta = (torch.full(lse_shape(config, out), math.nan) for _ in range(2))
+    lse_log2, delta = (torch.full(lse_shape(config, out.shape), math.nan) for _ in range(2))
     arguments = Arguments()
     for tensor in (out, dout):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])

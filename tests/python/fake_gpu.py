@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_attention import device_memory
+from hopper_attention import device_memory, fp8_at_once, quantizers
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     append,
@@ -40,11 +40,13 @@ REMEMBERING = (
     dequantized,
     forward,
     fp8,
+    fp8_at_once,
     kvcache,
     packed_fp8,
     packed_quantize,
     paged_forward,
     quantize,
+    quantizers,
     qv,
     transpose,
     varlen,

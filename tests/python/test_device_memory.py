@@ -12,7 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_attention import device_memory
-from hopper_attention.device_memory import Constants, make_apart, tile_counter, unit_scales
+from hopper_attention.device_memory import (
+    Constants,
+    Piece,
+    Pieces,
+    WorkMemory,
+    make_apart,
+    tile_counter,
+    unit_scales,
+)
 
 CPU = torch.device("cpu")
 State = dict[str, Any]
@@ -154,3 +162,83 @@ def test_offsets_of_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> 
     assert device_memory.multiples(4, 7, CPU) is first
     monkeypatch.setattr(device_memory, "is_capturing", lambda device: True)
     assert device_memory.multiples(3, 5, CPU).tolist() == [0, 5, 10]
+
+
+# work memory
+
+
+@pytest.fixture
+def made(state: State, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes in bytes of what is made for a stream."""
+    sizes: list[int] = []
+
+    def make(device_index: int, size: int) -> Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def new(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+        return tuple(piece.empty(CPU) for piece in pieces)
+
+    monkeypatch.setattr(device_memory, "_bytes_of_current_stream", make)
+    monkeypatch.setattr(device_memory, "_new_pieces", new)
+    return sizes
+
+
+PIECES = Piece((3, 5)), Piece((2, 7), torch.float8_e4m3fn)
+
+
+def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def test_work_memory_is_cut_into_pieces_that_do_not_overlap(made: list[int]) -> None:
+    rows, codes = WorkMemory().get(0, PIECES)
+    assert (rows.shape, rows.dtype, codes.shape) == ((3, 5), torch.float32, (2, 7)) and made == [512]
+    assert codes.dtype == torch.float8_e4m3fn and rows.is_contiguous() and codes.is_contiguous()
+    rows.fill_(1.0)
+    codes.view(torch.uint8).fill_(0)
+    assert rows.sum() == 15 and codes.data_ptr() - rows.data_ptr() == 256
+
+
+def test_calls_on_a_stream_share_work_memory_and_others_do_not(made: list[int], state: State) -> None:
+    memory = WorkMemory()
+    first = memory.get(0, PIECES)
+    assert memory.get(0, PIECES) is first and addresses(memory.get(0, PIECES[:1])) == addresses(first[:1])
+    state["stream"] = 12
+    assert addresses(memory.get(0, PIECES)) != addresses(first)
+    state["stream"] = 11
+    assert addresses(memory.get(1, PIECES)) != addresses(first) and memory.get(0, PIECES) is first
+    others: list[tuple[Tensor, ...]] = []
+    thread = threading.Thread(target=lambda: others.append(memory.get(0, PIECES)))
+    thread.start()
+    thread.join()
+    assert addresses(others[0]) != addresses(first) and len(made) == 4
+
+
+def test_work_memory_grows_and_stays_small(made: list[int]) -> None:
+    memory = WorkMemory()
+    small = memory.get(0, PIECES)
+    large = memory.get(0, (Piece((1000,)),))
+    assert made == [512, 4096] and memory.get(0, PIECES) is not small
+    assert addresses(memory.get(0, PIECES))[0] == large[0].data_ptr() and len(made) == 2
+    huge = (Piece((device_memory.KEPT_BYTES // 4 + 1,)),)
+    assert memory.get(0, huge)[0] is not memory.get(0, huge)[0] and len(made) == 2
+
+
+def test_what_a_graph_works_in_is_not_kept(made: list[int], state: State) -> None:
+    memory = WorkMemory()
+    kept = memory.get(0, PIECES)
+    state["capturing"] = True
+    of_graph = memory.get(0, PIECES)
+    assert not set(addresses(of_graph)) & set(addresses(kept)) and made == [512]
+    assert memory.get(0, PIECES) is not of_graph
+    state["capturing"] = False
+    assert memory.get(0, PIECES) is kept
+
+
+def test_few_streams_are_remembered(made: list[int], state: State) -> None:
+    memory = WorkMemory()
+    for stream in range(100):
+        state["stream"] = stream
+        memory.get(0, PIECES)
+    assert len(memory._of_streams) <= device_memory.KEPT_STREAMS and len(made) == 100

@@ -21,7 +21,7 @@ from hopper_attention import (
     quantize_qkv,
 )
 from hopper_attention.launch import forward, fp8, quantize
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.plain_calls import are_plain_arguments, is_plain_call, needs_gradient
 from hopper_attention.quantization import QuantizedQKV, QuantizedTensor, TransposedV
 from tests.python.fake_gpu import forget_launchers, pretend
 
@@ -192,3 +192,28 @@ def test_who_needs_a_gradient() -> None:
     assert needs_gradient(x, learned) and not needs_gradient(x, x)
     with torch.no_grad():
         assert not needs_gradient(x, learned)
+
+
+def test_which_arguments_of_an_operator_are_plain() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    assert are_plain_arguments((q, torch.nn.Parameter(q), None, 0.5, True, 3, "hopper", torch.float16))
+    assert not are_plain_arguments((q, [q])) and not are_plain_arguments((q.to("meta"), 0.5))
+    with FakeTensorMode():
+        assert not are_plain_arguments((torch.zeros(1), 0.5))
+    with FlopCounterMode(display=False):
+        assert not are_plain_arguments((q, 0.5))
+    kept: list[Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(q)
+    # Its memory is that of q, which the wrapper does not have.
+    assert type(kept[0]) is Tensor and not are_plain_arguments((q, kept[0]))
+
+
+def test_a_batch_of_gradients_is_that_of_each() -> None:
+    generator = torch.Generator().manual_seed(4)
+    leaves = [torch.randn(1, 5, 2, 16, generator=generator).half().requires_grad_() for _ in range(3)]
+    out = flash_attn_func(*leaves, causal=True)
+    douts = torch.randn(3, *out.shape, generator=generator).half()
+    batch = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    for i, dout in enumerate(douts):
+        each = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(x[i], y) for x, y in zip(batch, each, strict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
+from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -34,6 +35,16 @@ from hopper_attention.layout import make_addressable
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
+from hopper_attention.value_parts import needs_parts
+
+
+class DqTile(NamedTuple):
+    """What of a config says how large the work memory of a launch is: query rows of a tile, and the parts and words of
+    its sums of dQ."""
+
+    tile_m: int
+    dq_parts: int
+    dq_words: int
 
 
 @dataclass(frozen=True)
@@ -65,24 +76,35 @@ class BackwardLauncher(Launcher):
         """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
-        lse_log2 = torch.empty(*lse_shape(self.config, q), dtype=torch.float32, device=q.device)
-        delta = torch.empty_like(lse_log2)
-        sums = zero_dq(self.config, q)
+        pieces = work_pieces(self.dq_tile, q.shape)
+        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
+        sums.zero_()
         dq, dk, dv = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
         self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
         counter = backward_counter(self.config, sums)
+        options: tuple[Any, ...] = ()
         if self.config.block_lists:
             options = listed_options(self.config, scores, q, k)
-        else:
+        elif window or scores is not NO_SCORES or not self.is_plain:
             options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
         self.kernel(
             q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
         )
         self.finish(sums, dq, softmax_scale)
         return dq, dk, dv
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the kernel takes nothing behind the scale (``kernel_options``)."""
+        return isinstance(self.config, BackwardConfig) and self.config.is_plain
+
+    @cached_property
+    def dq_tile(self) -> DqTile:
+        """That of ``config``, whose properties take longer to compute than memory to find."""
+        return DqTile(self.config.tile_m, self.config.dq_parts, self.config.dq_words)
 
 
 def kernel_options(
@@ -184,6 +206,31 @@ def _find_flat(
     return find(problem, device, backend)
 
 
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_plain(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    deterministic: bool,
+    backend: str | None,
+    window: Sides,
+) -> BackwardLauncher | None:
+    """What serves a call with these sizes and plain scores by itself, in one look-up.
+
+    None for what is served in another way: where there is no score, one key, values wider than a kernel, or no kernel.
+    """
+    seqlen_k, has_window = k_shape[1], window != FULL_SIDES
+    if 0 in q_shape or seqlen_k < 2 or needs_parts(v_shape[3]):
+        return None
+    sizes = q_shape, k_shape, v_shape, dtype, causal, deterministic, has_window
+    problem = BackwardProblem(*sizes, has_chunk=window[2] > 0)
+    choice = find_choice(problem, device, backend)
+    return None if choice.backend == "reference" else find(problem.kind, device, choice.backend)
+
+
 def run_backward(
     dout: Tensor,
     q: Tensor,
@@ -246,23 +293,28 @@ def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
     delta float32 (batch, heads, padded seqlen_q) is changed; lse and dlse are (batch, heads, seqlen_q). Rows without
     keys keep their delta of 0 whatever dlse holds.
     """
-    delta[:, :, : lse.shape[2]] -= dlse.masked_fill(lse == -math.inf, 0.0)
+    delta[:, :, : lse.shape[2]] -= dlse.detach().masked_fill(lse == -math.inf, 0.0)
 
 
 def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     """New contiguous tensors of the shapes, dtype and device of the inputs."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    return tuple([torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs])
 
 
-def lse_shape(config: KernelConfig, q: Tensor) -> tuple[int, int, int]:
+def lse_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(batch, heads, seqlen_q rounded up to whole query tiles)."""
-    batch, seqlen, heads, _ = q.shape
+    batch, seqlen, heads, _ = q_shape
     return batch, heads, -(-seqlen // config.tile_m) * config.tile_m
 
 
-def zero_dq(config: KernelConfig, q: Tensor) -> Tensor:
-    """The float32 sums of dQ, (batch, heads, query tiles, parts, words)."""
-    batch, seqlen, heads, _ = q.shape
-    tiles = -(-seqlen // config.tile_m)
-    shape = (batch, heads, tiles, config.dq_parts, config.dq_words)
-    return torch.zeros(shape, dtype=torch.float32, device=q.device)
+def dq_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the float32 sums of dQ: (batch, heads, query tiles, parts, words)."""
+    batch, seqlen, heads, _ = q_shape
+    return batch, heads, -(-seqlen // config.tile_m), config.dq_parts, config.dq_words
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def work_pieces(tile: DqTile, q_shape: tuple[int, ...]) -> Pieces:
+    """LSE in base 2, delta and the sums of dQ, in whole query tiles."""
+    rows = Piece(lse_shape(tile, q_shape))
+    return rows, rows, Piece(dq_shape(tile, q_shape))

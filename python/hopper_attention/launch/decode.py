@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode
-from hopper_attention.device_memory import constants, unit_scales
+from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales, work_memory
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import (
@@ -25,7 +25,7 @@ from hopper_attention.layout import (
     repairs_for,
 )
 from hopper_attention.masks import kernel_sides
-from hopper_attention.scores import Scores
+from hopper_attention.scores import NO_SCORES, Scores
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,20 @@ class DecodeLauncher(Launcher):
     sides: tuple[Any, ...]
     restrides: bool
 
+    wants_lse: bool
+
     def __call__(self, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
+        """out and lse; an lse that is not wanted is work memory."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(tensors, scores)
         shape, t = self.shape, tensors
-        device = t.q.device
         q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
-        out = torch.empty(shape.out_shape, dtype=shape.out_dtype, device=device)
-        lse = torch.empty(shape.lse_shape, dtype=torch.float32, device=device)
-        parts = torch.empty(
-            PARTS_PER_CTA * self.num_ctas, self.config.part_floats, dtype=torch.float32, device=device
-        )
-        cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
+        out = self._empty_out(q)
+        parts, *spare = work_memory(q.device, self.device_index, self.work)
+        lse = spare[0] if spare else torch.empty(*shape.lse_shape, dtype=torch.float32, device=q.device)
+        cap, sinks = None, None
+        if scores is not NO_SCORES:
+            cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
         self.kernel(
             q,
             _restrided(t.k_cache) if self.restrides else t.k_cache,
@@ -76,6 +78,19 @@ class DecodeLauncher(Launcher):
         )
         return out, lse
 
+    def _empty_out(self, q: Tensor) -> Tensor:
+        shape = self.shape
+        if shape.head_dim_v == shape.head_dim:
+            # As ``ResultSpec``: cheaper.
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return torch.empty(*shape.out_shape, dtype=shape.out_dtype, device=q.device)
+
+    @cached_property
+    def work(self) -> Pieces:
+        """Memory for partial results, and for an LSE that is not wanted."""
+        parts = Piece((PARTS_PER_CTA * self.num_ctas, self.config.part_floats))
+        return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
+
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_decode(call: CacheCall) -> DecodeLauncher:
@@ -92,6 +107,7 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
         bool(repairs_for(*call.shape.caches)),
+        call.wants_lse,
     )
 
 

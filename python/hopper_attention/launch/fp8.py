@@ -128,34 +128,49 @@ class Fp8HopperLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr()) % TMA_BYTES:
             q, k = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k))
         kv_heads, device = k.shape[2], q.device
-        v_scale, o_scale = parts.v.scale, device_memory.unit_scales(batch, kv_heads, device)
-        if self.block_k == ALL_ROWS:
-            # A lone scale is a factor of the output, whatever its sign.
-            v_scale, o_scale = o_scale, v_scale
         adds = adds_mean(parts)
         out = self.result.empty_out(q)
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
+        scales = map(_dense_rows, (parts.q.scale, parts.k.scale, parts.v.scale))
+        mean = _vectors(parts.mean_v) if adds else no_vectors(batch, kv_heads, device)
+        rows_q = parts.q.block if parts.q.block < seqlen_q else ALL_ROWS
+        values = self._values(parts.v)
+        self.queue((q, k, values, out, lse), tuple(scales), mean, rows_q, softmax_scale, window)
+        if adds or not changes_values(parts):
+            return out, lse
+        return restore_values(out, parts, self.causal, window).to(out.dtype), lse
+
+    def queue(
+        self,
+        tensors: tuple[Tensor, ...],
+        scales: tuple[Tensor, ...],
+        mean: Tensor,
+        rows_q: int,
+        softmax_scale: float,
+        window: Sides,
+    ) -> None:
+        """Queue the kernel on q, k, v, out and lse, with the scales of the first three and the mean of V, all as it
+        reads them. ``rows_q`` rows of Q share a scale."""
+        q_scale, k_scale, v_scale = scales
+        batch, _, kv_heads, _ = tensors[1].shape
+        o_scale = device_memory.unit_scales(batch, kv_heads, v_scale.device)
+        if self.block_k == ALL_ROWS:
+            # A lone scale is a factor of the output, whatever its sign.
+            v_scale, o_scale = o_scale, v_scale
         self.kernel(
-            q,
-            k,
-            self._values(parts.v),
-            out,
-            lse,
+            *tensors,
             device_memory.tile_counter(self.device_index),
-            _dense_rows(parts.q.scale),
-            _dense_rows(parts.k.scale),
-            _dense_rows(v_scale),
-            _dense_rows(o_scale),
-            _vectors(parts.mean_v) if adds else no_vectors(batch, kv_heads, device),
-            parts.q.block if parts.q.block < seqlen_q else ALL_ROWS,
+            q_scale,
+            k_scale,
+            v_scale,
+            o_scale,
+            mean,
+            rows_q,
             self.block_k,
             softmax_scale,
             *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
             self.num_ctas,
         )
-        if adds or not changes_values(parts):
-            return out, lse
-        return restore_values(out, parts, self.causal, window).to(out.dtype), lse
 
     def _values(self, v: QuantizedTensor | TransposedV) -> Tensor:
         """V as the kernel takes it."""
@@ -166,7 +181,7 @@ class Fp8HopperLauncher(Launcher):
 
 def adds_mean(parts: QuantizedQKV) -> bool:
     """Whether the FP8 kernel adds a mean of V. That of a rotated V comes after PyTorch has rotated the output back."""
-    return parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+    return not parts.quantization.rotate_v and parts.mean_v.numel() > 0
 
 
 def changes_values(parts: QuantizedQKV) -> bool:
@@ -213,10 +228,67 @@ def attend(
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
-    q, k = parts.q.data, parts.k.data
-    problem = problem_of(parts, causal, two_level, window)
-    launch = find_fp8_launch(problem, q.stride(), k.stride(), q.device, backend, sm_margin)
+    q, k, v = parts.q, parts.k, parts.v
+    launch = _find_flat(
+        q.data.shape,
+        q.data.stride(),
+        q.block,
+        q.largest,
+        k.data.shape,
+        k.data.stride(),
+        k.block,
+        k.largest,
+        v.data.shape,
+        v.seqlen if isinstance(v, TransposedV) else None,
+        v.block,
+        parts.dtype,
+        q.data.device,
+        causal,
+        two_level,
+        backend,
+        sm_margin,
+        window,
+    )
     return launch(parts, softmax_scale, wants_lse, window)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _find_flat(
+    q_shape: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    block_q: int,
+    largest_q: float,
+    k_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    block_k: int,
+    largest_k: float,
+    v_shape: tuple[int, ...],
+    keys: int | None,
+    block_v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    two_level: bool,
+    backend: str | None,
+    sm_margin: int,
+    window: Sides,
+) -> Fp8Launch:
+    """``find_fp8_launch`` by what ``problem_of`` reads, which costs less than to make a problem at every call. V has
+    rows, or ``keys`` of them if it is transposed."""
+    if keys is not None:
+        batch, kv_heads, head_dim_v, _ = v_shape
+        v_shape = batch, keys, kv_heads, head_dim_v
+    problem = problem_of_sizes(
+        (q_shape, k_shape, v_shape),
+        (block_q, block_k, block_v),
+        (largest_q, largest_k),
+        dtype,
+        causal,
+        two_level,
+        window,
+        v_rows=keys is None,
+    )
+    return find_fp8_launch(problem, q_strides, k_strides, device, backend, sm_margin)
 
 
 def problem_of(
@@ -224,19 +296,40 @@ def problem_of(
 ) -> Fp8Problem:
     """What the rules need to know of quantized tensors; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
-    q_shape, k_shape, v_shape = q.data.shape, k.data.shape, v.shape
-    return Fp8Problem(
-        q_shape,
-        k_shape,
-        v_shape,
-        block_of(q.block, q_shape[1]),
-        block_of(k.block, k_shape[1]),
-        block_of(v.block, v_shape[1]),
+    return problem_of_sizes(
+        (q.data.shape, k.data.shape, v.shape),
+        (q.block, k.block, v.block),
+        (q.largest, k.largest),
         parts.dtype,
         causal,
+        two_level,
+        window,
         v_rows=isinstance(v, QuantizedTensor),
+    )
+
+
+def problem_of_sizes(
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    blocks: tuple[int, int, int],
+    largest: tuple[float, float],
+    dtype: torch.dtype,
+    causal: bool,
+    two_level: bool,
+    window: Sides,
+    v_rows: bool = False,
+) -> Fp8Problem:
+    """``problem_of`` tensors of these shapes, with so many rows a scale and no larger codes of Q and K than these."""
+    block_q, block_k, block_v = (block_of(rows, shape[1]) for rows, shape in zip(blocks, shapes, strict=True))
+    return Fp8Problem(
+        *shapes,
+        block_q,
+        block_k,
+        block_v,
+        dtype,
+        causal,
+        v_rows=v_rows,
         two_level=two_level,
-        half_scores=scores_fit_half(q.largest, k.largest, q_shape[3]),
+        half_scores=scores_fit_half(*largest, shapes[0][3]),
         window=window,
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.backward_rules import BackwardProblem
-from hopper_attention.launch.backward import find_choice, run_backward
+from hopper_attention.launch.backward import find_choice, find_plain, run_backward
 from hopper_attention.masks import MaskSpec
 from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
@@ -35,7 +35,15 @@ def differentiate(
     ``backend`` is what the forward was asked for. ``deterministic``, or torch.use_deterministic_algorithms, asks for
     the same bits in every run.
     """
-    if scores is not NO_SCORES:
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    if scores is NO_SCORES:
+        sizes, sides = (q.shape, k.shape, v.shape), mask.sides
+        launch = find_plain(*sizes, q.dtype, q.device, mask.causal, deterministic, backend, sides)
+        if launch is not None:
+            window = sides if mask.has_window else ()
+            dq, dk, dv = launch(dout, q, k, v, out, lse, softmax_scale, dlse, *window)
+            return dq, dk, dv
+    else:
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if 0 in (*out.shape, k.shape[1]):
         return _zeros_like(q), _zeros_like(k), _zeros_like(v)
@@ -49,7 +57,6 @@ def differentiate(
             return differentiate(dout, dlse, q, k, v, out, lse, *options)
 
         return differentiate_in_parts(dout, dlse, v, out, of_part)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = BackwardProblem(q.shape, k.shape, v.shape, q.dtype, mask.causal, deterministic, mask.has_window)
     if mask.attention_chunk:
         problem = problem._replace(has_chunk=True)

@@ -15,7 +15,7 @@ from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
-from hopper_attention.device_memory import make_apart
+from hopper_attention.device_memory import Piece, Pieces, make_apart
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -154,16 +154,38 @@ class Outputs(NamedTuple):
     v_scale: Tensor
 
 
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def output_pieces(
+    block_q: int,
+    block_k: int,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+) -> Pieces:
+    """What ``Outputs`` are, in their order, where so many rows of Q and of K share a scale."""
+    batch, seqlen_k, kv_heads, head_dim_v = v_shape
+    _, seqlen_q, heads, _ = q_shape
+    scales_k = Piece((batch, kv_heads, -(-seqlen_k // block_k)))
+    return (
+        Piece(q_shape, E4M3),
+        Piece(k_shape, E4M3),
+        Piece((batch, kv_heads, head_dim_v, padded_keys(seqlen_k)), E4M3),
+        Piece((batch, heads, -(-seqlen_q // block_q))),
+        scales_k,
+        scales_k,
+    )
+
+
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
-    batch, seqlen_k, kv_heads, head_dim_v = v.shape
-    _, seqlen_q, heads, _ = q.shape
-    blocks_q, blocks_k = -(-seqlen_q // config.block_q), -(-seqlen_k // config.block_k)
-    scale = torch.empty(batch, kv_heads, blocks_k, dtype=torch.float32, device=q.device)
+    """New tensors for the kernel to fill."""
+    _, _, vt8, q_scale, k_scale, _ = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
+    device = q.device
+    scale = k_scale.empty(device)
     return Outputs(
         torch.empty_like(q, dtype=E4M3, memory_format=torch.contiguous_format),
         torch.empty_like(k, dtype=E4M3, memory_format=torch.contiguous_format),
-        torch.empty(batch, kv_heads, head_dim_v, padded_keys(seqlen_k), dtype=E4M3, device=q.device),
-        torch.empty(batch, heads, blocks_q, dtype=torch.float32, device=q.device),
+        vt8.empty(device),
+        q_scale.empty(device),
         scale,
         torch.empty_like(scale),
     )
@@ -192,9 +214,9 @@ class QuantizeLauncher(Launcher):
         self.fill(outputs, q, k, v, seed, means)
         largest_q, largest_k = self.largest_codes
         return (
-            QuantizedTensor(outputs.q8, outputs.q_scale, c.block_q, largest_q),
-            QuantizedTensor(outputs.k8, outputs.k_scale, c.block_k, largest_k),
-            TransposedV(outputs.vt8, outputs.v_scale, c.block_k, k.shape[1]),
+            QuantizedTensor.unchecked(outputs.q8, outputs.q_scale, c.block_q, largest_q),
+            QuantizedTensor.unchecked(outputs.k8, outputs.k_scale, c.block_k, largest_k),
+            TransposedV.unchecked(outputs.vt8, outputs.v_scale, c.block_k, k.shape[1]),
         )
 
     def fill(self, outputs: Outputs, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means) -> None:
@@ -221,16 +243,17 @@ def find(config: QuantizeConfig, device: torch.device) -> QuantizeLauncher:
     return QuantizeLauncher(index, config, kernel, num_ctas, config.largest_codes)
 
 
-@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _find_flat(
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_launch(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int,
-    longest_k: int,
+    seqlen_k: int,
     quantization: Fp8Quantization,
     device: torch.device,
 ) -> QuantizeLauncher:
-    """``find`` by what ``select_quantize_config`` reads."""
+    """``find`` by what a call tells."""
+    longest_k = longest_alike(seqlen_k)
     return find(select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization), device)
 
 
@@ -245,8 +268,8 @@ def quantize_fused(
     Raises:
         RuntimeError: that first call is made while a CUDA graph is captured.
     """
-    options = q.dtype, k.shape[3], v.shape[3], longest_alike(k.shape[1]), quantization
-    q8, k8, vt8 = _find_flat(*options, q.device)(q, k, v, quantization.seed, means)
+    launch = find_launch(q.dtype, k.shape[3], v.shape[3], k.shape[1], quantization, q.device)
+    q8, k8, vt8 = launch(q, k, v, quantization.seed, means)
     return q8, k8, vt8
 
 

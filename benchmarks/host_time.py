@@ -1,0 +1,114 @@
+"""Host time of calls on tiny tensors, of every kind: forward, backward, FP8, sizes that are new, decoding.
+
+    python benchmarks/host_time.py [--calls 300] [--rounds 11] [--out host_time.json]
+
+As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
+median of several rounds, in which the kinds take turns. A backward call is what ``torch.autograd.grad`` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper_attention import (
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_quantized_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    quantize_qkv,
+)
+from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
+
+Call = Callable[[], Any]
+LENGTHS = 8192
+"""Keys of the tensor whose first rows are K and V of calls with a length that is new."""
+
+
+def draw(*shape: int, requires_grad: bool = False) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(requires_grad)
+
+
+def dense_calls() -> dict[str, Call]:
+    q, k, v = (draw(1, 128, 2, 128) for _ in range(3))
+    leaves = [draw(1, 128, 2, 128, requires_grad=True) for _ in range(3)]
+    parts, out, dout = quantize_qkv(q, k, v), flash_attn_func(*leaves), draw(1, 128, 2, 128)
+    keys, lengths = draw(1, LENGTHS, 2, 128), itertools.cycle(range(1, LENGTHS))
+
+    def attend_to_new_length() -> Tensor:
+        first = keys[:, : next(lengths)]
+        return flash_attn_func(q, first, first)
+
+    return {
+        "forward, 16 bits": partial(flash_attn_func, q, k, v),
+        "forward, on quantized parts": partial(flash_attn_quantized_func, parts),
+        "quantize_qkv": partial(quantize_qkv, q, k, v),
+        "flash_attn_fp8_func": partial(flash_attn_fp8_func, q, k, v),
+        "forward with gradients": partial(flash_attn_func, *leaves),
+        "backward": partial(torch.autograd.grad, out, leaves, dout, retain_graph=True),
+        "forward, seqlen_k not seen before": attend_to_new_length,
+    }
+
+
+def packed_calls() -> dict[str, Call]:
+    leaves = [draw(128, 2, 128, requires_grad=True) for _ in range(3)]
+    starts = torch.tensor([0, 64, 128], dtype=torch.int32, device="cuda")
+    attend = partial(flash_attn_varlen_func, *leaves, starts, starts, 64, 64)
+    return {
+        "packed forward with gradients": attend,
+        "packed backward": partial(
+            torch.autograd.grad, attend(), leaves, draw(128, 2, 128), retain_graph=True
+        ),
+    }
+
+
+def decode_calls() -> dict[str, Call]:
+    q, k_cache, v_cache = draw(1, 1, 32, 128), draw(1, 1024, 8, 128), draw(1, 1024, 8, 128)
+    lengths = torch.tensor([1000], dtype=torch.int32, device="cuda")
+    table = torch.arange(16, dtype=torch.int32, device="cuda").view(1, 16)
+    pages = (x.view(16, 64, 8, 128) for x in (k_cache, v_cache))
+    options = {"cache_seqlens": lengths, "causal": True}
+    decode = partial(flash_attn_with_kvcache, q, k_cache, v_cache, **options)
+    paged = partial(flash_attn_with_kvcache, q, *pages, page_table=table, **options)
+    return {"decode": torch.no_grad()(decode), "decode, pages": torch.no_grad()(paged)}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, default=300, help="calls a measurement")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path, help="JSON: microseconds a call, by kind")
+    options = parser.parse_args(arguments)
+    calls = dense_calls() | packed_calls() | decode_calls()
+    for call in calls.values():
+        time_calls(call, WARM_UP_CALLS, torch.cuda.synchronize)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    gc.disable()
+    for _ in range(options.rounds):
+        for name, call in calls.items():
+            samples[name].append(time_calls(call, options.calls, torch.cuda.synchronize))
+    gc.enable()
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    for name, median in medians.items():
+        print(f"{name:36} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
+    if options.out:
+        options.out.write_text(json.dumps(medians, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""FP8 attention of 16-bit tensors whose quantized form nobody asks for: quantizer and kernel are found in one look-up,
+and what goes from one to the other lies in work memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import Pieces, no_floats, work_memory
+from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
+from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, ResultSpec, no_vectors
+from hopper_attention.launch.forward import layout_of
+from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
+from hopper_attention.launch.quantize import (
+    Outputs,
+    QuantizeLauncher,
+    find_launch,
+    known_target,
+    output_pieces,
+    why_not_fused,
+)
+from hopper_attention.masks import MaskSpec, Sides
+from hopper_attention.quantization_rules import check_sources, with_numbers
+from hopper_attention.quantized import Fp8Quantization, Means
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class AtOnceLauncher(Launcher):
+    """The quantizer and the FP8 kernel of calls with tensors of some sizes and strides.
+
+    ``pieces`` are what the first fills and the second reads. ``seed`` is that of the rotation; ``rows_q`` rows of Q
+    share a scale.
+    """
+
+    quantizer: QuantizeLauncher
+    attention: Fp8HopperLauncher
+    pieces: Pieces
+    result: ResultSpec
+    seed: int
+    rows_q: int
+    window: Sides
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; an lse that is not wanted has no elements."""
+        if self.device_index != torch.cuda.current_device():
+            out, lse = self.call_there(q, k, v, softmax_scale, wants_lse)
+            return out, lse
+        device, (batch, _, heads, _), kv_heads = q.device, q.shape, k.shape[2]
+        nothing = no_floats(device)
+        parts = Outputs(*work_memory(device, self.device_index, self.pieces))
+        self.quantizer.fill(parts, q, k, v, self.seed, Means(nothing, nothing))
+        out = self.result.empty_out(q)
+        lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
+        tensors, no_mean = (*parts[:3], out, lse), no_vectors(batch, kv_heads, device)
+        self.attention.queue(tensors, parts[3:], no_mean, self.rows_q, softmax_scale, self.window)
+        return out, lse
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_at_once(
+    shapes: Shapes,
+    strides: Shapes,
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    quantization: Fp8Quantization,
+    causal: bool,
+    window: Sides,
+    backend: str | None,
+    two_level: bool,
+) -> AtOnceLauncher | None:
+    """What serves a call with q, k and v like these, which are checked.
+
+    None where PyTorch has a part in it: the kernel does not quantize the tensors, or something else than the FP8 kernel
+    attends to them, or V is changed in a way that is undone in the output, or K in one that is in the LSE.
+
+    Raises:
+        ValueError, TypeError: q, k and v do not make a problem, or ``backend`` cannot run it.
+        NotImplementedError: the problem has more tiles than the kernel can count.
+    """
+    q, k, v = (TensorSpec(*facts) for facts in zip(shapes, strides, dtypes, devices, strict=True))
+    shape, mask = check_sources(q, k, v), MaskSpec(causal, *window)
+    head_dims = shape.head_dim, shape.head_dim_v
+    c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
+    c = with_numbers(c, shape)
+    if c.smooth_k or c.smooth_v or c.rotate_v or quantizer_of(backend) is not None:
+        return None
+    if why_not_fused(q, k, v, c, known_target(q.device)):
+        return None
+    quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device)
+    block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
+    pieces = output_pieces(block_q, block_k, *shapes)
+    problem = problem_of_sizes(
+        shapes, (block_q, block_k, block_k), quantizer.largest_codes, q.dtype, causal, two_level, window
+    )
+    strides_8 = (contiguous_strides(shape) for shape in shapes[:2])
+    attention = find_fp8_launch(problem, *strides_8, q.device, backend)
+    if not isinstance(attention, Fp8HopperLauncher):
+        return None
+    result = ResultSpec(q.dtype, shape.head_dim_v, layout_of(q, k, v)[0])
+    rows_q = block_q if block_q < shape.seqlen_q else ALL_ROWS
+    options = pieces, result, c.seed, rows_q, window
+    return AtOnceLauncher(attention.device_index, quantizer, attention, *options)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a new tensor with four dimensions, none of them 0."""
+    _, rows, heads, columns = shape
+    return rows * heads * columns, heads * columns, columns, 1
