@@ -29,7 +29,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module, metadata
 from itertools import chain
 from pathlib import Path
@@ -102,8 +102,14 @@ def fingerprint(module: str) -> str:
     for package in DSL_PACKAGES:
         digest.update(f"{package} {metadata.version(package)}\n".encode())
     for name, path in sources_of(module).items():
-        digest.update(f"{name}\n{code_of(path.read_text())}\n".encode())
+        digest.update(f"{name}\n{code_in(path)}\n".encode())
     return digest.hexdigest()[:DIGEST_LETTERS]
+
+
+@cache
+def code_in(path: Path) -> str:
+    """The code of a file, which is part of many kinds of kernels."""
+    return code_of(path.read_text())
 
 
 def code_of(source: str) -> str:
