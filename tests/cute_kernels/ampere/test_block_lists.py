@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.ampere.backward.config import select_ampere_backward_config
-from cute_kernels.ampere.config import select_ampere_forward_config
+from cute_kernels.ampere.config import select_ampere_forward_config, validate_ampere_forward_config
 from hopper_attention.block_masks import BlockTable, is_divided
 from hopper_attention.functions import trace_functions
 from hopper_attention.reference import attention_naive
@@ -22,7 +22,8 @@ from tests.hopper.test_score_rules import check
 
 def test_forward() -> None:
     table, block = BlockTable(torch.tensor([SEEN_BY_HEADS], dtype=torch.int32), 64, 48), (64, 48)
-    plain = select_ampere_forward_config("bfloat16", 64, 64, False, "sm_86")
+    plain = replace(select_ampere_forward_config("bfloat16", 64, 64, False, "sm_86"), tile_m=64, tile_n=32)
+    validate_ampere_forward_config(plain)
     tile, bias = (plain.tile_m, plain.tile_n), relative_bias(heads=2).score_mod
     assert not is_divided(block, tile)
     visible = table.with_mask(by_documents)
