@@ -31,10 +31,11 @@ demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/hopper-attention rmse --plot out/rmse.png --json out/rmse.json
 
 # Each worker starts with a run of files, since tests of one share what it compiles, and who is done takes half of what
-# another has left. One thread each: see demo.
+# another has left. One thread each: see demo. Bytecode is kept even where the environment says otherwise, since
+# every process that a test starts would compile our sources again.
 test: $(STAMP)
 	@echo "The CPU test suite: about 11 minutes on two cores, less on more"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu

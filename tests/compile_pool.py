@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 from hopper.compile import module_of
-from hopper.inspection import ResourceUsage
+from hopper.inspection import ResourceUsage, resource_usage
 from tests.shipped_usage import compile_each, fingerprint, recorded
+from tests.store import kept
 
 OF_EACH_SAMPLE = 100
-"""Of so many recorded kernels, or fewer, one is compiled again."""
+"""Of so many recorded kernels one is compiled again, on average."""
 
 
 def usage_of_each(configs: Sequence[Any]) -> dict[Any, ResourceUsage]:
     """By config. What is recorded and compiled nevertheless must be as recorded."""
     known = recorded(configs)
     again = sample([c for c in configs if c.name in known])
-    compiled = compile_each([c for c in configs if c.name not in known or c in again])
+    compiled = compile_each([c for c in configs if c.name not in known or c in again], compile_one=kept_usage)
     for config, usage in compiled.items():
         was = known.get(config.name, usage)
         assert usage == was, f"{config.name}: recorded {was}, compiled {usage}; see tests/shipped_usage.py"
     return {config: compiled.get(config) or known[config.name] for config in configs}
 
 
+def kept_usage(config: Any) -> ResourceUsage:
+    """Compiled once for all workers and runs of the tests."""
+    text = kept("usage", config, lambda c: json.dumps(astuple(resource_usage(c))))
+    return ResourceUsage(*json.loads(text))
+
+
 def sample(configs: Sequence[Any]) -> list[Any]:
-    """Some of them, others with each change of the sources."""
-    return sorted(configs, key=_drawn)[: -(-len(configs) // OF_EACH_SAMPLE)]
+    """Some of them, each drawn by itself, others with each change of the sources."""
+    return [config for config in configs if _drawn(config) % OF_EACH_SAMPLE == 0]
 
 
-def _drawn(config: Any) -> bytes:
-    return hashlib.sha256(f"{fingerprint(module_of(config))} {config.name}".encode()).digest()
+def _drawn(config: Any) -> int:
+    digest = hashlib.sha256(f"{fingerprint(module_of(config))} {config.name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -26,10 +26,10 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module, metadata
 from itertools import chain
 from pathlib import Path
@@ -68,7 +68,7 @@ BESIDE_SHIPPED = {
 }
 """Lists of other configs that are recorded, by the module of tests that they are in."""
 
-FEW = 3
+FEW = 8
 """Kernels that are compiled here and now, sooner than processes start."""
 
 
@@ -102,8 +102,14 @@ def fingerprint(module: str) -> str:
     for package in DSL_PACKAGES:
         digest.update(f"{package} {metadata.version(package)}\n".encode())
     for name, path in sources_of(module).items():
-        digest.update(f"{name}\n{code_of(path.read_text())}\n".encode())
+        digest.update(f"{name}\n{code_in(path)}\n".encode())
     return digest.hexdigest()[:DIGEST_LETTERS]
+
+
+@cache
+def code_in(path: Path) -> str:
+    """The code of a file, which is part of many kinds of kernels."""
+    return code_of(path.read_text())
 
 
 def code_of(source: str) -> str:
@@ -153,14 +159,16 @@ def read_record() -> dict[str, Any]:
     return json.loads(RECORD.read_text())
 
 
-def compile_each(configs: Sequence[Any], jobs: int = 0) -> dict[Any, ResourceUsage]:
+def compile_each(
+    configs: Sequence[Any], jobs: int = 0, compile_one: Callable[[Any], ResourceUsage] = resource_usage
+) -> dict[Any, ResourceUsage]:
     """What ptxas reports on each; of more than a few in processes, because ``cute.compile`` is not thread-safe."""
     if len(configs) <= FEW:
-        return {config: resource_usage(config) for config in configs}
+        return {config: compile_one(config) for config in configs}
     context = multiprocessing.get_context("spawn")
     jobs = min(len(configs), jobs or os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {pool.submit(resource_usage, config): config for config in configs}
+        futures = {pool.submit(compile_one, config): config for config in configs}
         done = {}
         for future in as_completed(futures):
             done[futures[future]] = future.result()

@@ -9,7 +9,7 @@ import pytest
 
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import ResourceUsage, digest_of_code
-from tests import compile_pool, shipped_usage
+from tests import compile_pool, shipped_usage, store
 from tests.shipped_usage import (
     RECORD,
     code_of,
@@ -56,7 +56,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what is compiled; "sampled" alone is in the sample."""
     seen: list[str] = []
 
-    def compile_each(configs):
+    def compile_each(configs, compile_one):
+        assert compile_one is compile_pool.kept_usage
         seen.extend(config.name for config in configs)
         return dict.fromkeys(configs, ONE)
 
@@ -117,8 +118,29 @@ def test_a_record_of_other_sources_does_not_count(tmp_path, monkeypatch) -> None
     assert recorded([config]) == {config.name: ResourceUsage(1, 0, 0, 0, 0)}
 
 
-def test_a_few_of_a_hundred_are_sampled() -> None:
-    every = every_shipped_kernel()
-    sampled = compile_pool.sample(every)
-    assert len(every) / 100 <= len(sampled) < len(every) / 100 + 1
-    assert len(compile_pool.sample(every[:1])) == 1 and compile_pool.sample([]) == []
+def test_one_of_a_hundred_is_sampled_and_others_with_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, samples = every_shipped_kernel(), []
+    for sources in range(30):
+        monkeypatch.setattr(
+            compile_pool, "fingerprint", lambda module, sources=sources: f"{module} {sources}"
+        )
+        samples.append(frozenset(config.name for config in compile_pool.sample(every)))
+    drawn = sum(map(len, samples))
+    # Five times the spread of so many draws.
+    assert abs(drawn - 0.3 * len(every)) < 5 * (0.3 * len(every)) ** 0.5
+    assert len(set(samples)) > 20
+
+
+def test_a_compiled_kernel_is_kept_for_the_sources_that_it_is_of(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    config, compiled = shipped_forward_configs()[0], []
+
+    def usage(config):
+        compiled.append(config.name)
+        return ONE
+
+    monkeypatch.setattr(compile_pool, "resource_usage", usage)
+    assert compile_pool.kept_usage(config) == compile_pool.kept_usage(config) == ONE and len(compiled) == 1
+    monkeypatch.setattr(store, "fingerprint", lambda module: "other sources")
+    assert compile_pool.kept_usage(config) == ONE and len(compiled) == 2
+    assert store.kept("another kind", config, lambda c: c.name) == config.name

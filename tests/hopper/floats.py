@@ -105,5 +105,9 @@ def widen(raw: np.ndarray, kind: str) -> np.ndarray:
     """Bytes (..., element) as float32."""
     if kind == "e4m3":
         return e4m3_values()[raw[..., 0]]
-    bits = raw.view(np.uint16)[..., 0]
+    return from_half(raw.view(np.uint16)[..., 0], kind)
+
+
+def from_half(bits: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers of 16 bits as float32."""
     return from_bf16(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)

@@ -249,6 +249,7 @@ class Warp:
         self.program, self.cta, self.number = program, cta, number
         self.registers: dict[str, np.ndarray] = {}
         self.kept_sums: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
+        self.kept_operands: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
         self.counter = np.zeros(LANES, np.int64)
         self.together: int | None = 0
         """The program counter while all lanes share it, which ``counter`` then does not hold."""

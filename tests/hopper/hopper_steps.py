@@ -19,7 +19,7 @@ from tests.hopper.floats import (
 )
 from tests.hopper.hopper_cluster import CLUSTER_STEPS
 from tests.hopper.hopper_copies import bulk
-from tests.hopper.hopper_machine import LANES, Barrier, Step, Waiting, Warp
+from tests.hopper.hopper_machine import EVERY_LANE, LANES, Barrier, Step, Waiting, Warp, constant
 from tests.hopper.memory_steps import MEMORY_STEPS
 from tests.hopper.ptx_text import address_of, dtype_of, operands_of
 from tests.hopper.warp_steps import WARP_STEPS
@@ -89,10 +89,20 @@ def _plain(operation: Callable[..., np.ndarray]) -> Callable[[str, list[str]], S
             return lambda warp, mask: warp.set(
                 target, operation(*[warp.get(x, dtype) for x in ops[1:]]), mask
             )
-        first, second = ops[1:]
+        (first, second), wanted, fixed = ops[1:], np.dtype(dtype), constant(ops[2], dtype)
 
         def step(warp: Warp, mask: np.ndarray) -> None:
-            warp.set(target, operation(warp.get(first, dtype), warp.get(second, dtype)), mask)
+            # What get and set do, written out for what is met most.
+            registers = warp.registers
+            a, b = registers.get(first), registers.get(second) if fixed is None else fixed
+            if a is None or a.dtype is not wanted:
+                a = warp.get(first, dtype)
+            if b is None or b.dtype is not wanted:
+                b = warp.get(second, dtype)
+            if mask is EVERY_LANE:
+                registers[target] = operation(a, b)
+            else:
+                warp.set(target, operation(a, b), mask)
 
         return step
 
@@ -205,8 +215,11 @@ def _setp(name: str, ops: list[str]) -> Step:
         a, b = warp.get(first, dtype), warp.get(second, dtype)
         result = compare(a, b)
         if is_float:
-            nan = np.isnan(a) | np.isnan(b)
-            result = result | nan if unordered else result & ~nan
+            # Of NaN every comparison but "not equal" is False by itself.
+            if unordered:
+                result = result | np.isnan(a) | np.isnan(b)
+            elif compare is np.not_equal:
+                result = result & ~(np.isnan(a) | np.isnan(b))
         if combine is not None:
             result = combine(result, warp.get(ops[3], np.bool_))
         warp.set(ops[0], result, mask)
@@ -229,7 +242,15 @@ def _mov(name: str, ops: list[str]) -> Step:
     dtype = np.dtype(f"u{size}").type if size else np.bool_
     target, source = ops
     if "{" not in target + source:
-        return lambda warp, mask: warp.set(target, warp.get(source, dtype), mask)
+        width = np.dtype(dtype).itemsize
+
+        def move(warp: Warp, mask: np.ndarray) -> None:
+            value = warp.registers.get(source)
+            if value is None or value.itemsize != width:
+                value = warp.get(source, dtype)
+            warp.set(target, value, mask)
+
+        return move
     parts = operands_of((source if source.startswith("{") else target).strip("{}"))
     half = np.dtype(f"u{size // len(parts)}").type
 
@@ -257,8 +278,13 @@ def _cvt(name: str, ops: list[str]) -> Step:
     return lambda warp, mask: warp.set(ops[0], convert(warp.get(ops[1], dtype)), mask)
 
 
+def _join_bf16(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    bits = bf16_bits(np.concatenate((low, high)))
+    return bits[:LANES] >> HALF | bits[LANES:] & UPPER_HALF
+
+
 JOINS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "bf16x2": lambda high, low: bf16_bits(low) >> HALF | bf16_bits(high) & UPPER_HALF,
+    "bf16x2": _join_bf16,
     "f16x2": lambda high, low: in_halves(to_f16(high), to_f16(low)),
     "s16": lambda high, low: in_halves(
         *(np.minimum(np.maximum(x, -(2**15)), 2**15 - 1) for x in (high, low))

@@ -251,7 +251,8 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
         ("bfloat16", 256, True, (150, 150), (2, 1), True),
         ("float16", 136, False, (65, 129), (1, 1), False),
-        ("bfloat16", 192, True, (100, 140), (1, 1), False),
+        # The kernel of head_dim 256, in which others look for hazards.
+        ("bfloat16", 200, True, (100, 140), (1, 1), False),
     ],
 )
 def test_backward(dtype, head_dim, causal, seqlens, heads, ordered) -> None:

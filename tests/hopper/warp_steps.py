@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 
 import numpy as np
 
-from tests.hopper.floats import widen
-from tests.hopper.hopper_machine import LANES, Step, Warp, in_words
+from tests.hopper.floats import from_half
+from tests.hopper.hopper_machine import EVERY_LANE, LANES, Step, Warp, in_words
 from tests.hopper.ptx_text import address_of, operands_of
 
 GARBAGE = 0xCB
@@ -81,17 +82,38 @@ def _copy(name: str, ops: list[str]) -> Step:
     return step
 
 
-def _fragment(rows: int) -> np.ndarray:
-    """Places in a matrix (rows, 16) of the two halves of each lane's registers: (registers, lanes, 2)."""
+def _halves_of(rows: int) -> np.ndarray:
+    """Which of the halves of all lanes' registers, in the order of registers and lanes, stand at each place of a matrix
+    (rows, 16)."""
     register, lane = np.arange(rows // 4)[:, None, None], np.arange(LANES)[:, None]
     bands = rows // 8
     row, column = lane // 4 + 8 * (register % bands), 2 * (lane % 4) + 8 * (register // bands) + np.arange(2)
-    return row * 16 + column
+    return np.argsort((row * 16 + column).ravel()).reshape(rows, 16)
 
 
-OF_A, OF_B = _fragment(16), _fragment(8)
+OF_A, OF_B = _halves_of(16), np.ascontiguousarray(_halves_of(8).T)
+"""Of the first operand (16, 16), and of the second (16, 8)."""
+
 OF_D = np.arange(LANES) // 4 * 8 + 2 * (np.arange(LANES) % 4) + np.array([[0], [1], [64], [65]])
 """Of a result (16, 8): (registers, lanes)."""
+
+
+class _Operand:
+    """A matrix in registers. What one product has read serves others, while these very registers hold it."""
+
+    def __init__(self, registers: list[str], halves: np.ndarray, kind: str):
+        self.registers, self.halves, self.kind = registers, halves, kind
+        self.key = " ".join(registers)
+
+    def read(self, warp: Warp) -> np.ndarray:
+        words = [warp.registers[x] for x in self.registers]
+        kept, matrix = warp.kept_operands.get(self.key, ((), None))
+        if len(kept) == len(words) and all(map(is_, kept, words)):
+            return matrix
+        halves = np.concatenate([word.view(np.uint32) for word in words]).view(np.uint16)
+        matrix = from_half(halves[self.halves], self.kind)
+        warp.kept_operands[self.key] = words, matrix
+        return matrix
 
 
 def _mma(name: str, ops: list[str]) -> Step:
@@ -99,19 +121,14 @@ def _mma(name: str, ops: list[str]) -> Step:
     kind = name.split(".")[-2]
     assert ".m16n8k16.row.col.f32." in name
     d, a, b, c = (operands_of(op.strip("{}")) for op in ops)
-
-    def matrix(warp: Warp, registers: list[str], places: np.ndarray) -> np.ndarray:
-        words = np.stack([warp.get(register, np.uint32) for register in registers])
-        filled = np.empty(places.size, np.float32)
-        filled[places] = widen(words.view(np.uint8).reshape(*places.shape, 2), kind)
-        return filled.reshape(-1, 16)
+    first, second = _Operand(a, OF_A, kind), _Operand(b, OF_B, kind)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        assert mask.all()
-        product = matrix(warp, a, OF_A) @ matrix(warp, b, OF_B).T
-        sums = np.stack([warp.get(register, np.float32) for register in c])
-        for register, of_lanes in zip(d, product.ravel()[OF_D] + sums, strict=True):
-            warp.set(register, of_lanes, mask)
+        assert mask is EVERY_LANE or mask.all()
+        product = first.read(warp) @ second.read(warp)
+        sums = np.concatenate([warp.get(register, np.float32) for register in c]).reshape(OF_D.shape)
+        sums += product.ravel()[OF_D]
+        warp.registers.update(zip(d, sums, strict=True))
 
     return step
 

@@ -64,12 +64,12 @@ class _Sums:
         self.shape = ROWS, columns
 
     def read(self, warp: Warp) -> np.ndarray:
-        dtype = np.float32 if self.are_floats else np.uint32
-        words = [warp.get(x, dtype) for x in self.registers]
-        kept, total = warp.kept_sums.pop(id(words[0]), ((), None))
-        if len(kept) == len(words) and all(map(is_, kept, words)):
+        held = list(map(warp.registers.get, self.registers))
+        kept, total = warp.kept_sums.pop(id(held[0]), ((), None))
+        if len(kept) == len(held) and all(map(is_, kept, held)):
             return total
-        words = np.concatenate(words).reshape(-1, LANES)
+        dtype = np.float32 if self.are_floats else np.uint32
+        words = np.concatenate([warp.get(x, dtype) for x in self.registers]).reshape(-1, LANES)
         if not self.are_floats:
             halves = words.view(np.float16).reshape(len(self.registers), LANES, 2)
             words = halves.transpose(0, 2, 1).reshape(self.places.shape).astype(np.float32)

@@ -37,10 +37,15 @@ def of_operator(case: Case) -> tuple[Any, ...]:
     return cu_q, cu_k, used_q, used_k, longest_q, longest_k
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "used", "rows behind", "wide v", "no sequence", "no keys", "nothing"]
-)
-@pytest.mark.parametrize("mask", [(False, -1, -1), (True, -1, -1), (True, 4, -1), (False, -1, 3, 5)], ids=str)
+CHUNK = (False, -1, 3, 5)
+CHECKED = [
+    *((name, CHUNK) for name in ("plain", "rows behind", "wide v", "no sequence", "no keys", "nothing")),
+    *(("used", mask) for mask in ((False, -1, -1), (True, -1, -1), (True, 4, -1), CHUNK)),
+]
+"""Every kind of sequences and every mask, not each with each: no shape and no operand depends on both."""
+
+
+@pytest.mark.parametrize("name,mask", CHECKED, ids=str)
 def test_opcheck(name: str, mask: tuple[bool, int, ...]) -> None:
     case, (causal, *window) = CASES[name], mask
     q, k, v = (x.requires_grad_() for x in clean(case))

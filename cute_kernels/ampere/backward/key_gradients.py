@@ -123,6 +123,9 @@ class KeyGradients(LoopInvariant):
                 walk.head(head_kv * heads_per_kv_head + i)
         if const_expr(c.can_miss_queries):
             # Where no query sees the keys, nobody has waited for them.
+            if const_expr(c.block_lists):
+                # Nor has a query tile, loaded behind them, made them part of a group.
+                cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
         # All anew and pinned, since from before the loops it would take registers throughout.
         thread = pin(cute.arch.thread_idx()[0], Int32)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from cute_kernels.ampere.backward.config import select_ampere_backward_config
-from cute_kernels.ampere.config import select_ampere_forward_config
+from cute_kernels.ampere.config import select_ampere_forward_config, validate_ampere_forward_config
 from hopper_attention.block_masks import BlockTable, is_divided
 from hopper_attention.functions import trace_functions
 from hopper_attention.reference import attention_naive
+from tests.cute_kernels.ampere.test_backward_on_numpy import SMALL
 from tests.function_examples import relative_bias
 from tests.hopper.on_numpy import Rules, ampere_forward_on_numpy, backward_on_numpy
 from tests.hopper.test_block_lists import SEEN_BY_HEADS, by_documents
@@ -22,7 +23,8 @@ from tests.hopper.test_score_rules import check
 
 def test_forward() -> None:
     table, block = BlockTable(torch.tensor([SEEN_BY_HEADS], dtype=torch.int32), 64, 48), (64, 48)
-    plain = select_ampere_forward_config("bfloat16", 64, 64, False, "sm_86")
+    plain = replace(select_ampere_forward_config("bfloat16", 64, 64, False, "sm_86"), tile_m=64, tile_n=32)
+    validate_ampere_forward_config(plain)
     tile, bias = (plain.tile_m, plain.tile_n), relative_bias(heads=2).score_mod
     assert not is_divided(block, tile)
     visible = table.with_mask(by_documents)
@@ -45,6 +47,9 @@ def test_gradients(
 ) -> None:
     table, heads = BlockTable(torch.tensor([SEEN_BY_HEADS], dtype=torch.int32), *block), (2, 1)
     plain = select_ampere_backward_config(dtype, head_dim, head_dim, False, "sm_86", is_ordered)
+    if head_dim == 64:
+        # Tiles so small that no query sees one of them.
+        plain = replace(plain, **vars(SMALL))
     tile, bias = (plain.tile_m, plain.tile_n), relative_bias(heads=2).score_mod
     visible = table.with_mask(by_documents)
     captured = trace_functions(bias, by_documents if is_divided(block, tile) else visible)
