@@ -27,7 +27,7 @@ from hopper_attention.experiments.bench.machine import (
 from hopper_attention.experiments.bench.peers import Peer, Setting
 from hopper_attention.experiments.bench.results import OURS, OURS_DROP_IN
 from hopper_attention.experiments.bench.run import count_input_sets
-from hopper_attention.experiments.bench.spec import Problem, parse_problems
+from hopper_attention.experiments.bench.spec import Problem, parse_shapes
 from hopper_attention.experiments.bench.timing import Effort, plan_turn, play_rounds, stopwatch_for
 from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
 from hopper_attention.experiments.families.page import KIND
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     if len(families) < len(wanted):
         parser.error(f"families is {options.families}, allowed: {', '.join(f.name for f in FAMILIES)}")
     cells = []
-    for problem in parse_problems(options.problems):
+    for problem in parse_shapes(options.problems):
         for family in families:
             cells.append(cell := measure(problem, family, peers, setting))
             shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())

@@ -21,6 +21,8 @@ from hopper_attention.experiments.bench.machine import repository_root
 from hopper_attention.experiments.bench.plot import plot_forward
 from hopper_attention.experiments.bench.render import render_page, splice
 from hopper_attention.experiments.bench.results import KINDS, ForwardReport, load_forward
+from hopper_attention.experiments.families.page import KIND as FAMILIES_KIND
+from hopper_attention.experiments.families.page import render_families
 from hopper_attention.experiments.features.plot import plot_features
 from hopper_attention.experiments.features.results import FeatureReport, load_features
 from hopper_attention.experiments.features.tables import render_features
@@ -115,8 +117,8 @@ def read_serving(results: Path) -> list[ServingReport]:
     return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
-def read_whole_models(results: Path, kind: str) -> list[dict[str, Any]]:
-    """The report of a Llama by Transformers, or of a small GPT in training, if one has been committed."""
+def read_others(results: Path, kind: str) -> list[dict[str, Any]]:
+    """The report of a Llama by Transformers, of a small GPT in training, or of FP8 by input, if there is one."""
     report = read_figures(results / f"{kind}_{GPU}.json", kind)
     return [] if report is None else [report]
 
@@ -166,9 +168,11 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / "serving.md"] = render_serving(serving, "serving.png")
     for prepass in read_prepass(results):
         pages[folder / "prepass.md"] = render_quantize(prepass)
-    for models in read_whole_models(results, MODELS_KIND):
+    for families in read_others(results, FAMILIES_KIND):
+        pages[folder / "fp8_inputs.md"] = render_families(families)
+    for models in read_others(results, MODELS_KIND):
         pages[folder / "models.md"] = render_models(models)
-    for training in read_whole_models(results, TRAINING_KIND):
+    for training in read_others(results, TRAINING_KIND):
         pages[folder / "training.md"] = render_training(training, "training.png")
     for timeline in read_timeline(results):
         pages[folder / "timeline.md"] = render_timeline(timeline)
@@ -190,7 +194,7 @@ def draw(root: Path, results: Path) -> Iterator[Path]:
         yield plot_features(features, folder / "features.png")
     for serving in read_serving(results):
         yield plot_serving(serving, folder / "serving.png")
-    for training in read_whole_models(results, TRAINING_KIND):
+    for training in read_others(results, TRAINING_KIND):
         yield plot_losses(ways_of(training), title_of(training["options"]), folder / "training.png")
     for timeline in read_timeline(results):
         for recording in timeline.recordings:

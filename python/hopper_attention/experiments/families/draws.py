@@ -21,7 +21,7 @@ ROPE_BASE = 10_000.0
 SINK = 8.0
 """Octaves or so by which the first key stands out for a query that follows its channels' means."""
 
-LARGE_TOKENS, LARGE_FACTOR = 512, 20.0
+LARGE_TOKENS, LARGE_FACTOR = 128, 20.0
 """One key of so many is this many times as large, in k and in v."""
 
 

@@ -37,7 +37,10 @@ def render_families(report: Mapping[str, Any]) -> str:
 
     def table(figure: Any, last: Any) -> str:
         rows = [
-            [f"`{problem}`", *(figure(found[problem, name]) if (problem, name) in found else "–" for name in names)]
+            [
+                f"`{problem}`",
+                *(figure(found[problem, name]) if (problem, name) in found else "–" for name in names),
+            ]
             for problem in problems
         ]
         return markdown_table(["problem", *names], [*rows, *last])
@@ -45,11 +48,14 @@ def render_families(report: Mapping[str, Any]) -> str:
     parts = [
         "# FP8 by input\n\nRendered by `python benchmarks/render.py` from `benchmarks/results/`; do not edit by hand.",
         measured_on(report["date"], report["commit"], report["machine"]),
-        "How many times as fast as FlashAttention-3's FP8 kernel ours is, on inputs as models have them and on N(0, 1). "
+        "How many times as fast as FlashAttention-3's FP8 kernel ours is, on inputs as models have them and N(0, 1). "
         f"Wanted of the kernel: {LEAST:.2f} in each cell, {MEAN:.2f} in the mean.",
         "\n".join(f"- **{name}**: {what}" for name, what in families.items()),
     ]
-    for row, title in (("ours", "The kernel, on parts quantized before"), ("drop_in", "e4m3 tensors with descales")):
+    for row, title in (
+        ("ours", "The kernel, on parts quantized before"),
+        ("drop_in", "e4m3 tensors with descales"),
+    ):
         means = [number(mean_of([c for c in cells if c["family"] == name], row), 2) for name in names]
         whole = mean_of(cells, row)
         ratios = [x for cell in cells if not math.isnan(x := ratio(cell, row))]
@@ -67,8 +73,8 @@ def render_families(report: Mapping[str, Any]) -> str:
     ]
     parts += [
         "## Error",
-        "Relative error against float64 attention on the inputs themselves, quantization included. Ours rotates q and k "
-        "and has a scale a row of q and a block of k and v; the other two have one scale a head and no rotation.",
+        "Relative error against float64 attention on the inputs themselves, quantization included. Ours rotates q and "
+        "k and has a scale a row of q and a block of k and v; the other two have one scale a head and no rotation.",
         markdown_table(["problem", *names], errors),
         f"## Method\n\n{method_text(report['method'])}",
     ]
