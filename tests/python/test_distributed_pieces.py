@@ -126,7 +126,9 @@ def test_zigzag_pairs_the_first_chunk_with_the_last() -> None:
 
 
 def test_a_length_that_does_not_divide_is_refused_with_one_that_does() -> None:
-    with pytest.raises(ValueError, match=r"seqlen is 50, allowed with 4 ranks .* multiples of 8; pad .* to 56"):
+    with pytest.raises(
+        ValueError, match=r"seqlen is 50, allowed with 4 ranks .* multiples of 8; pad .* to 56"
+    ):
         check_divides(50, 4, "zigzag")
     with pytest.raises(ValueError, match="layout is 'spiral'"):
         check_divides(48, 4, "spiral")

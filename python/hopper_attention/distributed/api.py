@@ -33,7 +33,7 @@ from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
 from hopper_attention.distributed.ring import RingAttention
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
-from hopper_attention.distributed.ulysses import check_heads, heads_of, heads_to_rows, rows_to_heads
+from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
 from hopper_attention.distributed.wire import ring_forward_fp8
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
@@ -261,7 +261,6 @@ def _ulysses(
 ) -> tuple[Tensor, Tensor]:
     """One GPU's attention of some heads, between two exchanges."""
     q, k, v = tensors
-    check_heads(q.shape[2], k.shape[2], ranks.size)
     q, k, v = rows_to_heads(ranks, q, k, v, problem.layout)
     sinks = None if sinks is None else heads_of(ranks, sinks)
     window = problem.left, UNLIMITED if o.causal else problem.right

@@ -56,7 +56,7 @@ def _short(values: tuple[int, ...]) -> str:
 
 
 class _Seen:
-    """Which signatures a group has agreed on, and how many."""
+    """Which signatures a group has agreed on, and how often it was asked."""
 
     def __init__(self) -> None:
         self.signatures: set[Signature] = set()
@@ -86,6 +86,8 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
     store = _get_process_group_store(ranks.group)
     keys = [f"hopper_attention/{seen.count}/{rank}" for rank in range(ranks.size)]
+    # Whatever comes of this: what was said once is not to be read again.
+    seen.count += 1
     store.set(keys[ranks.rank], json.dumps(values))
     try:
         store.wait(keys, timedelta(seconds=ranks.timeout or AGREEMENT_TIMEOUT_S))
@@ -104,5 +106,4 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
                     f"{name} is {here} on {ranks.name(ranks.rank)} and {there} on {ranks.name(rank)}, allowed: the "
                     "same on all ranks of a group"
                 )
-    seen.count += 1
     seen.signatures.add(values)

@@ -14,11 +14,12 @@ from hopper_attention import checks
 from hopper_attention.api import Window
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
 from hopper_attention.distributed.attend import Call
-from hopper_attention.distributed.auto import AUTO, MESH, METHODS, RING, Sizes
+from hopper_attention.distributed.auto import AUTO, MESH, METHODS, RING, ULYSSES, Sizes
 from hopper_attention.distributed.checks import CHECKS, FIRST, check_agreement, read_documents
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, ZIGZAG, check_layout
 from hopper_attention.distributed.pieces import Problem
+from hopper_attention.distributed.ulysses import check_heads
 from hopper_attention.distributed.wire import check_quantization_travels
 from hopper_attention.features import read_window
 from hopper_attention.masks import UNLIMITED
@@ -124,6 +125,8 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
             "of 2 dimensions, ring and ulysses, and the others with a group or a mesh of 1"
         )
     parts = inner[0].size if inner else 1
+    if inner or o.method == ULYSSES:
+        check_heads(q.shape[2], k.shape[2], parts if inner else ring.size)
     _check_rows(q.shape[1], k.shape[1], parts, o.layout)
     seqlen_q, seqlen_k = (x.shape[1] * parts * ring.size for x in (q, k))
     documents = read_documents(o.cu_seqlens, seqlen_q)

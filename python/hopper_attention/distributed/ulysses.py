@@ -69,12 +69,7 @@ class _ToRows(torch.autograd.Function):
 def rows_to_heads(
     ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V of all positions and of the heads of this rank, differentiable.
-
-    Raises:
-        ValueError: the heads cannot be shared out.
-    """
-    check_heads(q.shape[2], k.shape[2], ranks.size)
+    """Q, K and V of all positions and of the heads of this rank, differentiable; ``check_heads`` holds of them."""
     copies = max(1, ranks.size // k.shape[2])
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
