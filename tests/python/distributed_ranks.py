@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hopper_attention.distributed import (
+    attention_interface,
     context_parallel_attention,
     sequence_positions,
     shard_sequence,
@@ -137,6 +138,30 @@ def compiled(case: Case) -> bool:
         return context_parallel_attention(q + 0, k, v, mesh, method=case.method, **case.options) * 1
 
     return torch.equal(torch.compile(call, backend="eager")(q), call(q))
+
+
+class Layer:
+    """What Transformers hands on of a layer."""
+
+    is_causal = True
+
+
+def of_a_model(case: Case) -> dict[str, np.ndarray]:
+    """Attention as a layer of Transformers calls it: heads before rows, and a window by its number of keys."""
+    mesh = groups()[case.ranks]
+    *whole, sinks = case.tensors()
+    q, k, v = (shard_sequence(x, mesh).transpose(1, 2) for x in whole[:3])
+    attend = attention_interface(mesh, method="ring")
+    window, _ = case.options["window_size"]
+    options = {"scaling": case.options["softmax_scale"], "sliding_window": window + 1, "s_aux": sinks}
+    out, _ = attend(Layer(), q, k, v, None, **options)
+    return {"out": out.float().numpy()}
+
+
+def of_a_model_with_padding() -> str:
+    x = torch.zeros(1, 4, 8, 16, dtype=DTYPE)
+    attend = attention_interface(groups()[2])
+    return error_of(lambda: attend(Layer(), x, x, x, torch.ones(1, 1, 8, 8)))
 
 
 def round_trip(ranks: int | str, layout: str) -> bool:

@@ -192,6 +192,13 @@ def test_dtensors_sharded_by_heads_are_refused(pool: Pool) -> None:
         assert told.startswith("ValueError: q has placements") and "Shard(dim=1)" in told
 
 
+def test_a_model_of_transformers_gets_it_by_name(pool: Pool) -> None:
+    case = Case(4, "ring", {"window_size": (8, 0), "softmax_scale": 0.3, "causal": True}, has_sinks=True)
+    compare(case, pool(4, "of_a_model", case), in_one_process(case), BUDGET)
+    told, _ = pool(2, "of_a_model_with_padding")
+    assert told.startswith("NotImplementedError: attention_mask is given")
+
+
 def test_a_compiled_call_breaks_the_graph_and_is_right(pool: Pool) -> None:
     assert pool(2, "compiled", Case(2, "ring", CAUSAL)) == [True, True]
 

@@ -15,6 +15,7 @@ from hopper_attention.distributed.auto import ContextPlan, Machine
 from hopper_attention.distributed.checks import DisagreementError
 from hopper_attention.distributed.exchange import PeerError
 from hopper_attention.distributed.layout import shard_zigzag, unshard_zigzag
+from hopper_attention.distributed.models import attention_interface
 from hopper_attention.distributed.tensors import sequence_positions, shard_sequence, unshard_sequence
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Machine",
     "PeerError",
     "all_gather_attention",
+    "attention_interface",
     "context_parallel_attention",
     "explain_context_parallel",
     "ring_attention",

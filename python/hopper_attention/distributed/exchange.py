@@ -43,6 +43,17 @@ class Ranks:
         )
 
 
+HEAD_START_CYCLES = 20_000
+"""How long an attention kernel waits behind a transfer that was posted before it, in cycles of an SM: about 10 us.
+
+The kernel takes all SMs that are free and keeps them until it ends. So what sends and receives has to get its few
+first, and its way to the GPU, by way of an event between two streams, is the longer one.
+"""
+
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 has it under the first name, and warns of the second."""
+
+
 class Message(NamedTuple):
     """Tensors that go to ``peer``, or come from it into these very ones, which are contiguous."""
 
@@ -107,11 +118,17 @@ def exchange(ranks: Ranks, sends: Sequence[Message], receives: Sequence[Message]
     return Transfer(ranks, list(zip(works, tales, strict=True)), tensors)
 
 
+def give_head_start(device: torch.device) -> None:
+    """Keep what is launched next on the current stream for a moment behind the transfers that were posted."""
+    if device.type == "cuda" and HEAD_START_CYCLES:
+        torch.cuda._sleep(HEAD_START_CYCLES)
+
+
 def all_gather(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
     """``x`` of all ranks, (size, *x.shape), once the transfer is done. x is contiguous, as is what comes."""
     gathered = x.new_empty((ranks.size, *x.shape))
     sent = as_bytes(x)
-    work = dist.all_gather_into_tensor(as_bytes(gathered).view(-1), sent.view(-1), ranks.group, async_op=True)
+    work = _gather_into(as_bytes(gathered).view(-1), sent.view(-1), ranks.group, async_op=True)
     return gathered, Transfer(ranks, [(work, f"gather {what} of all ranks")], [gathered, sent])
 
 

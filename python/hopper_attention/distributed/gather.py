@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
-from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all
+from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
 from hopper_attention.distributed.layout import shard, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
@@ -56,6 +56,7 @@ def _gathered(ranks: Ranks, own: Pair, layout: str) -> Iterator[tuple[slice, Pai
             transfer.wait()
         if following is not None:
             posted = post(following)
+            give_head_start(all_k.device)
         yield heads, (whole(all_k), whole(all_v))
 
 

@@ -25,7 +25,7 @@ from hopper_attention.distributed.attend import (
     differentiate_group,
     sums_for,
 )
-from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange
+from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_between, hull, length, rows_of_none
 from hopper_attention.reference.tiles import Span
@@ -126,6 +126,7 @@ class Shards:
             if number + 1 < len(steps):
                 sends, receives, arriving = self.messages(steps[number + 1])
                 yield_now = arriving, exchange(self.ranks, sends, receives)
+                give_head_start(pair[0].device)
             yield step, pair, step.takes if step.distance else Span(0, pair[0].shape[1])
 
 
@@ -141,7 +142,6 @@ def ring_forward(
     q, k, v = tensors
     results = _Results(q, v.shape[3])
     for step, pair, held in Shards(ranks, (k, v)).along(steps_of(problem, ranks.rank)):
-        # Merging what the step before left is short work, beside which the transfer gets its place on the GPU.
         results.merge()
         for group in step.groups:
             results.merge()
@@ -241,7 +241,10 @@ class _BackwardRing:
             sends.append(Message((rank - step.distance) % size, gradients, "gradients of K and V"))
             receives.append(Message((rank + step.distance) % size, back, "gradients of K and V"))
             returns.append((step, back))
-        return arriving, (exchange(self.ranks, sends, receives), returns)
+        transfer = exchange(self.ranks, sends, receives)
+        if sends:
+            give_head_start(arriving[0].device)
+        return arriving, (transfer, returns)
 
     def _wait(self, posted: tuple[Transfer, list[tuple[Step, Pair]]]) -> None:
         """Until a transfer is there; gradients of own keys are added up."""

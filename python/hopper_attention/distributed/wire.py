@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.distributed.attend import Call
-from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange
+from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS, chunk_numbers
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Piece, Problem, groups_between
@@ -120,4 +120,5 @@ def _along(
             sends = Message(after, tuple(x.contiguous() for x in gives), "K and V in e4m3")
             receives = Message(before, tuple(t for ts in keys.values() for t in ts), "K and V in e4m3")
             transfer = exchange(ranks, [sends], [receives])
+            give_head_start(chunks[0].q.data.device)
         yield here
