@@ -59,7 +59,7 @@ def with_keys(chunk: Chunk, tensors: tuple[Tensor, ...]) -> Chunk:
     return replace(chunk, k=replace(chunk.k, data=k_data, scale=k_scale), v=v, mean_v=mean_v)
 
 
-def _visible(problem: Problem, rank: int, other: int) -> list[tuple[int, int, Piece]]:
+def visible_chunks(problem: Problem, rank: int, other: int) -> list[tuple[int, int, Piece]]:
     """Which chunk of ``rank``'s queries meets which of ``other``'s keys, and how: numbers of local chunks."""
     numbers = (
         chunk_numbers(rank, problem.world, problem.layout),
@@ -109,13 +109,13 @@ def _along(
     transfer = Transfer(ranks, [], [])
     for distance in range(size):
         transfer.wait()
-        here = _visible(problem, rank, (rank - distance) % size), keys
+        here = visible_chunks(problem, rank, (rank - distance) % size), keys
         if distance + 1 < size:
             before, after = (rank - distance - 1) % size, (rank + distance + 1) % size
-            gives = [t for j in _needed(_visible(problem, after, rank)) for t in travelling(chunks[j])]
+            gives = [t for j in _needed(visible_chunks(problem, after, rank)) for t in travelling(chunks[j])]
             keys = {
                 j: tuple(map(torch.empty_like, travelling(chunks[j])))
-                for j in _needed(_visible(problem, rank, before))
+                for j in _needed(visible_chunks(problem, rank, before))
             }
             sends = Message(after, tuple(x.contiguous() for x in gives), "K and V in e4m3")
             receives = Message(before, tuple(t for ts in keys.values() for t in ts), "K and V in e4m3")
