@@ -143,6 +143,8 @@ def test_auto_says_what_it_chooses_and_why() -> None:
     assert "model" in str(long) and 0.9 < long.efficiency <= 1.0
     odd = explain_context_parallel(8, 1 << 14, 12, 4, 128)
     assert "ulysses" not in odd.seconds and "12 heads of q do not divide among 8 ranks" in odd.reason
+    huge = explain_context_parallel(64, 10 << 20, 32, 32, 128, causal=True)
+    assert huge.method == "ring" and "not all_gather: it takes 258 GB on each GPU" in huge.reason
     narrow = explain_context_parallel(
         8, 1 << 17, 12, 12, 128, window_size=(1023, 0), layout="contiguous", machine=Machine(gbytes_per_s=40)
     )

@@ -1,15 +1,15 @@
 """Which method serves a problem on several GPUs, from a model of time.
 
-Times are those of a forward and a backward pass of one rank. The model knows a GPU's speed in attention and what one
-rank sends a second. Both are numbers that you give: the defaults are plain assumptions to compare methods by, not
-measurements.
+Times are those of a forward and a backward pass of one rank. The model knows a GPU's speed in attention, what one rank
+sends a second, and what its memory moves. These are numbers that you give: the defaults are plain assumptions to
+compare methods by, not measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hopper_attention.distributed.layout import check_divides
+from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
     Group,
     Problem,
@@ -26,6 +26,16 @@ METHODS = (RING, ALL_GATHER, ULYSSES, MESH, AUTO)
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 """Matrix products a score: Q K^T and P V; in the backward pass those of P, dP, dV, dK and dQ."""
 
+MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 18, 10, 12
+"""Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
+to begin with float32 and end with 16 bits."""
+
+GATHERED_BYTES, EXCHANGED_BYTES = 32, 8
+"""The same of K and V that are gathered, put in order and differentiated; and of what is exchanged."""
+
+GATHERED_ROOM = 12
+"""Bytes that an element of a part of the gathered K and V takes: as it comes, in order, and its gradient in float32."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -35,17 +45,24 @@ class Machine:
         tflops: of attention on one GPU, 1e12 a second.
         gbytes_per_s: that one rank sends while it receives as much, 1e9 bytes a second.
         latency_us: of one message.
+        memory_gbytes_per_s: that a GPU reads and writes in its own memory.
+        room_gbytes: that a method may take on a GPU beside the tensors of the rank.
     """
 
     tflops: float = 600.0
     gbytes_per_s: float = 300.0
     latency_us: float = 20.0
+    memory_gbytes_per_s: float = 2500.0
+    room_gbytes: float = 16.0
 
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
 
     def transfer_s(self, size: float) -> float:
         return self.latency_us * 1e-6 + size / (self.gbytes_per_s * 1e9) if size else 0.0
+
+    def memory_s(self, size: float) -> float:
+        return size / (self.memory_gbytes_per_s * 1e9)
 
 
 DEFAULT_MACHINE = Machine()
@@ -68,14 +85,14 @@ class Sizes:
     bytes_each: int = 2
 
     @property
-    def kv_row_bytes(self) -> int:
-        """Of K and V of one position."""
-        return self.batch * self.kv_heads * (self.head_dim + self.head_dim_v) * self.bytes_each
+    def kv_row(self) -> int:
+        """Elements of K and V of one position."""
+        return self.batch * self.kv_heads * (self.head_dim + self.head_dim_v)
 
     @property
-    def q_row_bytes(self) -> int:
-        """Of Q and the output of one position, in 16 bits."""
-        return self.batch * self.heads * (self.head_dim + self.head_dim_v) * 2
+    def q_row(self) -> int:
+        """Elements of Q, or of the output, of one position."""
+        return self.batch * self.heads * max(self.head_dim, self.head_dim_v)
 
     def flops(self, scores: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> float:
         return 1.0 * products * scores * self.batch * self.heads * (self.head_dim + self.head_dim_v)
@@ -111,6 +128,14 @@ def why_not_ulysses(sizes: Sizes, world: int) -> str:
     return ""
 
 
+def why_not_all_gather(problem: Problem, sizes: Sizes, machine: Machine) -> str:
+    """What keeps it from a problem; empty if nothing."""
+    size = GATHERED_ROOM * problem.seqlen_k * sizes.kv_row / len(parts_of(sizes.kv_heads)) * 1e-9
+    if size <= machine.room_gbytes:
+        return ""
+    return f"it takes {size:.0f} GB on each GPU, allowed: room_gbytes, {machine.room_gbytes:.0f}"
+
+
 def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     """The slowest rank of each step holds up all; while it works the keys of the next are on their way, and in the
     backward pass as many bytes of gradients."""
@@ -119,16 +144,25 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     asked = sorted({0, world // 2, world - 1}) if problem.sees_all else range(world)
     steps = [[groups_between(problem, r, (r - t) % world) for r in asked] for t in range(world)]
     scores = [max(map(count_scores, groups)) for groups in steps]
-    rows = [0 if not t else max(map(_rows_taken, groups)) for t, groups in enumerate(steps)]
-    total = 0.0
+    rows = [max(map(_rows_merged, groups)) for groups in steps]
+    keys = [max(map(_keys_taken, groups)) for groups in steps]
+    incoming = [*keys[1:], 0]
+    total = machine.memory_s(ENDS_BYTES * problem.seqlen_q // world * (2 * sizes.q_row + sizes.kv_row))
+    for merged, taken in zip(rows, keys, strict=True):
+        total += machine.memory_s((MERGED_BYTES + ADDED_BYTES) * merged * sizes.q_row)
+        total += machine.memory_s(ADDED_BYTES * taken * sizes.kv_row)
     for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
-        for mine, coming in zip(scores, [*rows[1:], 0], strict=True):
-            transfer = machine.transfer_s(trips * coming * sizes.kv_row_bytes)
+        for mine, coming in zip(scores, incoming, strict=True):
+            transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
             total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
     return total
 
 
-def _rows_taken(groups: tuple[Group, ...]) -> int:
+def _rows_merged(groups: tuple[Group, ...]) -> int:
+    return sum(length(group.rows) for group in groups)
+
+
+def _keys_taken(groups: tuple[Group, ...]) -> int:
     return length(hull([group.keys for group in groups])) if groups else 0
 
 
@@ -137,23 +171,24 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     world = problem.world
     scores = max(count_scores(groups_with_all(problem, r)) for r in range(world))
     rows = problem.seqlen_k * (world - 1) // world
-    parts = max(n for n in range(1, 5) if sizes.kv_heads % n == 0)
-    part = machine.transfer_s(rows * sizes.kv_row_bytes / parts)
-    forward, backward = (
-        machine.compute_s(sizes.flops(scores, products)) / parts
-        for products in (FORWARD_PRODUCTS, BACKWARD_PRODUCTS)
-    )
-    return part + parts * max(forward, part) + 2 * part + parts * max(backward, 2 * part)
+    parts = len(parts_of(sizes.kv_heads))
+    part = machine.transfer_s(rows * sizes.kv_row * sizes.bytes_each / parts)
+    total = machine.memory_s(GATHERED_BYTES * problem.seqlen_k * sizes.kv_row)
+    for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
+        compute = machine.compute_s(sizes.flops(scores, products)) / parts
+        total += trips * part + parts * max(compute, trips * part)
+    return total
 
 
 def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
-    """Nothing is hidden: Q, K, V and the output are exchanged, and as much again for the gradients."""
+    """Nothing is hidden: Q, K, V and the output are exchanged, then their gradients."""
     world = problem.world
-    scores = sum(count_scores(groups_with_all(problem, r)) for r in range(world)) / world
+    scores = sum(count_scores(groups_with_all(problem, r)) for r in range(world)) // world
     copies = max(1, world // sizes.kv_heads)
-    rows = problem.seqlen_q / world * (world - 1) / world
-    size = rows * (sizes.q_row_bytes + copies * sizes.kv_row_bytes)
-    return machine.compute_s(sizes.flops(int(scores))) + 3 * machine.transfer_s(size)
+    elements = problem.seqlen_q // world * (2 * sizes.q_row + copies * sizes.kv_row)
+    exchanged = machine.transfer_s(elements * 2 * (world - 1) / world)
+    packed = machine.memory_s(EXCHANGED_BYTES * elements)
+    return machine.compute_s(sizes.flops(scores)) + 2 * (exchanged + packed)
 
 
 def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> ContextPlan:
@@ -164,21 +199,21 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
     """
     check_divides(problem.seqlen_q, problem.world, problem.layout, "the length of the whole q")
     check_divides(problem.seqlen_k, problem.world, problem.layout, "the length of the whole k")
-    seconds = {
-        RING: _ring_s(problem, sizes, machine),
-        ALL_GATHER: _all_gather_s(problem, sizes, machine),
+    blocked = {
+        ALL_GATHER: why_not_all_gather(problem, sizes, machine),
+        ULYSSES: why_not_ulysses(sizes, problem.world),
     }
-    blocked = why_not_ulysses(sizes, problem.world)
+    models = {RING: _ring_s, ALL_GATHER: _all_gather_s, ULYSSES: _ulysses_s}
+    allowed = [name for name in models if not blocked.get(name)]
+    reason = ""
     if sizes.bytes_each == 1:
-        method, reason = RING, "K and V travel in e4m3, which the ring does"
-        seconds = {RING: seconds[RING]}
-    else:
-        if not blocked:
-            seconds[ULYSSES] = _ulysses_s(problem, sizes, machine)
-        method = min(seconds, key=seconds.__getitem__)
-        reason = f"the least time of {len(seconds)} methods by the model"
-        if blocked:
-            reason += f"; not ulysses: {blocked}"
+        allowed, reason = [RING], "K and V travel in e4m3, which the ring does"
+    seconds = {name: models[name](problem, sizes, machine) for name in allowed}
+    method = min(seconds, key=seconds.__getitem__)
+    if not reason:
+        reason = f"the least time of {len(seconds)} methods by the model" + "".join(
+            f"; not {name}: {why}" for name, why in blocked.items() if why
+        )
     scores = sum(count_scores(groups_with_all(problem, r)) for r in range(problem.world)) // problem.world
     ideal = machine.compute_s(sizes.flops(scores))
     return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)

@@ -17,23 +17,14 @@ from torch import Tensor
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
 from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
-from hopper_attention.distributed.layout import shard, unshard
+from hopper_attention.distributed.layout import parts_of, shard, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
 from hopper_attention.reference.tiles import Span
 from hopper_attention.scores import sinks_gradient
 
-MOST_PARTS = 4
-
 Pair = tuple[Tensor, Tensor]
 Gathering = tuple[Tensor, Tensor, Transfer, Transfer]
-
-
-def parts_of(kv_heads: int) -> list[slice]:
-    """Key/value heads of each part: as many equal ones as go, up to MOST_PARTS."""
-    parts = max(n for n in range(1, MOST_PARTS + 1) if kv_heads % n == 0)
-    each = kv_heads // parts
-    return [slice(i * each, (i + 1) * each) for i in range(parts)]
 
 
 def _gathered(ranks: Ranks, own: Pair, layout: str) -> Iterator[tuple[slice, Pair]]:

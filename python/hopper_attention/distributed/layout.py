@@ -16,6 +16,9 @@ from hopper_attention.reference.tiles import Span
 
 CONTIGUOUS = "contiguous"
 ZIGZAG = "zigzag"
+MOST_PARTS = 4
+"""Of the heads, where some travel while others are attended to."""
+
 CHUNKS_A_RANK = {CONTIGUOUS: 1, ZIGZAG: 2}
 
 
@@ -98,3 +101,10 @@ def join(parts: Iterable[Tensor], dim: int) -> Tensor:
     """``torch.cat``, which copies nothing where there is one part."""
     parts = list(parts)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def parts_of(kv_heads: int) -> list[slice]:
+    """Key/value heads of each part: as many equal ones as go, up to MOST_PARTS."""
+    parts = max(n for n in range(1, MOST_PARTS + 1) if kv_heads % n == 0)
+    each = kv_heads // parts
+    return [slice(i * each, (i + 1) * each) for i in range(parts)]
