@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -249,3 +251,26 @@ def test_bad_calls_are_refused_before_anything_is_sent(pool: Pool) -> None:
     for what, message in REFUSALS.items():
         told, _ = pool(2, "refuse", what)
         assert told.startswith(message), (what, told)
+
+
+def test_the_examples_of_the_page_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On one rank, which is a group too.
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    names: dict[str, Any] = {}
+    try:
+        for number, example in enumerate(found):
+            on_a_cpu = example.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+            on_a_cpu = on_a_cpu.replace("4096, 16, 128", "64, 2, 32").replace("1024, 16, 128", "64, 2, 32")
+            on_a_cpu = on_a_cpu.replace("1024, 8, 128", "64, 2, 32").replace(
+                "sequence_positions(4096", "sequence_positions(64"
+            )
+            on_a_cpu = re.sub(r"torch\.cuda\.set_device.*", "", on_a_cpu)
+            exec(compile(on_a_cpu, f"docs/distributed.md, example {number + 1}", "exec"), names)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(found) >= 7
+    assert names["whole"].shape == (1, 64, 2, 32) and names["positions"].tolist() == list(range(64))

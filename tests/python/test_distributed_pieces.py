@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -150,6 +152,34 @@ def test_auto_says_what_it_chooses_and_why() -> None:
     )
     assert narrow.method == "ring"
     assert explain_context_parallel(4, 1 << 17, 16, 16, 128, causal=True, fp8=True).method == "ring"
+
+
+def rows_of_the_model() -> list[str]:
+    """The table of docs/distributed.md."""
+    rows = []
+    for tokens, name, gpus, speed in (
+        (1 << 16, "64k", 8, 300),
+        (1 << 17, "128k", 2, 300),
+        (1 << 17, "128k", 8, 300),
+        (1 << 20, "1M", 8, 300),
+        (1 << 16, "64k", 64, 40),
+        (1 << 20, "1M", 64, 40),
+        (1 << 22, "4M", 64, 40),
+        (10 << 20, "10M", 64, 40),
+        (10 << 20, "10M", 256, 40),
+    ):
+        plan = explain_context_parallel(
+            gpus, tokens, 32, 8, 128, causal=True, machine=Machine(gbytes_per_s=speed)
+        )
+        chunk = tokens // (2 * gpus)
+        rows.append(f"| {name} | {gpus} | {speed} | {chunk:,} | {plan.method} | {plan.efficiency:.2f} |")
+    return rows
+
+
+def test_the_table_of_the_page_is_that_of_the_model() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    table = page.partition("<!-- model -->")[2].partition("<!-- /model -->")[0].strip().splitlines()
+    assert table[2:] == rows_of_the_model()
 
 
 def test_by_the_model_slower_links_cost_efficiency() -> None:
