@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hopper_attention.launch.merge import merge
 from hopper_attention.reference.tiles import Span
 
 
@@ -35,10 +36,12 @@ class Merged:
         """The part of some more keys: ``out`` (batch, rows, heads, head_dim_v) and ``lse`` of these rows.
 
         With w = exp(lse) / (exp(lse) + exp(lse so far)) the output moves by the share w towards the part's. A part
-        that has no keys for a row has an output of 0 there, and moves nothing.
+        that has no keys for a row has an output of 0 there, and moves nothing. On a GPU one kernel does it.
         """
         here = slice(rows.start, rows.stop)
         so_far = self.lse[:, :, here]
+        if out.is_cuda and merge(self.out[:, here], so_far, out, lse):
+            return
         share = torch.sigmoid(lse - so_far).nan_to_num_(0.0)
         self.out[:, here].lerp_(out.float(), share.mT.unsqueeze(-1))
         so_far.copy_(torch.logaddexp(so_far, lse))
