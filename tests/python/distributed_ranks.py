@@ -1,4 +1,4 @@
-"""Eight processes with gloo that stay alive for many calls, and what they do: attention of a shard."""
+"""Processes that stay alive for many calls, and what they do: attention of a shard. Eight on CPUs, with gloo."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ WORLD = 8
 SIZES = (2, 3, 4, 8)
 MESHES = {"2x2": ((0, 1), (2, 3)), "2x4": ((0, 1, 2, 3), (4, 5, 6, 7))}
 DTYPE = torch.float16
+
+ANSWER_S = 120
+"""That a call may take, kernels compiled among it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,16 @@ class Case:
 @cache
 def groups() -> dict[int | str, Any]:
     """By size or name; all processes make all of them."""
-    found: dict[int | str, Any] = {n: dist.new_group(list(range(n)), timedelta(seconds=30)) for n in SIZES}
-    return found | {name: DeviceMesh("cpu", torch.tensor(rows)) for name, rows in MESHES.items()}
+    world, kind = dist.get_world_size(), device().type
+    sizes = (n for n in SIZES if n <= world)
+    found: dict[int | str, Any] = {n: dist.new_group(list(range(n)), timedelta(seconds=60)) for n in sizes}
+    meshes = {name: torch.tensor(rows) for name, rows in MESHES.items()}
+    return found | {name: DeviceMesh(kind, rows) for name, rows in meshes.items() if rows.numel() <= world}
+
+
+def device() -> torch.device:
+    """Where this process has its tensors."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def members(ranks: int | str) -> int:
@@ -84,7 +95,7 @@ def members(ranks: int | str) -> int:
 def attend(case: Case) -> dict[str, np.ndarray]:
     """out, lse and gradients of this rank's rows; those of the sinks from its own queries."""
     mesh, layout = groups()[case.ranks], case.options.get("layout", "zigzag")
-    *whole, sinks = case.tensors()
+    *whole, sinks = (x.to(device()) for x in case.tensors())
     q, k, v, dout, dlse = (shard_sequence(x, mesh, layout=layout) for x in whole)
     if case.documents:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
@@ -100,7 +111,7 @@ def attend(case: Case) -> dict[str, np.ndarray]:
         loss = (out.float() * dout.float()).sum() + (of_lse * dlse).sum()
         grads = torch.autograd.grad(loss, wanted)
         found |= dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=False))
-    return {name: x.float().numpy() for name, x in found.items()}
+    return {name: x.float().cpu().numpy() for name, x in found.items()}
 
 
 def attend_twice(case: Case) -> bool:
@@ -229,11 +240,15 @@ def refuse(what: str) -> str:
     return error_of(calls[what])
 
 
-def serve(rank: int, store: str, connection: Connection) -> None:
+def serve(rank: int, world: int, backend: str, store: str, connection: Connection) -> None:
     """A process of the pool: calls functions of this file until there is no more."""
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     groups()
     while (task := connection.recv()) is not None:
         name, arguments = task
@@ -246,13 +261,15 @@ def serve(rank: int, store: str, connection: Connection) -> None:
 class Pool:
     """Processes that were forked from one that has torch imported already."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, world: int = WORLD, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        pairs = [context.Pipe() for _ in range(WORLD)]
+        pairs = [context.Pipe() for _ in range(world)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=serve, args=(rank, str(folder / "store"), theirs), daemon=True)
+            context.Process(
+                target=serve, args=(rank, world, backend, str(folder / "store"), theirs), daemon=True
+            )
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -264,7 +281,7 @@ class Pool:
             connection.send((name, arguments))
         answers = []
         for rank, connection in enumerate(self.connections[:count]):
-            if not connection.poll(60):
+            if not connection.poll(ANSWER_S):
                 raise TimeoutError(f"rank {rank} does not answer in {name}{arguments}")
             answers.append(connection.recv())
         wrong = [answer for is_right, answer in answers if not is_right]

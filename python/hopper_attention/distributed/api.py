@@ -119,7 +119,7 @@ def context_parallel_attention(
         timeout: seconds that a wait for other ranks may take before it raises ``PeerError`` and names them; on a GPU
             the host then waits for each transfer. 0: the group's own time-out, without such waits.
         check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
-            where they differ. "never": they do not, for calls known to be right.
+            where they differ. "never": they do not, for calls known to be right, on a group that was in use before.
 
     Returns:
         out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,

@@ -8,6 +8,7 @@ compare methods by, not measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
@@ -21,12 +22,14 @@ from hopper_attention.distributed.pieces import (
 )
 
 RING, ALL_GATHER, ULYSSES, MESH, AUTO = "ring", "all_gather", "ulysses", "mesh", "auto"
+REMEMBERED = 1024
+
 METHODS = (RING, ALL_GATHER, ULYSSES, MESH, AUTO)
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 """Matrix products a score: Q K^T and P V; in the backward pass those of P, dP, dV, dK and dQ."""
 
-MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 18, 10, 12
+MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 10, 10, 12
 """Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
 to begin with float32 and end with 16 bits."""
 
@@ -191,6 +194,7 @@ def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     return machine.compute_s(sizes.flops(scores)) + 2 * (exchanged + packed)
 
 
+@lru_cache(maxsize=REMEMBERED)
 def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> ContextPlan:
     """The method with the least time by the model of those that can do it.
 

@@ -81,9 +81,6 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
     seen = _seen_by(ranks.group)
     if values in seen.signatures or ranks.size == 1:
         return
-    if not seen.count and device.type == "cuda":
-        # NCCL wants all ranks in the first call on a group, and a window leaves some out.
-        dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
     store = _get_process_group_store(ranks.group)
     keys = [f"hopper_attention/{seen.count}/{rank}" for rank in range(ranks.size)]
     # Whatever comes of this: what was said once is not to be read again.
@@ -106,4 +103,7 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
                     f"{name} is {here} on {ranks.name(ranks.rank)} and {there} on {ranks.name(rank)}, allowed: the "
                     "same on all ranks of a group"
                 )
+    if not seen.signatures and device.type == "cuda":
+        # NCCL wants all ranks in the first call on a group, and a window leaves some out.
+        dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
     seen.signatures.add(values)

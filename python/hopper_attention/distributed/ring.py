@@ -303,7 +303,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout, dlse = grads
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         saved = Saved(q, out, lse, dout, dlse)
         dq, dk, dv = ring_backward(ctx.ranks, ctx.problem, ctx.call, saved, (k, v))
         wants_sinks = sinks is not None and ctx.needs_input_grad[3]
