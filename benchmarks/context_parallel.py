@@ -246,6 +246,9 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
         alone = next(r for r in rows if r["way"] == f"one GPU, {row['kind']}")
         if not row["way"].startswith("one GPU"):
             row["efficiency"] = alone["seconds"] / dist.get_world_size() / row["seconds"]
+        if row["way"] == "ring FP8, forward":
+            of_16_bits = next(r for r in rows if r["way"] == "ring, forward")
+            row["over_16_bits"] = of_16_bits["seconds"] / row["seconds"]
     return rows
 
 
@@ -419,7 +422,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         if "unavailable" in row:
             print(f"  {row['way']:52} {row['unavailable']}", flush=True)
             continue
-        other = {"efficiency": "efficiency", "ours_over_it": "ours over it"}
+        other = {"efficiency": "efficiency", "ours_over_it": "ours over it", "over_16_bits": "over 16 bits"}
         notes = "".join(f"  {title} {row[key]:.3f}" for key, title in other.items() if key in row)
         print(
             f"  {row['way']:52} {row['seconds'] * 1e3:9.3f} ms {row['tflops_a_gpu']:7.1f} TFLOP/s a GPU "

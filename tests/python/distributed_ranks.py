@@ -140,6 +140,15 @@ def of_dtensors_sharded_elsewhere() -> str:
     return error_of(lambda: context_parallel_attention(x, x, x))
 
 
+def differentiated_twice(method: str) -> str:
+    """What a second derivative is told."""
+    mesh = groups()[2]
+    x = torch.randn(1, 4, 2, 16).to(DTYPE).requires_grad_()
+    out = context_parallel_attention(x, x, x, mesh, method=method)
+    (dx,) = torch.autograd.grad(out.float().square().sum(), [x], create_graph=True)
+    return error_of(lambda: dx.float().sum().backward())
+
+
 def compiled(case: Case) -> bool:
     """Whether a compiled call, which breaks its graph, gives the same bits."""
     mesh = groups()[case.ranks]

@@ -189,6 +189,12 @@ def test_dtensors_come_back_as_dtensors(pool: Pool, ranks: int | str) -> None:
         check("dq", torch.from_numpy(found["dq"]).double(), dq, dq, BUDGET)
 
 
+def test_a_second_derivative_is_refused(pool: Pool) -> None:
+    for method in ("ring", "all_gather", "ulysses"):
+        for told in pool(2, "differentiated_twice", method):
+            assert told.startswith(("RuntimeError", "NotImplementedError")) and "different" in told
+
+
 def test_dtensors_sharded_by_heads_are_refused(pool: Pool) -> None:
     for told in pool(2, "of_dtensors_sharded_elsewhere"):
         assert told.startswith("ValueError: q has placements") and "Shard(dim=1)" in told

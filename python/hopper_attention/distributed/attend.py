@@ -121,7 +121,7 @@ def differentiate_group(saved: Saved, k: Tensor, v: Tensor, group: Group, call: 
     # The LSE has more than these keys, which is what sinks mean to a backward pass: P of a single key is not 1.
     more = torch.zeros(q.shape[2], dtype=torch.float32, device=q.device)
     if len(group.pieces) == 1:
-        mask, scores = group.pieces[0].mask, Scores.of(softcap, None, more)
+        mask, scores = group.pieces[0].mask, Scores.of(softcap, None, more if k.shape[1] == 1 else None)
         options = scale, mask, scores, backend, deterministic
         return differentiate(dout, dlse, q, k, v, out, lse, *options)
     lengths = _lengths_of(group, q.device)

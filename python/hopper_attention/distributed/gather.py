@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
 from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
@@ -160,6 +161,7 @@ class AllGatherAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout, dlse = grads

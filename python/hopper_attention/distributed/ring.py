@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import (
     Call,
@@ -300,6 +301,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout, dlse = grads

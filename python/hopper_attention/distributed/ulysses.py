@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.exchange import Ranks, all_to_all
 from hopper_attention.distributed.layout import shard, unshard
@@ -49,6 +50,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(ranks, x, layout)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return _to_rows(ctx.ranks, grads[0], ctx.layout), None, None
 
@@ -62,6 +64,7 @@ class _ToRows(torch.autograd.Function):
         return _to_rows(ranks, x, layout)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return _to_heads(ctx.ranks, grads[0], ctx.layout), None, None
 
