@@ -223,6 +223,17 @@ def stay_away(method: str, check: str) -> str:
     return told if time.monotonic() - began < 10 else "it took too long"
 
 
+def die() -> str:
+    """Rank 1 ends after a first call: what rank 0 is told in the next."""
+    x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
+    call(x, x, x, groups()[2], method="ring")
+    if dist.get_rank() == 1:
+        # What it sent has arrived by then.
+        time.sleep(0.2)
+        os._exit(1)
+    return error_of(lambda: call(x, x, x, groups()[2], method="ring", timeout=20.0))
+
+
 def refuse(what: str) -> str:
     """What a call is refused with, before anything is sent."""
     x = torch.zeros(1, 8, 4, 16, dtype=DTYPE)

@@ -237,6 +237,18 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
     assert told.startswith("PeerError: rank 0 waited in vain to exchange heads with all ranks")
 
 
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    ranks = Pool(tmp_path, 2)
+    survivor, dying = ranks.connections
+    for connection in (survivor, dying):
+        connection.send(("die", ()))
+    assert survivor.poll(60)
+    is_right, told = survivor.recv()
+    assert is_right and told.startswith("PeerError: rank 0 waited in vain to ") and "rank 1" in told
+    ranks.processes[1].join(10)
+    ranks.processes[0].kill()
+
+
 REFUSALS = {
     "rows": "ValueError: q has 7 rows on this rank, allowed with layout 'zigzag': multiples of 2",
     "heads": "ValueError: q has 3 heads and k 3, allowed for ulysses attention on 2 ranks: multiples of 2",
