@@ -147,6 +147,13 @@ def test_auto_says_what_it_chooses_and_why() -> None:
     assert "ulysses" not in odd.seconds and "12 heads of q do not divide among 8 ranks" in odd.reason
     huge = explain_context_parallel(64, 10 << 20, 32, 32, 128, causal=True)
     assert huge.method == "ring" and "not all_gather: it takes 258 GB on each GPU" in huge.reason
+    slow = Machine(gbytes_per_s=40)
+    mesh = explain_context_parallel(64, 1 << 20, 32, 8, 128, causal=True, machine=slow, ulysses=8)
+    assert mesh.method == "mesh" and "8 places with chunks of 65536 tokens, 4 heads" in mesh.reason
+    with pytest.raises(ValueError, match="ulysses is 3, allowed: a divisor of the 8 ranks"):
+        explain_context_parallel(8, 1 << 16, 32, 8, 128, ulysses=3)
+    with pytest.raises(ValueError, match="no mesh with 8 ranks for ulysses: 12 heads"):
+        explain_context_parallel(64, 1 << 16, 12, 4, 128, ulysses=8)
     narrow = explain_context_parallel(
         8, 1 << 17, 12, 12, 128, window_size=(1023, 0), layout="contiguous", machine=Machine(gbytes_per_s=40)
     )
@@ -157,21 +164,24 @@ def test_auto_says_what_it_chooses_and_why() -> None:
 def rows_of_the_model() -> list[str]:
     """The table of docs/distributed.md."""
     rows = []
-    for tokens, name, gpus, speed in (
-        (1 << 16, "64k", 8, 300),
-        (1 << 17, "128k", 2, 300),
-        (1 << 17, "128k", 8, 300),
-        (1 << 20, "1M", 8, 300),
-        (1 << 16, "64k", 64, 40),
-        (1 << 20, "1M", 64, 40),
-        (1 << 22, "4M", 64, 40),
-        (10 << 20, "10M", 64, 40),
-        (10 << 20, "10M", 256, 40),
+    for tokens, name, gpus, speed, inner in (
+        (1 << 16, "64k", 8, 300, 1),
+        (1 << 17, "128k", 2, 300, 1),
+        (1 << 17, "128k", 8, 300, 1),
+        (1 << 20, "1M", 8, 300, 1),
+        (1 << 16, "64k", 64, 40, 1),
+        (1 << 16, "64k", 64, 40, 8),
+        (1 << 20, "1M", 64, 40, 1),
+        (1 << 20, "1M", 64, 40, 8),
+        (1 << 22, "4M", 64, 40, 8),
+        (10 << 20, "10M", 64, 40, 8),
+        (10 << 20, "10M", 256, 40, 1),
+        (10 << 20, "10M", 256, 40, 8),
+        (10 << 20, "10M", 1024, 40, 8),
     ):
-        plan = explain_context_parallel(
-            gpus, tokens, 32, 8, 128, causal=True, machine=Machine(gbytes_per_s=speed)
-        )
-        chunk = tokens // (2 * gpus)
+        machine = Machine(gbytes_per_s=speed)
+        plan = explain_context_parallel(gpus, tokens, 32, 8, 128, causal=True, machine=machine, ulysses=inner)
+        chunk = tokens // (2 * gpus // inner)
         rows.append(f"| {name} | {gpus} | {speed} | {chunk:,} | {plan.method} | {plan.efficiency:.2f} |")
     return rows
 

@@ -24,6 +24,7 @@ from hopper_attention.distributed.auto import (
     Machine,
     Sizes,
     plan,
+    plan_mesh,
 )
 from hopper_attention.distributed.auto import AUTO as AUTO
 from hopper_attention.distributed.exchange import Ranks
@@ -192,15 +193,24 @@ def explain_context_parallel(
     layout: str = ZIGZAG,
     fp8: bool = False,
     machine: Machine = DEFAULT_MACHINE,
+    ulysses: int = 1,
+    inside: Machine = DEFAULT_MACHINE,
 ) -> ContextPlan:
     """What ``method="auto"`` chooses for a whole sequence of ``seqlen`` on ``world`` ranks, and why.
 
     Needs no process group and no GPU, and computes nothing. ``machine`` is what the model knows of the hardware.
+    With ``ulysses`` above 1 it is the plan of a mesh of world / ulysses places with so many ranks each: ``machine`` has
+    the links between places then, and ``inside`` those in one.
     """
     options = Options(causal=causal, window_size=window_size, layout=layout)
-    problem = Problem(world, seqlen, seqlen, layout, *options.sides)
+    if ulysses < 1 or world % ulysses:
+        raise ValueError(f"ulysses is {ulysses}, allowed: a divisor of the {world} ranks")
+    problem = Problem(world // ulysses, seqlen, seqlen, layout, *options.sides)
     width = head_dim if head_dim_v is None else head_dim_v
-    return plan(problem, Sizes(batch, heads, kv_heads, head_dim, width, 1 if fp8 else 2), machine)
+    sizes = Sizes(batch, heads, kv_heads, head_dim, width, 1 if fp8 else 2)
+    if ulysses > 1:
+        return plan_mesh(problem, ulysses, sizes, (machine, inside))
+    return plan(problem, sizes, machine)
 
 
 @torch.compiler.disable

@@ -7,7 +7,7 @@ compare methods by, not measurements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hopper_attention.distributed.layout import check_divides, parts_of
@@ -184,14 +184,44 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
 
 
 def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
-    """Nothing is hidden: Q, K, V and the output are exchanged, then their gradients."""
-    world = problem.world
-    scores = sum(count_scores(groups_with_all(problem, r)) for r in range(world)) // world
-    copies = max(1, world // sizes.kv_heads)
-    elements = problem.seqlen_q // world * (2 * sizes.q_row + copies * sizes.kv_row)
-    exchanged = machine.transfer_s(elements * 2 * (world - 1) / world)
-    packed = machine.memory_s(EXCHANGED_BYTES * elements)
-    return machine.compute_s(sizes.flops(scores)) + 2 * (exchanged + packed)
+    """Nothing is hidden."""
+    compute = machine.compute_s(sizes.flops(_mean_scores(problem)))
+    return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
+
+
+def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
+    """Rows of Q, K, V and the output for heads, then those of their gradients, between so many ranks."""
+    copies = max(1, ranks // sizes.kv_heads)
+    elements = rows * (2 * sizes.q_row + copies * sizes.kv_row)
+    return 2 * (
+        machine.transfer_s(elements * 2 * (ranks - 1) / ranks) + machine.memory_s(EXCHANGED_BYTES * elements)
+    )
+
+
+def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machine, Machine]) -> ContextPlan:
+    """What a mesh takes: ``problem`` is that of the ring, ``inner`` the ranks that exchange heads in a place.
+
+    ``machines`` are with the links of the ring, and with those inside of a place.
+
+    Raises:
+        ValueError: lengths or heads do not divide.
+    """
+    blocked = why_not_ulysses(sizes, inner)
+    if blocked:
+        raise ValueError(f"no mesh with {inner} ranks for ulysses: {blocked}")
+    chunk = check_divides(problem.seqlen_q, problem.world, problem.layout, "the length of the whole q")
+    own = replace(sizes, heads=sizes.heads // inner, kv_heads=max(1, sizes.kv_heads // inner))
+    of_ring, of_heads = machines
+    seconds = _ring_s(problem, own, of_ring)
+    seconds += _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    ideal = of_ring.compute_s(own.flops(_mean_scores(problem)))
+    reason = f"a ring of {problem.world} places with chunks of {chunk} tokens, {own.heads} heads on each rank"
+    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0)
+
+
+def _mean_scores(problem: Problem) -> int:
+    """Of a rank."""
+    return sum(count_scores(groups_with_all(problem, r)) for r in range(problem.world)) // problem.world
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -218,6 +248,5 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
         reason = f"the least time of {len(seconds)} methods by the model" + "".join(
             f"; not {name}: {why}" for name, why in blocked.items() if why
         )
-    scores = sum(count_scores(groups_with_all(problem, r)) for r in range(problem.world)) // problem.world
-    ideal = machine.compute_s(sizes.flops(scores))
+    ideal = machine.compute_s(sizes.flops(_mean_scores(problem)))
     return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)
