@@ -16,6 +16,7 @@ from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import Result
 from hopper_attention.distributed.auto import (
     ALL_GATHER,
+    AUTO,
     DEFAULT_MACHINE,
     MESH,
     RING,
@@ -26,7 +27,6 @@ from hopper_attention.distributed.auto import (
     plan,
     plan_mesh,
 )
-from hopper_attention.distributed.auto import AUTO as AUTO
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.gather import AllGatherAttention
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG

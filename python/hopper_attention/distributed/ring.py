@@ -120,13 +120,13 @@ class Shards:
 
     def along(self, steps: tuple[Step, ...]) -> Iterator[tuple[Step, Pair, Span]]:
         """Each step with the keys for it and the rows of their shard that these are."""
-        yield_now: tuple[Pair, Transfer] = self.own, Transfer(self.ranks, [], [])
+        coming = self.own, Transfer(self.ranks, [], [])
         for number, step in enumerate(steps):
-            pair, transfer = yield_now
+            pair, transfer = coming
             transfer.wait()
             if number + 1 < len(steps):
                 sends, receives, arriving = self.messages(steps[number + 1])
-                yield_now = arriving, exchange(self.ranks, sends, receives)
+                coming = arriving, exchange(self.ranks, sends, receives)
                 give_head_start(pair[0].device)
             yield step, pair, step.takes if step.distance else Span(0, pair[0].shape[1])
 
@@ -143,8 +143,8 @@ def ring_forward(
     q, k, v = tensors
     results = _Results(q, v.shape[3])
     for step, pair, held in Shards(ranks, (k, v)).along(steps_of(problem, ranks.rank)):
-        results.merge()
         for group in step.groups:
+            # That of the call before, now that the next transfer is posted.
             results.merge()
             results.put(group.rows, *attend(q, *_keys_of(pair, group, held), group, call))
     whole = results.finish()
