@@ -10,6 +10,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
+from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import PlanConfig
 from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
@@ -21,7 +22,14 @@ from hopper.wide.config import WideForwardConfig
 
 HOPPER_ARCH = "sm_90a"
 
-OF_ANY_ARCH = (AmpereForwardConfig, AmpereBackwardConfig, PlanConfig, AppendConfig, CombineConfig)
+OF_ANY_ARCH = (
+    AmpereForwardConfig,
+    AmpereBackwardConfig,
+    PlanConfig,
+    AppendConfig,
+    CombineConfig,
+    MergeConfig,
+)
 """Configs that say what they are compiled for."""
 
 COMPILERS: dict[type, tuple[str, str]] = {
@@ -34,6 +42,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
     AppendConfig: ("cute_kernels.append.compile", "compile_append"),
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
+    MergeConfig: ("cute_kernels.merge.compile", "compile_merge"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),

@@ -62,6 +62,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_quantize_compile": ("CONFIGS",),
     "tests.cute_kernels.test_append": ("COMPILED",),
     "tests.cute_kernels.test_combine": ("COMPILED",),
+    "tests.cute_kernels.test_merge": ("COMPILED",),
     "tests.cute_kernels.test_backward_steps": ("COMPILED",),
     "tests.cute_kernels.ampere.test_forward_compile": ("WITH_WINDOW_OR_PACKED", "WITH_SCORES_CHANGED"),
     "tests.cute_kernels.ampere.test_backward_compile": ("WITH_WINDOW_OR_PACKED",),

@@ -31,6 +31,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
+from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
@@ -225,8 +226,8 @@ def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_serving(config: AppendConfig | CombineConfig | DecodeConfig) -> Kernel:
-    """A kernel that serves a KV cache beside attention, ready to be called; see ``hopper.compile``."""
+def get_serving(config: AppendConfig | CombineConfig | DecodeConfig | MergeConfig) -> Kernel:
+    """A kernel that works beside those of attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 

@@ -1,0 +1,441 @@
+"""Attention over several GPUs of one host beside one GPU on its share, and beside torch's own context_parallel.
+
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/context_parallel.py --json report.json [--quick]
+
+Every rank also runs the whole problem alone, all at once, so that clocks are the same: an efficiency is the time
+of one GPU over ranks times that of all. A round measures each way once, in turns; a time is the median of the rounds,
+each the slowest rank's. Errors are root mean squares against float64. Without a GPU tiny sizes run on gloo, to see that
+it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+from hopper_attention import flash_attn_fp8_func, flash_attn_func
+from hopper_attention.distributed import (
+    context_parallel_attention,
+    explain_context_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
+from hopper_attention.experiments.bench.machine import (
+    ClockSampler,
+    describe_machine,
+    find_commit,
+    find_gauge,
+    repository_root,
+    today,
+)
+from hopper_attention.experiments.reports import SCHEMA, dump_rows, write_text
+from hopper_attention.quantized import DEFAULT_QUANTIZATION
+from hopper_attention.reference import attention_naive
+
+HEAD_DIM = 128
+METHODS = ("ring", "all_gather", "ulysses")
+FORWARD, BOTH = "forward", "forward + backward"
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A causal problem of one sequence."""
+
+    seqlen: int
+    heads: int
+    kv_heads: int
+    head_dim: int = HEAD_DIM
+
+    @property
+    def name(self) -> str:
+        return f"s{self.seqlen}-h{self.heads}-hk{self.kv_heads}-d{self.head_dim}-causal"
+
+    def flops(self, kind: str) -> float:
+        products = 2 if kind == FORWARD else 7
+        return 1.0 * products * self.seqlen**2 * self.heads * self.head_dim
+
+    def tensors(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """q, k, v and dout of the whole, the same on every rank."""
+        g = torch.Generator(device).manual_seed(5)
+        counts = self.heads, self.kv_heads, self.kv_heads, self.heads
+        sizes = ((1, self.seqlen, n, self.head_dim) for n in counts)
+        return [torch.randn(size, generator=g, device=device, dtype=dtype) for size in sizes]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how long to measure."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mesh: DeviceMesh
+    rounds: int
+    margins: tuple[int, ...] = ()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Cell:
+    """Rounds of one way to run one shape, and when each was."""
+
+    kind: str
+    run: Run
+    seconds: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    extra_bytes: int = 0
+
+
+def both(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
+    """A forward and a backward pass; returns out and the gradients."""
+    *inputs, dout = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+
+    def run() -> list[Tensor]:
+        out = call(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return run
+
+
+def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
+    """A forward pass alone."""
+    inputs = tensors[:3]
+
+    @torch.no_grad()
+    def run() -> list[Tensor]:
+        return [call(*inputs)]
+
+    return run
+
+
+def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = context_parallel_attention(q, k, v, s.mesh, method=method, causal=True, **options)
+        assert isinstance(found, Tensor)
+        return found
+
+    return call
+
+
+def one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def one_gpu_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_fp8_func(q, k, v, causal=True)
+
+
+def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell]:
+    """One GPU on the whole, and every method of ours on the shards."""
+    whole = shape.tensors(s.device, s.dtype)
+    local = [shard_sequence(x, s.mesh) for x in whole]
+    found = {}
+    for kind in kinds:
+        make = forward if kind == FORWARD else both
+        found[f"one GPU, {kind}"] = Cell(kind, make(one_gpu, whole))
+        for method in METHODS:
+            found[f"{method}, {kind}"] = Cell(kind, make(ours(s, method), local))
+        for margin in s.margins:
+            found[f"ring, {margin} SMs free, {kind}"] = Cell(
+                kind, make(ours(s, "ring", sm_margin=margin), local)
+            )
+    if FORWARD in kinds:
+        found["one GPU FP8, forward"] = Cell(FORWARD, forward(one_gpu_fp8, whole))
+        of_fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
+        found["ring FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
+    return found
+
+
+@contextmanager
+def torchs_own(s: Setting, whole: list[Tensor], rotate: str, backend: str) -> Iterator[Run]:
+    """Forward and backward of torch's context_parallel, with the SDPA of a backend."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    set_rotate_method(rotate)
+    group = whole[0].shape[2] // whole[1].shape[2]
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in whole)
+    # Its ring knows no groups of heads; what it costs to make K and V of as many heads as Q is not timed.
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    with (
+        context_parallel(s.mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4),
+        sdpa_kernel(getattr(SDPBackend, backend)),
+    ):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def run() -> list[Tensor]:
+            out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        yield run
+
+
+def slowest(s: Setting, seconds: float) -> float:
+    worst = torch.tensor([seconds], dtype=torch.float64, device=s.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def measure(s: Setting, cell: Cell) -> None:
+    """One round of a cell, on all ranks at once."""
+    s.wait()
+    dist.barrier()
+    began = time.perf_counter()
+    if s.on_gpu:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        cell.run()
+        stop.record()
+        s.wait()
+        seconds = start.elapsed_time(stop) * 1e-3
+    else:
+        cell.run()
+        seconds = time.perf_counter() - began
+    cell.spans.append((began, time.perf_counter()))
+    cell.seconds.append(slowest(s, seconds))
+
+
+def warm_up(s: Setting, cell: Cell) -> None:
+    """Compile and connect; then the memory that a call needs beside what was there, results included."""
+    cell.run()
+    s.wait()
+    dist.barrier()
+    if s.on_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        cell.run()
+        s.wait()
+        cell.extra_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler) -> list[dict[str, Any]]:
+    """All cells of a shape in turns, as rows of the report."""
+    cells = cells_of(s, shape, kinds)
+    for cell in cells.values():
+        warm_up(s, cell)
+    for _ in range(s.rounds):
+        for cell in cells.values():
+            measure(s, cell)
+    rows = [row_of(s, shape, name, cell, sampler) for name, cell in cells.items()]
+    for row in rows:
+        alone = next(r for r in rows if r["way"] == f"one GPU, {row['kind']}")
+        if not row["way"].startswith("one GPU"):
+            row["efficiency"] = alone["seconds"] / dist.get_world_size() / row["seconds"]
+        if row["way"] == "ring FP8, forward":
+            of_16_bits = next(r for r in rows if r["way"] == "ring, forward")
+            row["over_16_bits"] = of_16_bits["seconds"] / row["seconds"]
+    return rows
+
+
+def play_torch(
+    s: Setting, shape: Shape, backends: tuple[str, ...], sampler: ClockSampler
+) -> list[dict[str, Any]]:
+    """Torch's context_parallel beside our ring, which takes turns with it; what it cannot do is in the report."""
+    whole = shape.tensors(s.device, s.dtype)
+    local = [shard_sequence(x, s.mesh) for x in whole]
+    ring = Cell(BOTH, both(ours(s, "ring"), local))
+    warm_up(s, ring)
+    rows = []
+    for backend in backends:
+        for rotate in ("allgather", "alltoall"):
+            name = f"torch context_parallel, {rotate}, {backend}"
+            try:
+                with torchs_own(s, whole, rotate, backend) as run:
+                    cell = Cell(BOTH, run)
+                    warm_up(s, cell)
+                    ring.seconds.clear()
+                    for _ in range(s.rounds):
+                        measure(s, cell)
+                        measure(s, ring)
+            except (RuntimeError, NotImplementedError) as error:
+                rows.append({"shape": shape.name, "way": name, "kind": BOTH, "unavailable": str(error)[:200]})
+                continue
+            row = row_of(s, shape, name, cell, sampler)
+            row["ours_seconds"] = statistics.median(ring.seconds)
+            row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
+            rows.append(row)
+    return rows
+
+
+def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSampler) -> dict[str, Any]:
+    seconds = statistics.median(cell.seconds)
+    clock, power = sampler.window(cell.spans)
+    ranks = 1 if name.startswith("one GPU") else dist.get_world_size()
+    kv_shard = 2 * 2 * shape.seqlen // dist.get_world_size() * shape.kv_heads * shape.head_dim
+    return {
+        "shape": shape.name,
+        "way": name,
+        "kind": cell.kind,
+        "seconds": seconds,
+        "spread": (max(cell.seconds) - min(cell.seconds)) / seconds,
+        "tflops_a_gpu": shape.flops(cell.kind) / ranks / seconds * 1e-12,
+        "extra_bytes": cell.extra_bytes,
+        "kv_shard_bytes": kv_shard,
+        "out_bytes": 2 * shape.seqlen // ranks * shape.heads * shape.head_dim,
+        "clock_mhz": clock,
+        "power_w": power,
+    }
+
+
+def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
+    """Of every method and of one GPU against float64: root mean square over that of the exact values."""
+    whole = shape.tensors(s.device, s.dtype)
+    *inputs, dout = (x.double() for x in whole)
+    leaves = [x.requires_grad_() for x in inputs]
+    out, _ = attention_naive(*leaves, causal=True)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    local = [shard_sequence(x, s.mesh) for x in whole]
+    ways = {"one GPU": both(one_gpu, whole)()}
+    for method in METHODS:
+        parts = both(ours(s, method), local)()
+        ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
+    fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
+    with torch.no_grad():
+        ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
+        ways["ring FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+    names = "out", "dq", "dk", "dv"
+    return [
+        {"shape": shape.name, "way": way}
+        | {
+            f"{name}_error": float((x.double() - right).norm() / right.norm())
+            for name, x, right in zip(names, found, exact, strict=False)
+        }
+        for way, found in ways.items()
+    ]
+
+
+def connect() -> tuple[torch.device, DeviceMesh]:
+    """Join the ranks that torchrun started. Transfers get streams of high priority, and NVLink multicast stays off."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        return torch.device("cpu"), init_device_mesh("cpu", (dist.get_world_size(),))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120), pg_options=options, device_id=device)
+    return device, init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+def main(arguments: list[str]) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--json", type=Path, help="where the report goes")
+    parser.add_argument("--quick", action="store_true", help="32k tokens of 16 heads and few rounds")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--margins", default="8", help="numbers of SMs to leave to transfers, to try beside 0"
+    )
+    parser.add_argument("--commit", default="", help="for the report, where git cannot tell")
+    options = parser.parse_args(arguments)
+    device, mesh = connect()
+    on_gpu = device.type == "cuda"
+    rounds = 3 if options.quick else options.rounds
+    margins = tuple(int(n) for n in options.margins.split(",") if n) if on_gpu else ()
+    s = Setting(device, torch.bfloat16, mesh, rounds, margins)
+    shapes = [Shape(n, h, hk) for n in (131_072, 32_768) for h, hk in ((16, 16), (32, 8))]
+    shapes = shapes[2:3] if options.quick else shapes
+    shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
+    of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
+    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if on_gpu else ("FLASH_ATTENTION",)
+    gauge = find_gauge(str(device))
+    rows: list[dict[str, Any]] = []
+    with ClockSampler(gauge) as sampler:
+        found_errors = errors(s, of_errors)
+        for shape in shapes:
+            rows += play(s, shape, (FORWARD, BOTH), sampler)
+            rows += play_torch(s, shape, backends, sampler)
+            if dist.get_rank() == 0:
+                show([row for row in rows if row["shape"] == shape.name])
+    if dist.get_rank() == 0:
+        show_errors(found_errors)
+        if options.json:
+            write_text(
+                options.json, report(options.commit, s, rows, found_errors, describe(device, gauge, shapes))
+            )
+    dist.destroy_process_group()
+    return 0
+
+
+def describe(device: torch.device, gauge: Any, shapes: list[Shape]) -> dict[str, Any]:
+    """The machine, and what ``auto`` would choose."""
+    ranks = dist.get_world_size()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
+    plans = {
+        shape.name: str(
+            explain_context_parallel(
+                ranks, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim, causal=True
+            )
+        )
+        for shape in shapes
+    }
+    return {"ranks": ranks, "machine": describe_machine(str(device), gauge) | {"nccl": nccl}, "auto": plans}
+
+
+def report(
+    commit: str,
+    s: Setting,
+    rows: list[dict[str, Any]],
+    found_errors: list[dict[str, Any]],
+    about: dict[str, Any],
+) -> str:
+    head = {
+        "schema": SCHEMA,
+        "kind": "context_parallel",
+        "date": today(),
+        "commit": commit or find_commit(repository_root()),
+        **about,
+        "method": f"median of {s.rounds} rounds in turns, the slowest rank's time, {s.dtype}, inputs N(0, 1), zigzag",
+        "errors": found_errors,
+    }
+    return dump_rows(head, "cells", rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(rows[0]["shape"], flush=True)
+    for row in rows:
+        if "unavailable" in row:
+            print(f"  {row['way']:52} {row['unavailable']}", flush=True)
+            continue
+        other = {"efficiency": "efficiency", "ours_over_it": "ours over it", "over_16_bits": "over 16 bits"}
+        notes = "".join(f"  {title} {row[key]:.3f}" for key, title in other.items() if key in row)
+        print(
+            f"  {row['way']:52} {row['seconds'] * 1e3:9.3f} ms {row['tflops_a_gpu']:7.1f} TFLOP/s a GPU "
+            f"{row['extra_bytes'] / 2**20:8.0f} MiB{notes}",
+            flush=True,
+        )
+
+
+def show_errors(found: list[dict[str, Any]]) -> None:
+    for row in found:
+        values = "  ".join(f"{key[:-6]} {value:.2e}" for key, value in row.items() if key.endswith("_error"))
+        print(f"error on {row['shape']}, {row['way']:12} {values}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""Context parallelism: attention over a sequence that is shared out to the ranks of a group of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch import Tensor
+
+from hopper_attention import checks
+from hopper_attention.api import Window, flash_attn_func
+from hopper_attention.autocast import cast_inputs
+from hopper_attention.checks import Result
+from hopper_attention.distributed.auto import (
+    ALL_GATHER,
+    AUTO,
+    DEFAULT_MACHINE,
+    MESH,
+    RING,
+    ULYSSES,
+    ContextPlan,
+    Machine,
+    Sizes,
+    plan,
+    plan_mesh,
+)
+from hopper_attention.distributed.exchange import Ranks
+from hopper_attention.distributed.gather import AllGatherAttention
+from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
+from hopper_attention.distributed.pieces import Problem
+from hopper_attention.distributed.request import Mesh, Options, Request, make_request
+from hopper_attention.distributed.ring import RingAttention
+from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
+from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
+from hopper_attention.distributed.wire import ring_forward_fp8
+from hopper_attention.masks import UNLIMITED
+from hopper_attention.quantized import Fp8Quantization
+from hopper_attention.varlen import flash_attn_varlen_func
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ContextOptions(TypedDict, total=False):
+    """Those of :func:`context_parallel_attention`, but for ``method``."""
+
+    causal: bool
+    window_size: Window
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    cu_seqlens: Tensor | Sequence[int] | None
+    layout: str
+    quantization: Fp8Quantization | None
+    deterministic: bool
+    sm_margin: int
+    return_lse: bool
+    backend: str | None
+    timeout: float
+    check: str
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Mesh = None,
+    *,
+    method: str = AUTO,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    layout: str = ZIGZAG,
+    quantization: Fp8Quantization | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_lse: bool = False,
+    backend: str | None = None,
+    timeout: float = 0.0,
+    check: str = "first",
+) -> Result:
+    """Attention over a sequence of which each rank of a group holds a part, differentiable.
+
+    Every rank calls with its own rows of q, k and v and gets those of the output: what
+    :func:`hopper_attention.flash_attn_func` would give for the whole sequence. Partial results are merged by their LSE
+    in float32. All ranks make the same calls in the same order. A call under torch.compile is a break in the graph.
+
+    Args:
+        q: (batch, rows, heads, head_dim), float16 or bfloat16: rows of this rank, as :func:`shard_sequence` gives them.
+            With ``cu_seqlens`` (rows, heads, head_dim). Or a DTensor whose sequence dimension is sharded over the mesh;
+            then k, v and the output are too, and ``mesh`` is theirs.
+        k: (batch, rows of k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: (batch, rows of k, kv_heads, head_dim_v).
+        mesh: a process group, a DeviceMesh of one dimension, or None for all ranks. A mesh of two dimensions is (ring,
+            ulysses): ranks of one row of it share heads, and rows are around the ring.
+        method: "ring": K and V pass by while the kernel works. "all_gather": every rank gets all of K and V, some heads
+            after the other. "ulysses": ranks exchange rows for heads; heads of q have to be a multiple of the ranks,
+            those of k a multiple or divisor. "mesh": ulysses in the rows of a mesh, the ring over its columns. "auto":
+            the least time by a model; :func:`explain_context_parallel` says which and why.
+        causal: position i of the whole sequence sees the positions j <= i + seqlen_k - seqlen_q.
+        window_size: (left, right), of positions of the whole sequence, as for ``flash_attn_func``. In the ring only
+            ranks that share a window talk, which ``layout="contiguous"`` makes the fewest.
+        softmax_scale, softcap, deterministic, backend: as for ``flash_attn_func``.
+        sinks: (heads,) as there, the same on all ranks. The gradient on a rank is that of its own queries: sum it over
+            the ranks, as those of weights.
+        cu_seqlens: of packed documents: 0 and the end of each in positions of the whole sequence, the same on all
+            ranks. A document may reach over any number of ranks. Ints or a CPU tensor; one on a GPU is waited for.
+        layout: which rows a rank holds, "zigzag" or "contiguous"; see :mod:`hopper_attention.distributed.layout`.
+            Zigzag shares out the work of a causal mask evenly.
+        quantization: how Q, K and V become e4m3, for K and V that travel with half the bytes and attention in FP8. The
+            ring alone or in a mesh, forward only, without window, documents and softcap.
+        sm_margin: streaming multiprocessors that the forward kernels leave to the transfers.
+        return_lse: also return the LSE.
+        timeout: seconds that a wait for other ranks may take before it raises ``PeerError`` and names them; on a GPU
+            the host then waits for each transfer. 0: the group's own time-out, without such waits.
+        check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
+            where they differ. "never": they do not, for calls known to be right, on a group that was in use before.
+
+    Returns:
+        out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,
+        (out, lse), where lse is the natural log of the sum of exp(scores), float32 (batch, heads, rows) or (heads,
+        rows).
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
+        NotImplementedError: a feature is not implemented; the message says what to use instead.
+        DisagreementError: ranks differ in shapes or options, and in which.
+        PeerError: a rank did not answer.
+    """
+    options = Options(
+        method,
+        softmax_scale,
+        checks.check_flag("causal", causal),
+        window_size,
+        softcap,
+        cu_seqlens,
+        layout,
+        quantization,
+        deterministic,
+        sm_margin,
+        backend,
+        timeout,
+        check,
+    )
+    checks.check_are_tensors(q=q, k=k, v=v)
+    if is_dtensor(q, k, v):
+        local, of_mesh = to_local(q, k, v, mesh, is_packed=cu_seqlens is not None)
+        out, lse = _attend(*local, sinks, of_mesh, options)
+        out = to_dtensor(out, q)
+    else:
+        out, lse = _attend(q, k, v, sinks, mesh, options)
+    return (out, lse) if checks.check_flag("return_lse", return_lse) else out
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh = None, **options: Unpack[ContextOptions]
+) -> Result:
+    """:func:`context_parallel_attention` with ``method="ring"``, whose arguments and results it has."""
+    return context_parallel_attention(q, k, v, mesh, method=RING, **options)
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh = None, **options: Unpack[ContextOptions]
+) -> Result:
+    """:func:`context_parallel_attention` with ``method="all_gather"``, whose arguments and results it has."""
+    return context_parallel_attention(q, k, v, mesh, method=ALL_GATHER, **options)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh = None, **options: Unpack[ContextOptions]
+) -> Result:
+    """:func:`context_parallel_attention` with ``method="ulysses"``, whose arguments and results it has."""
+    return context_parallel_attention(q, k, v, mesh, method=ULYSSES, **options)
+
+
+def explain_context_parallel(
+    world: int,
+    seqlen: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    batch: int = 1,
+    head_dim_v: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    layout: str = ZIGZAG,
+    fp8: bool = False,
+    machine: Machine = DEFAULT_MACHINE,
+    ulysses: int = 1,
+    inside: Machine = DEFAULT_MACHINE,
+) -> ContextPlan:
+    """What ``method="auto"`` chooses for a whole sequence of ``seqlen`` on ``world`` ranks, and why.
+
+    Needs no process group and no GPU, and computes nothing. ``machine`` is what the model knows of the hardware.
+    With ``ulysses`` above 1 it is the plan of a mesh of world / ulysses places with so many ranks each: ``machine`` has
+    the links between places then, and ``inside`` those in one.
+    """
+    options = Options(causal=causal, window_size=window_size, layout=layout)
+    if ulysses < 1 or world % ulysses:
+        raise ValueError(f"ulysses is {ulysses}, allowed: a divisor of the {world} ranks")
+    problem = Problem(world // ulysses, seqlen, seqlen, layout, *options.sides)
+    width = head_dim if head_dim_v is None else head_dim_v
+    sizes = Sizes(batch, heads, kv_heads, head_dim, width, 1 if fp8 else 2)
+    if ulysses > 1:
+        return plan_mesh(problem, ulysses, sizes, (machine, inside))
+    return plan(problem, sizes, machine)
+
+
+@torch.compiler.disable
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, o: Options
+) -> tuple[Tensor, Tensor]:
+    """out and lse of local tensors."""
+    q, k, v = cast_inputs(q, k, v)
+    is_packed = o.cu_seqlens is not None
+    if is_packed:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 3:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}, allowed with cu_seqlens: (rows, heads, head_dim)"
+                )
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    request = make_request(q, k, v, sinks, mesh, o)
+    method = _method_of(request, o)
+    if method == MESH:
+        (inner,) = request.ulysses
+        of_heads = rows_to_heads(inner, q, k, v, CONTIGUOUS)
+        own_sinks = None if sinks is None else heads_of(inner, sinks)
+        results = _run(RING, *of_heads, own_sinks, request, o)
+        out, lse = heads_to_rows(inner, *results, CONTIGUOUS)
+    else:
+        out, lse = _run(method, q, k, v, sinks, request, o)
+    return (out[0], lse[0]) if is_packed else (out, lse)
+
+
+def _method_of(request: Request, o: Options) -> str:
+    if request.ulysses:
+        return MESH
+    return plan(request.problem, request.sizes).method if o.method == AUTO else o.method
+
+
+def _run(
+    method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, request: Request, o: Options
+) -> tuple[Tensor, Tensor]:
+    ring, problem, call = request.ring, request.problem, request.call
+    if o.quantization is not None:
+        merged = ring_forward_fp8(ring, problem, call, (q, k, v), o.quantization)
+        if sinks is not None:
+            merged.add_sinks(sinks)
+        return merged.out.to(q.dtype), merged.lse
+    if method == ULYSSES:
+        return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
+    function = AllGatherAttention if method == ALL_GATHER else RingAttention
+    out, lse = function.apply(q, k, v, sinks, ring, problem, call)
+    return out, lse
+
+
+def _ulysses(
+    ranks: Ranks,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    problem: Problem,
+    o: Options,
+) -> tuple[Tensor, Tensor]:
+    """One GPU's attention of some heads, between two exchanges."""
+    q, k, v = tensors
+    q, k, v = rows_to_heads(ranks, q, k, v, problem.layout)
+    sinks = None if sinks is None else heads_of(ranks, sinks)
+    window = problem.left, UNLIMITED if o.causal else problem.right
+    if not problem.documents:
+        out, lse = flash_attn_func(
+            q,
+            k,
+            v,
+            o.softmax_scale,
+            o.causal,
+            window_size=window,
+            softcap=o.softcap,
+            sinks=sinks,
+            deterministic=o.deterministic,
+            backend=o.backend,
+            return_attn_probs=True,
+        )
+        return heads_to_rows(ranks, out, lse, problem.layout)
+    starts = torch.tensor(problem.documents, dtype=torch.int32, device=q.device)
+    longest = max(b - a for a, b in pairwise(problem.documents))
+    out, lse = flash_attn_varlen_func(
+        q[0],
+        k[0],
+        v[0],
+        starts,
+        starts,
+        longest,
+        longest,
+        softmax_scale=o.softmax_scale,
+        causal=o.causal,
+        window_size=window,
+        softcap=o.softcap,
+        sinks=sinks,
+        deterministic=o.deterministic,
+        backend=o.backend,
+        return_attn_probs=True,
+    )
+    return heads_to_rows(ranks, out[None], lse[None], problem.layout)

@@ -1,0 +1,252 @@
+"""Which method serves a problem on several GPUs, from a model of time.
+
+Times are those of a forward and a backward pass of one rank. The model knows a GPU's speed in attention, what one rank
+sends a second, and what its memory moves. These are numbers that you give: the defaults are plain assumptions to
+compare methods by, not measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from hopper_attention.distributed.layout import check_divides, parts_of
+from hopper_attention.distributed.pieces import (
+    Group,
+    Problem,
+    count_scores,
+    groups_between,
+    groups_with_all,
+    hull,
+    length,
+)
+
+RING, ALL_GATHER, ULYSSES, MESH, AUTO = "ring", "all_gather", "ulysses", "mesh", "auto"
+REMEMBERED = 1024
+
+METHODS = (RING, ALL_GATHER, ULYSSES, MESH, AUTO)
+
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+"""Matrix products a score: Q K^T and P V; in the backward pass those of P, dP, dV, dK and dQ."""
+
+MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 10, 10, 12
+"""Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
+to begin with float32 and end with 16 bits."""
+
+GATHERED_BYTES, EXCHANGED_BYTES = 32, 8
+"""The same of K and V that are gathered, put in order and differentiated; and of what is exchanged."""
+
+GATHERED_ROOM = 12
+"""Bytes that an element of a part of the gathered K and V takes: as it comes, in order, and its gradient in float32."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model knows of the hardware.
+
+    Attributes:
+        tflops: of attention on one GPU, 1e12 a second.
+        gbytes_per_s: that one rank sends while it receives as much, 1e9 bytes a second.
+        latency_us: of one message.
+        memory_gbytes_per_s: that a GPU reads and writes in its own memory.
+        room_gbytes: that a method may take on a GPU beside the tensors of the rank.
+    """
+
+    tflops: float = 600.0
+    gbytes_per_s: float = 300.0
+    latency_us: float = 20.0
+    memory_gbytes_per_s: float = 2500.0
+    room_gbytes: float = 16.0
+
+    def compute_s(self, flops: float) -> float:
+        return flops / (self.tflops * 1e12)
+
+    def transfer_s(self, size: float) -> float:
+        return self.latency_us * 1e-6 + size / (self.gbytes_per_s * 1e9) if size else 0.0
+
+    def memory_s(self, size: float) -> float:
+        return size / (self.memory_gbytes_per_s * 1e9)
+
+
+DEFAULT_MACHINE = Machine()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the tensors of the whole problem.
+
+    Attributes:
+        batch, heads, kv_heads, head_dim, head_dim_v: as of q, k and v.
+        bytes_each: of an element of K and V on the wire: 2, or 1 in e4m3.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    bytes_each: int = 2
+
+    @property
+    def kv_row(self) -> int:
+        """Elements of K and V of one position."""
+        return self.batch * self.kv_heads * (self.head_dim + self.head_dim_v)
+
+    @property
+    def q_row(self) -> int:
+        """Elements of Q, or of the output, of one position."""
+        return self.batch * self.heads * max(self.head_dim, self.head_dim_v)
+
+    def flops(self, scores: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> float:
+        return 1.0 * products * scores * self.batch * self.heads * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """What ``context_parallel_attention`` would do.
+
+    Attributes:
+        method: "ring", "all_gather", "ulysses" or "mesh".
+        reason: why.
+        seconds: by method, what the model says of a forward and a backward pass; only those that can do it.
+        efficiency: of the method, by the model: time of the same share of the work on one GPU over its time.
+    """
+
+    method: str
+    reason: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    efficiency: float = 1.0
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.seconds.items())
+        return f"{self.method}: {self.reason} (model: {times}; efficiency {self.efficiency:.2f})"
+
+
+def why_not_ulysses(sizes: Sizes, world: int) -> str:
+    """What keeps it from a problem; empty if nothing."""
+    if sizes.heads % world:
+        return f"{sizes.heads} heads of q do not divide among {world} ranks"
+    if sizes.kv_heads % world and world % sizes.kv_heads:
+        return f"{sizes.kv_heads} key/value heads neither divide among {world} ranks nor divide these"
+    return ""
+
+
+def why_not_all_gather(problem: Problem, sizes: Sizes, machine: Machine) -> str:
+    """What keeps it from a problem; empty if nothing."""
+    size = GATHERED_ROOM * problem.seqlen_k * sizes.kv_row / len(parts_of(sizes.kv_heads)) * 1e-9
+    if size <= machine.room_gbytes:
+        return ""
+    return f"it takes {size:.0f} GB on each GPU, allowed: room_gbytes, {machine.room_gbytes:.0f}"
+
+
+def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
+    """The slowest rank of each step holds up all; while it works the keys of the next are on their way, and in the
+    backward pass as many bytes of gradients."""
+    world = problem.world
+    # Without windows and documents one of these ranks has the most work at every distance.
+    asked = sorted({0, world // 2, world - 1}) if problem.sees_all else range(world)
+    steps = [[groups_between(problem, r, (r - t) % world) for r in asked] for t in range(world)]
+    scores = [max(map(count_scores, groups)) for groups in steps]
+    rows = [max(map(_rows_merged, groups)) for groups in steps]
+    keys = [max(map(_keys_taken, groups)) for groups in steps]
+    incoming = [*keys[1:], 0]
+    total = machine.memory_s(ENDS_BYTES * problem.seqlen_q // world * (2 * sizes.q_row + sizes.kv_row))
+    for merged, taken in zip(rows, keys, strict=True):
+        total += machine.memory_s((MERGED_BYTES + ADDED_BYTES) * merged * sizes.q_row)
+        total += machine.memory_s(ADDED_BYTES * taken * sizes.kv_row)
+    for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
+        for mine, coming in zip(scores, incoming, strict=True):
+            transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
+            total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
+    return total
+
+
+def _rows_merged(groups: tuple[Group, ...]) -> int:
+    return sum(length(group.rows) for group in groups)
+
+
+def _keys_taken(groups: tuple[Group, ...]) -> int:
+    return length(hull([group.keys for group in groups])) if groups else 0
+
+
+def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
+    """The first part of the heads is waited for, the others come meanwhile; in the backward pass gradients go back."""
+    world = problem.world
+    scores = max(count_scores(groups_with_all(problem, r)) for r in range(world))
+    rows = problem.seqlen_k * (world - 1) // world
+    parts = len(parts_of(sizes.kv_heads))
+    part = machine.transfer_s(rows * sizes.kv_row * sizes.bytes_each / parts)
+    total = machine.memory_s(GATHERED_BYTES * problem.seqlen_k * sizes.kv_row)
+    for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
+        compute = machine.compute_s(sizes.flops(scores, products)) / parts
+        total += trips * part + parts * max(compute, trips * part)
+    return total
+
+
+def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
+    """Nothing is hidden."""
+    compute = machine.compute_s(sizes.flops(_mean_scores(problem)))
+    return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
+
+
+def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
+    """Rows of Q, K, V and the output for heads, then those of their gradients, between so many ranks."""
+    copies = max(1, ranks // sizes.kv_heads)
+    elements = rows * (2 * sizes.q_row + copies * sizes.kv_row)
+    return 2 * (
+        machine.transfer_s(elements * 2 * (ranks - 1) / ranks) + machine.memory_s(EXCHANGED_BYTES * elements)
+    )
+
+
+def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machine, Machine]) -> ContextPlan:
+    """What a mesh takes: ``problem`` is that of the ring, ``inner`` the ranks that exchange heads in a place.
+
+    ``machines`` are with the links of the ring, and with those inside of a place.
+
+    Raises:
+        ValueError: lengths or heads do not divide.
+    """
+    blocked = why_not_ulysses(sizes, inner)
+    if blocked:
+        raise ValueError(f"no mesh with {inner} ranks for ulysses: {blocked}")
+    chunk = check_divides(problem.seqlen_q, problem.world, problem.layout, "the length of the whole q")
+    own = replace(sizes, heads=sizes.heads // inner, kv_heads=max(1, sizes.kv_heads // inner))
+    of_ring, of_heads = machines
+    seconds = _ring_s(problem, own, of_ring)
+    seconds += _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    ideal = of_ring.compute_s(own.flops(_mean_scores(problem)))
+    reason = f"a ring of {problem.world} places with chunks of {chunk} tokens, {own.heads} heads on each rank"
+    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0)
+
+
+def _mean_scores(problem: Problem) -> int:
+    """Of a rank."""
+    return sum(count_scores(groups_with_all(problem, r)) for r in range(problem.world)) // problem.world
+
+
+@lru_cache(maxsize=REMEMBERED)
+def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> ContextPlan:
+    """The method with the least time by the model of those that can do it.
+
+    Raises:
+        ValueError: the lengths do not divide.
+    """
+    check_divides(problem.seqlen_q, problem.world, problem.layout, "the length of the whole q")
+    check_divides(problem.seqlen_k, problem.world, problem.layout, "the length of the whole k")
+    blocked = {
+        ALL_GATHER: why_not_all_gather(problem, sizes, machine),
+        ULYSSES: why_not_ulysses(sizes, problem.world),
+    }
+    models = {RING: _ring_s, ALL_GATHER: _all_gather_s, ULYSSES: _ulysses_s}
+    allowed = [name for name in models if not blocked.get(name)]
+    reason = ""
+    if sizes.bytes_each == 1:
+        allowed, reason = [RING], "K and V travel in e4m3, which the ring does"
+    seconds = {name: models[name](problem, sizes, machine) for name in allowed}
+    method = min(seconds, key=seconds.__getitem__)
+    if not reason:
+        reason = f"the least time of {len(seconds)} methods by the model" + "".join(
+            f"; not {name}: {why}" for name, why in blocked.items() if why
+        )
+    ideal = machine.compute_s(sizes.flops(_mean_scores(problem)))
+    return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)

@@ -1,0 +1,109 @@
+"""What is wrong with a call of several ranks, found before anything is sent or launched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from hopper_attention.distributed.exchange import PeerError, Ranks
+
+AGREEMENT_TIMEOUT_S = 60.0
+"""How long a rank waits for the others to make the same call, where the call sets no time-out."""
+
+FIRST, NEVER = "first", "never"
+CHECKS = (FIRST, NEVER)
+
+Signature = tuple[Any, ...]
+
+
+class DisagreementError(ValueError):
+    """Ranks called with arguments that do not fit together."""
+
+
+def read_documents(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> tuple[int, ...]:
+    """Where documents begin and the last ends, as ints; empty for none. A tensor on a GPU is waited for.
+
+    Raises:
+        ValueError: they do not begin at 0, fall, or end behind ``seqlen``.
+    """
+    if cu_seqlens is None:
+        return ()
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    starts = tuple(int(value) for value in values)
+    if len(starts) < 2 or starts[0] != 0:
+        raise ValueError(f"cu_seqlens is {_short(starts)}, allowed: 0 and then the end of each document")
+    if any(b < a for a, b in pairwise(starts)):
+        raise ValueError(f"cu_seqlens is {_short(starts)}, allowed: numbers that do not fall")
+    if starts[-1] > seqlen:
+        raise ValueError(
+            f"cu_seqlens ends with {starts[-1]}, allowed: at most {seqlen}, the rows of q of all ranks; it counts "
+            "positions of the whole sequence, not those of a rank"
+        )
+    return starts
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:8]))}, ...)"
+
+
+class _Seen:
+    """Which signatures a group has agreed on, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.signatures: set[Signature] = set()
+        self.count = 0
+
+
+@lru_cache(maxsize=64)
+def _seen_by(group: dist.ProcessGroup) -> _Seen:
+    return _Seen()
+
+
+def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, device: torch.device) -> None:
+    """Raise unless all ranks of a group call with the same ``values``, which ``names`` names.
+
+    Ranks tell each other through the store of the group, once for each new set of values: nothing is launched, and no
+    GPU is waited for. Later calls with the same values cost a look-up.
+
+    Raises:
+        DisagreementError: they do not; it says which rank differs in what.
+        PeerError: a rank did not make the call in time; it names the ranks.
+    """
+    seen = _seen_by(ranks.group)
+    if values in seen.signatures or ranks.size == 1:
+        return
+    store = _get_process_group_store(ranks.group)
+    keys = [f"hopper_attention/{seen.count}/{rank}" for rank in range(ranks.size)]
+    # Whatever comes of this: what was said once is not to be read again.
+    seen.count += 1
+    store.set(keys[ranks.rank], json.dumps(values))
+    try:
+        store.wait(keys, timedelta(seconds=ranks.timeout or AGREEMENT_TIMEOUT_S))
+    except RuntimeError as error:
+        missing = [ranks.name(r) for r, key in enumerate(keys) if not store.check([key])]
+        raise PeerError(
+            f"{ranks.name(ranks.rank)} waited in vain for {', '.join(missing)} to call attention with new shapes or "
+            "options: all ranks of a group make the same calls in the same order"
+        ) from error
+    told = [json.loads(store.get(key)) for key in keys]
+    mine = json.loads(json.dumps(values))
+    for rank, theirs in enumerate(told):
+        for name, here, there in zip(names, mine, theirs, strict=True):
+            if here != there:
+                raise DisagreementError(
+                    f"{name} is {here} on {ranks.name(ranks.rank)} and {there} on {ranks.name(rank)}, allowed: the "
+                    "same on all ranks of a group"
+                )
+    if not seen.signatures and device.type == "cuda":
+        # NCCL wants all ranks in the first call on a group, and a window leaves some out.
+        dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
+    seen.signatures.add(values)

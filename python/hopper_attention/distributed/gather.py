@@ -1,0 +1,173 @@
+"""All-gather attention: every rank gets K and V of the whole sequence, a part of the heads after the other.
+
+While the kernel works on the heads of one part, those of the next are gathered. A row of Q meets all its keys in one
+call, so that the output is that of one GPU, and nothing is merged. It suits few key/value heads, of which the whole is
+small. In the backward pass K and V are gathered anew, and the gradients of the keys of each rank go back to it in the
+dtype of the kernel, where they are added up in float32 in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
+from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
+from hopper_attention.distributed.layout import parts_of, shard, unshard
+from hopper_attention.distributed.merge import Merged
+from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
+from hopper_attention.reference.tiles import Span
+from hopper_attention.scores import sinks_gradient
+
+Pair = tuple[Tensor, Tensor]
+Gathering = tuple[Tensor, Tensor, Transfer, Transfer]
+
+
+def _gathered(ranks: Ranks, own: Pair, layout: str) -> Iterator[tuple[slice, Pair]]:
+    """Each part of the heads with K and V of all positions; the next part is on its way meanwhile."""
+
+    def post(heads: slice) -> Gathering:
+        k, v = (x[:, :, heads].contiguous() for x in own)
+        (all_k, k_transfer), (all_v, v_transfer) = all_gather(ranks, k, "K"), all_gather(ranks, v, "V")
+        return all_k, all_v, k_transfer, v_transfer
+
+    def whole(x: Tensor) -> Tensor:
+        """(size, batch, rows, ...) -> (batch, positions, ...)."""
+        return unshard(x.movedim(0, 1).flatten(1, 2), ranks.size, layout)
+
+    parts = parts_of(own[0].shape[2])
+    posted = post(parts[0])
+    for heads, following in zip(parts, [*parts[1:], None], strict=True):
+        all_k, all_v, *transfers = posted
+        for transfer in transfers:
+            transfer.wait()
+        if following is not None:
+            posted = post(following)
+            give_head_start(all_k.device)
+        yield heads, (whole(all_k), whole(all_v))
+
+
+def _are_apart(groups: tuple[Group, ...]) -> bool:
+    """Whether no row is in two of them."""
+    spans = sorted(group.rows for group in groups)
+    return all(a.stop <= b.start for a, b in pairwise(spans))
+
+
+def _attend_to_all(q: Tensor, pair: Pair, groups: tuple[Group, ...], call: Call) -> tuple[Tensor, Tensor]:
+    """out in the dtype of q and lse of all rows; rows of no group have 0 and -inf."""
+    k, v = pair
+
+    def of(group: Group) -> tuple[Tensor, Tensor]:
+        keys = slice(group.keys.start, group.keys.stop)
+        return attend(q, k[:, keys], v[:, keys], group, call)
+
+    if len(groups) == 1 and length(groups[0].rows) == q.shape[1]:
+        return of(groups[0])
+    if not _are_apart(groups):
+        merged = Merged.empty(q, v.shape[3])
+        for group in groups:
+            merged.add(group.rows, *of(group))
+        return merged.out.to(q.dtype), merged.lse
+    batch, rows, heads, _ = q.shape
+    out = q.new_zeros(batch, rows, heads, v.shape[3])
+    lse = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+    for group in groups:
+        here = slice(group.rows.start, group.rows.stop)
+        out[:, here], lse[:, :, here] = of(group)
+    return out, lse
+
+
+def _heads_of_q(q: Tensor, kv_heads: int, part: slice) -> slice:
+    each = q.shape[2] // kv_heads
+    return slice(part.start * each, part.stop * each)
+
+
+def gather_forward(
+    ranks: Ranks, problem: Problem, call: Call, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out of q's dtype and lse, of the local rows."""
+    q, k, v = tensors
+    groups = groups_with_all(problem, ranks.rank)
+    outs, lses = [], []
+    for part, pair in _gathered(ranks, (k, v), problem.layout):
+        out, lse = _attend_to_all(q[:, :, _heads_of_q(q, k.shape[2], part)], pair, groups, call)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = torch.cat(outs, 2), torch.cat(lses, 1)
+    if sinks is None:
+        return out, lse
+    whole = Merged(out, lse)
+    whole.add_sinks(sinks, rows_of_none(problem, ranks.rank))
+    return whole.out.to(q.dtype), whole.lse
+
+
+def gather_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own: Pair) -> Gradients:
+    """dq, dk and dv in the dtype of q."""
+    groups = groups_with_all(problem, ranks.rank)
+    dtype, kv_heads = saved.q.dtype, own[0].shape[2]
+    dqs: list[Tensor] = []
+    finish: list[Callable[[], Pair]] = []
+    for part, pair in _gathered(ranks, own, problem.layout):
+        of_heads = saved.of_heads(_heads_of_q(saved.q, kv_heads, part))
+        sums = sums_for(of_heads.q), sums_for(pair[0]), sums_for(pair[1])
+        held = Span(0, problem.seqlen_k)
+        for group in groups:
+            add_group(sums, of_heads, pair, held, group, call)
+        dqs.append(sums[0].to(dtype))
+        finish.append(_send_back(ranks, problem.layout, (sums[1].to(dtype), sums[2].to(dtype))))
+    pairs = [done() for done in finish]
+    return torch.cat(dqs, 2), torch.cat([dk for dk, _ in pairs], 2), torch.cat([dv for _, dv in pairs], 2)
+
+
+def _send_back(ranks: Ranks, layout: str, gradients: Pair) -> Callable[[], Pair]:
+    """Post the gradients of all keys to their owners; what comes back waits, and adds up those of this rank's."""
+    posted = []
+    for x in gradients:
+        by_rank = torch.stack([shard(x, r, ranks.size, layout) for r in range(ranks.size)])
+        posted.append(all_to_all(ranks, by_rank, "gradients of K and V"))
+
+    def wait() -> Pair:
+        for _, transfer in posted:
+            transfer.wait()
+        dk, dv = (x.sum(0, dtype=torch.float32).to(x.dtype) for x, _ in posted)
+        return dk, dv
+
+    return wait
+
+
+class AllGatherAttention(torch.autograd.Function):
+    """``gather_forward`` with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        ranks: Ranks,
+        problem: Problem,
+        call: Call,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = gather_forward(ranks, problem, call, (q, k, v), sinks)
+        ctx.ranks, ctx.problem, ctx.call = ranks, problem, call
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dout, dlse = grads
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        saved = Saved(q, out, lse, dout, dlse)
+        dq, dk, dv = gather_backward(ctx.ranks, ctx.problem, ctx.call, saved, (k, v))
+        wants_sinks = sinks is not None and ctx.needs_input_grad[3]
+        dsinks = sinks_gradient(dout, dlse, out, lse, sinks) if wants_sinks else None
+        return dq, dk, dv, dsinks, None, None, None

@@ -1,0 +1,94 @@
+"""DTensors in, DTensors out; and whole sequences cut into what ranks hold, and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hopper_attention.distributed.exchange import Ranks, all_gather
+from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG, positions_of, shard, unshard
+from hopper_attention.distributed.request import Mesh, groups_of
+
+Local = tuple[Tensor, Tensor, Tensor]
+
+
+def is_dtensor(*tensors: Tensor) -> bool:
+    """Whether all are; raises TypeError if only some are."""
+    found = [isinstance(x, DTensor) for x in tensors]
+    if any(found) and not all(found):
+        raise TypeError("some of q, k and v are DTensors and some are not, allowed: all or none")
+    return all(found)
+
+
+def to_local(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, is_packed: bool) -> tuple[Local, DeviceMesh]:
+    """The local parts, differentiable, and the mesh.
+
+    Raises:
+        ValueError: one is not sharded over all of the mesh along its sequence, or ``mesh`` is another one.
+    """
+    sequence = 0 if is_packed else 1
+    given: list[Any] = [q, k, v]
+    of_tensors: DeviceMesh = given[0].device_mesh
+    for name, x in zip("qkv", given, strict=True):
+        wanted = (Shard(sequence),) * of_tensors.ndim
+        if tuple(x.placements) != wanted or x.device_mesh != of_tensors:
+            raise ValueError(
+                f"{name} has placements {tuple(x.placements)} on {x.device_mesh}, allowed: {wanted}, its sequence "
+                "sharded over all of one mesh; use redistribute, or a mesh of the ranks that share the sequence"
+            )
+    if mesh is not None and mesh is not of_tensors and mesh != of_tensors:
+        raise ValueError(f"mesh is {mesh}, allowed with DTensors: None or theirs, {of_tensors}")
+    local_q, local_k, local_v = (x.to_local() for x in given)
+    return (local_q, local_k, local_v), of_tensors
+
+
+def to_dtensor(out: Tensor, like: Any) -> Tensor:
+    """The output as a DTensor with mesh and placements of q."""
+    made: Tensor = DTensor.from_local(out, like.device_mesh, like.placements, run_check=False)
+    return made
+
+
+def shard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim: int = 1) -> Tensor:
+    """The rows that this rank holds of a whole tensor, whose dimension ``dim`` is the sequence.
+
+    On a mesh of two dimensions, (ring, ulysses), the ring shares out by ``layout``, and ranks of a row of the mesh have
+    equal parts, one after the other, of what falls to it. Everything that goes by position has to be cut so: tokens,
+    labels, positions.
+
+    Raises:
+        ValueError: the length does not divide.
+    """
+    ring, *inner = groups_of(mesh, 0.0)
+    part = shard(x, ring.rank, ring.size, layout, dim)
+    for ranks in inner:
+        part = shard(part, ranks.rank, ranks.size, CONTIGUOUS, dim)
+    return part.contiguous()
+
+
+def unshard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank, from the parts of all; not differentiable."""
+    ring, *inner = groups_of(mesh, 0.0)
+    for ranks in inner:
+        x = unshard(_gather(ranks, x, dim), ranks.size, CONTIGUOUS, dim)
+    return unshard(_gather(ring, x, dim), ring.size, layout, dim)
+
+
+def _gather(ranks: Ranks, x: Tensor, dim: int) -> Tensor:
+    gathered, transfer = all_gather(ranks, x.detach().contiguous(), "a sequence")
+    transfer.wait()
+    return torch.cat(gathered.unbind(0), dim)
+
+
+def sequence_positions(
+    seqlen: int, mesh: Mesh = None, *, layout: str = ZIGZAG, device: torch.device | str = "cpu"
+) -> Tensor:
+    """int64: the positions in the whole sequence of the rows that this rank holds, for rotary embeddings."""
+    ring, *inner = groups_of(mesh, 0.0)
+    positions = positions_of(ring.rank, ring.size, seqlen, layout, device)
+    for ranks in inner:
+        positions = shard(positions, ranks.rank, ranks.size, CONTIGUOUS, 0)
+    return positions

@@ -1,0 +1,70 @@
+"""Adds a partial result of attention to a sum of such on a GPU, in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.merge.config import VECTOR, MergeConfig
+from cute_kernels.problem import MAX_TILES
+from hopper_attention import compile_cache
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import target_of, why_not_ampere
+from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+
+
+@dataclass(frozen=True)
+class MergeLauncher(Launcher):
+    """Adds parts of one dtype, for all sizes."""
+
+    config: MergeConfig
+    kernel: Kernel
+
+    def __call__(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        """As ``merge``, of tensors that the kernel can address."""
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(out, lse, part, part_lse)
+        self.kernel(out, lse.mT, part, part_lse.mT)
+
+
+def is_addressable(x: Tensor) -> bool:
+    """Whether its rows can be moved in vectors."""
+    *strides, last = x.stride()
+    in_vectors = not any(n % VECTOR for n in (x.shape[-1], *strides))
+    return last == 1 and in_vectors and not x.data_ptr() % (VECTOR * x.element_size())
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find(dtype: torch.dtype, device: torch.device) -> MergeLauncher | None:
+    """The launcher for parts of a dtype, or None where there is no kernel; compiles or loads it the first time."""
+    target = target_of(device)
+    if dtype not in DTYPE_NAMES or why_not_ampere(target):
+        return None
+    major, minor = target.capability
+    config = MergeConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype])
+    return MergeLauncher(index_of(device), config, compile_cache.get_serving(config))
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
+    """Add a part to a sum in place, on torch's current stream, if there is a kernel for it.
+
+    Args:
+        out: float32 (batch, rows, heads, head_dim_v), where ``lse`` is -inf 0.
+        lse: float32 (batch, heads, rows), natural log.
+        part, part_lse: what is added, float16 or bfloat16 and float32, of the same shapes. A row whose LSE is -inf
+            is left as it is.
+
+    Returns:
+        Whether it was done. Nothing has changed where it was not.
+    """
+    rows = lse.numel()
+    launcher = find(part.dtype, part.device) if 0 < rows < MAX_TILES else None
+    if launcher is None or not (is_addressable(out) and is_addressable(part)):
+        return False
+    launcher(out, lse, part, part_lse)
+    return True

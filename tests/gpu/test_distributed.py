@@ -1,0 +1,131 @@
+"""The steps of several ranks on one GPU, one after the other: what kernels make of them against one call."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention import (
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_quantized_func,
+    flash_attn_varlen_func,
+)
+from hopper_attention.distributed.attend import Call, Saved, add_group, attend, sums_for
+from hopper_attention.distributed.layout import shard, unshard
+from hopper_attention.distributed.merge import Merged
+from hopper_attention.distributed.pieces import Problem, groups_between
+from hopper_attention.distributed.wire import quantize_chunks, travelling, visible_chunks, with_keys
+from hopper_attention.quantized import DEFAULT_QUANTIZATION
+from hopper_attention.reference import attention_naive
+from hopper_attention.reference.tiles import Span
+
+DEVICE = "cuda"
+ODD = (0, 1, 300, 301, 777, 1500, 1500, 1980)
+SEQLEN, WORLD = 2048, 4
+PROBLEMS = {
+    "causal zigzag": Problem(WORLD, SEQLEN, SEQLEN, "zigzag", right=0),
+    "full": Problem(WORLD, SEQLEN, SEQLEN, "contiguous"),
+    "window": Problem(WORLD, SEQLEN, SEQLEN, "contiguous", 600, 0),
+    "window of two sides, zigzag": Problem(WORLD, SEQLEN, SEQLEN, "zigzag", 300, 100),
+    "causal documents": Problem(WORLD, SEQLEN, SEQLEN, "zigzag", right=0, documents=ODD),
+    "documents under a window": Problem(WORLD, SEQLEN, SEQLEN, "contiguous", 200, 50, ODD),
+}
+
+Parts = list[tuple[Tensor, ...]]
+
+
+def forward(p: Problem, call: Call, parts: Parts) -> list[Merged]:
+    """What each rank has in the end; ``parts`` are q, k, v and dout of each."""
+    found = []
+    for rank, (q, *_) in enumerate(parts):
+        merged = Merged.empty(q, parts[0][2].shape[3])
+        for other, (_, k, v, _) in enumerate(parts):
+            for group in groups_between(p, rank, other):
+                keys = slice(group.keys.start, group.keys.stop)
+                merged.add(group.rows, *attend(q, k[:, keys], v[:, keys], group, call))
+        found.append(merged)
+    return found
+
+
+def backward(p: Problem, call: Call, parts: Parts, found: list[Merged]) -> list[list[Tensor]]:
+    """Float32 gradients of q, k and v of each rank."""
+    sums = [[sums_for(x) for x in tensors[:3]] for tensors in parts]
+    for rank, (q, _, _, dout) in enumerate(parts):
+        saved = Saved(q, found[rank].out.to(q.dtype), found[rank].lse, dout, None)
+        for other, (_, k, v, _) in enumerate(parts):
+            for group in groups_between(p, rank, other):
+                to = sums[rank][0], sums[other][1], sums[other][2]
+                add_group(to, saved, (k, v), Span(0, k.shape[1]), group, call)
+    return sums
+
+
+def one_call(p: Problem, whole: list[Tensor], **options: Any) -> list[Tensor]:
+    """out and the gradients of one GPU's own call."""
+    *leaves, dout = (x.detach().clone().requires_grad_() for x in whole)
+    window = {"window_size": (p.left, p.right)}
+    if p.documents:
+        starts = torch.tensor(p.documents, dtype=torch.int32, device=DEVICE)
+        longest = max(b - a for a, b in pairwise(p.documents))
+        packed = (x[0] for x in leaves)
+        out = flash_attn_varlen_func(*packed, starts, starts, longest, longest, **window, **options)[None]
+    else:
+        out = flash_attn_func(*leaves, **window, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def exact(p: Problem, whole: list[Tensor], softcap: float) -> list[Tensor]:
+    """The same in float64."""
+    *leaves, dout = (x.double().requires_grad_() for x in whole)
+    bounds = p.documents or (0, p.seqlen_q)
+    sides = {"window_left": p.left, "window_right": p.right, "causal": p.right == 0, "softcap": softcap}
+    outs = [attention_naive(*(x[:, a:b] for x in leaves), **sides)[0] for a, b in pairwise(bounds)]
+    outs.append(torch.zeros_like(leaves[0][:, bounds[-1] :]))
+    out = torch.cat(outs, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_ranks_in_turns_are_as_exact_as_one_call(name: str, softcap: float) -> None:
+    p, call = PROBLEMS[name], Call(128**-0.5, softcap)
+    torch.manual_seed(3)
+    whole = [torch.randn(1, SEQLEN, h, 128, device=DEVICE, dtype=torch.bfloat16) for h in (4, 2, 2, 4)]
+    parts = [tuple(shard(x, r, WORLD, p.layout) for x in whole) for r in range(WORLD)]
+    found = forward(p, call, parts)
+    sums = backward(p, call, parts, found)
+    of_ranks = [[merged.out.to(torch.bfloat16) for merged in found], *zip(*sums, strict=True)]
+    right, one = exact(p, whole, softcap), one_call(p, whole, softcap=softcap)
+    for what, ranks, alone, wanted in zip(("out", "dq", "dk", "dv"), of_ranks, one, right, strict=True):
+        got = unshard(torch.cat(list(ranks), 1), WORLD, p.layout)
+        error, error_of_one = ((x.double() - wanted).norm() for x in (got, alone))
+        assert error <= 1.5 * error_of_one, (what, float(error), float(error_of_one))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_in_e4m3_are_as_exact_as_one_call_in_fp8(causal: bool) -> None:
+    p = Problem(WORLD, SEQLEN, SEQLEN, "zigzag", right=0 if causal else -1)
+    torch.manual_seed(3)
+    whole = [torch.randn(1, SEQLEN, h, 128, device=DEVICE, dtype=torch.bfloat16) for h in (4, 2, 2, 4)]
+    parts = [tuple(shard(x, r, WORLD, p.layout) for x in whole[:3]) for r in range(WORLD)]
+    chunks = [quantize_chunks(tensors, p.layout, DEFAULT_QUANTIZATION, None) for tensors in parts]
+    outs = []
+    for rank, (q, _, v) in enumerate(parts):
+        merged, rows = Merged.empty(q, v.shape[3]), q.shape[1] // 2
+        for other in range(WORLD):
+            for i, j, piece in visible_chunks(p, rank, other):
+                mixed = with_keys(chunks[rank][i], travelling(chunks[other][j]))
+                out, lse = flash_attn_quantized_func(mixed, 128**-0.5, piece.is_causal, True)
+                merged.add(Span(i * rows, (i + 1) * rows), out, lse)
+        outs.append(merged.out)
+    got = unshard(torch.cat(outs, 1), WORLD, p.layout)
+    wanted = exact(p, whole, 0.0)[0]
+    alone = flash_attn_fp8_func(*whole[:3], causal=causal)
+    error, error_of_one = ((x.double() - wanted).norm() for x in (got, alone))
+    assert error <= 1.2 * error_of_one

@@ -1,0 +1,48 @@
+"""Attention over the GPUs of this machine, with NCCL, against attention of the whole sequence in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.python.distributed_ranks import Case, Pool, members
+from tests.python.test_distributed import GATHER, RING, ULYSSES, compare, in_one_process
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = 3e-3
+"""As on CPUs, with P in 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    count = min(torch.cuda.device_count(), 8)
+    if count < 2:
+        pytest.skip(f"{count} GPU, and a group with NCCL needs 2 or more")
+    ranks = Pool(tmp_path_factory.mktemp("ranks"), count, "nccl")
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("case", [*RING, *GATHER, *ULYSSES], ids=lambda case: f"{case.method}-{case.options}")
+def test_gpus_together_are_as_exact_as_one(case: Case, pool: Pool) -> None:
+    world = len(pool.connections)
+    if members(case.ranks) > world:
+        # A method with fewer ranks than the case asks for; of a mesh there is no smaller one.
+        if isinstance(case.ranks, str):
+            pytest.skip(f"{world} GPUs, and a mesh of {case.ranks} needs {members(case.ranks)}")
+        case = replace(case, ranks=2)
+    # The kernels take head_dim 16, and one tile is more than the 48 rows of the CPU's case.
+    case = replace(case, seqlen=case.seqlen * 8, seqlen_k=case.seqlen_k * 8)
+    if case.documents:
+        ends = tuple(end * 8 - (end > 1) for end in case.documents)
+        case = replace(case, options=case.options | {"cu_seqlens": ends})
+    compare(case, pool(members(case.ranks), "attend", case), in_one_process(case), BUDGET)
+
+
+def test_a_ring_repeats_its_bits(pool: Pool) -> None:
+    case = Case(2, "ring", {"causal": True, "deterministic": True}, seqlen=512, seqlen_k=512)
+    assert pool(2, "attend_twice", case) == [True, True]

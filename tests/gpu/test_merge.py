@@ -1,0 +1,33 @@
+"""The kernel that adds a partial result to a sum, on the GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention.launch.merge import merge
+from tests.cute_kernels.test_merge import draw, exact
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [8, 64, 128, 136, 256])
+def test_a_part_is_added(columns: int, dtype: torch.dtype, device: str) -> None:
+    given = draw((2, 131, 3), columns, dtype)
+    wanted, merged = exact(*given)
+    total, lse, part, part_lse = (x.to(device) for x in given)
+    assert merge(total, lse, part, part_lse)
+    assert bool(((total.cpu() - wanted).abs() <= 4e-6 * (1 + wanted.abs())).all())
+    assert torch.equal(lse.cpu() == -torch.inf, merged == -torch.inf)
+    error = (lse.cpu().double() - merged).nan_to_num(0.0).abs()
+    assert bool((error <= 4e-6 * merged.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)).all())
+
+
+def test_rows_of_a_longer_sum_are_added_to_and_no_others(device: str) -> None:
+    total, lse, part, part_lse = (x.to(device) for x in draw((1, 64, 4), 128, torch.bfloat16))
+    before: tuple[Tensor, Tensor] = (total.clone(), lse.clone())
+    assert merge(total[:, 32:], lse[:, :, 32:], part[:, :32], part_lse[:, :, :32])
+    assert torch.equal(total[:, :32], before[0][:, :32]) and torch.equal(lse[..., :32], before[1][..., :32])
+    assert not torch.equal(total[:, 32:], before[0][:, 32:])

@@ -1,0 +1,317 @@
+"""Processes that stay alive for many calls, and what they do: attention of a shard. Eight on CPUs, with gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from hopper_attention.distributed import (
+    attention_interface,
+    context_parallel_attention,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
+from hopper_attention.quantized import Fp8Quantization
+
+WORLD = 8
+SIZES = (2, 3, 4, 8)
+MESHES = {"2x2": ((0, 1), (2, 3)), "2x4": ((0, 1, 2, 3), (4, 5, 6, 7))}
+DTYPE = torch.float16
+
+ANSWER_S = 120
+"""That a call may take, kernels compiled among it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole problem. ``ranks`` are the size of a group or the name of a mesh."""
+
+    ranks: int | str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    seqlen: int = 48
+    seqlen_k: int = 48
+    heads: tuple[int, int] = (4, 2)
+    batch: int = 2
+    has_sinks: bool = False
+    with_gradient: bool = True
+    head_dim_v: int = 8
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return self.options.get("cu_seqlens", ())
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v, dout, dlse and sinks of the whole sequence, the same in every process."""
+        g = torch.Generator().manual_seed(7)
+        heads, kv_heads = self.heads
+        n, n_k = self.seqlen, self.seqlen_k
+        sizes = (
+            (n, heads, 16),
+            (n_k, kv_heads, 16),
+            (n_k, kv_heads, self.head_dim_v),
+            (n, heads, self.head_dim_v),
+        )
+        whole = [torch.randn(self.batch, *size, generator=g).to(DTYPE) for size in sizes]
+        dlse = torch.randn(self.batch, self.seqlen, heads, generator=g)
+        return [*whole, dlse, torch.randn(heads, generator=g)]
+
+
+@cache
+def groups() -> dict[int | str, Any]:
+    """By size or name; all processes make all of them."""
+    world, kind = dist.get_world_size(), device().type
+    sizes = (n for n in SIZES if n <= world)
+    found: dict[int | str, Any] = {n: dist.new_group(list(range(n)), timedelta(seconds=60)) for n in sizes}
+    meshes = {name: torch.tensor(rows) for name, rows in MESHES.items()}
+    return found | {name: DeviceMesh(kind, rows) for name, rows in meshes.items() if rows.numel() <= world}
+
+
+def device() -> torch.device:
+    """Where this process has its tensors."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def members(ranks: int | str) -> int:
+    return ranks if isinstance(ranks, int) else len(MESHES[ranks]) * len(MESHES[ranks][0])
+
+
+def attend(case: Case) -> dict[str, np.ndarray]:
+    """out, lse and gradients of this rank's rows; those of the sinks from its own queries."""
+    mesh, layout = groups()[case.ranks], case.options.get("layout", "zigzag")
+    *whole, sinks = (x.to(device()) for x in case.tensors())
+    q, k, v, dout, dlse = (shard_sequence(x, mesh, layout=layout) for x in whole)
+    if case.documents:
+        q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
+    wanted = [x.requires_grad_(case.with_gradient) for x in (q, k, v)]
+    options = dict(case.options)
+    if case.has_sinks:
+        wanted.append(sinks.requires_grad_(case.with_gradient))
+        options["sinks"] = sinks
+    out, lse = context_parallel_attention(q, k, v, mesh, method=case.method, return_lse=True, **options)
+    found = {"out": out.detach(), "lse": lse.detach().mT}
+    if case.with_gradient:
+        of_lse = torch.where(lse.isfinite(), lse, 0.0).mT
+        loss = (out.float() * dout.float()).sum() + (of_lse * dlse).sum()
+        grads = torch.autograd.grad(loss, wanted)
+        found |= dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=False))
+    return {name: x.float().cpu().numpy() for name, x in found.items()}
+
+
+def attend_twice(case: Case) -> bool:
+    """Whether two runs have the same bits."""
+    first, second = attend(case), attend(case)
+    return all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
+
+
+def of_dtensors(ranks: int | str) -> dict[str, np.ndarray]:
+    """Attention of DTensors, contiguous on a mesh: what comes out of it as a whole, and the gradient of q."""
+    *whole, _ = Case(ranks, "auto").tensors()
+    given = groups()[ranks]
+    mesh = given if isinstance(given, DeviceMesh) else DeviceMesh.from_group(given, "cpu")
+    placements = [Shard(1)] * mesh.ndim
+    q, k, v, dout = (distribute_tensor(x, mesh, placements) for x in whole[:4])
+    q.requires_grad_()
+    out = context_parallel_attention(q, k, v, causal=True, layout="contiguous")
+    assert isinstance(out, DTensor) and out.placements == tuple(placements)
+    (dq,) = torch.autograd.grad((out * dout).sum(), [q])
+    return {"out": out.full_tensor().detach().float().numpy(), "dq": dq.full_tensor().float().numpy()}
+
+
+def of_dtensors_sharded_elsewhere() -> str:
+    mesh = DeviceMesh.from_group(groups()[2], "cpu")
+    x = distribute_tensor(torch.zeros(2, 8, 4, 16, dtype=DTYPE), mesh, [Shard(2)])
+    return error_of(lambda: context_parallel_attention(x, x, x))
+
+
+def differentiated_twice(method: str) -> str:
+    """What a second derivative is told."""
+    mesh = groups()[2]
+    x = torch.randn(1, 4, 2, 16).to(DTYPE).requires_grad_()
+    out = context_parallel_attention(x, x, x, mesh, method=method)
+    (dx,) = torch.autograd.grad(out.float().square().sum(), [x], create_graph=True)
+    return error_of(lambda: dx.float().sum().backward())
+
+
+def compiled(case: Case) -> bool:
+    """Whether a compiled call, which breaks its graph, gives the same bits."""
+    mesh = groups()[case.ranks]
+    q, k, v = (shard_sequence(x, mesh) for x in case.tensors()[:3])
+
+    def call(q: Tensor) -> Tensor:
+        return context_parallel_attention(q + 0, k, v, mesh, method=case.method, **case.options) * 1
+
+    return torch.equal(torch.compile(call, backend="eager")(q), call(q))
+
+
+class Layer:
+    """What Transformers hands on of a layer."""
+
+    is_causal = True
+
+
+def of_a_model(case: Case) -> dict[str, np.ndarray]:
+    """Attention as a layer of Transformers calls it: heads before rows, and a window by its number of keys."""
+    mesh = groups()[case.ranks]
+    *whole, sinks = case.tensors()
+    q, k, v = (shard_sequence(x, mesh).transpose(1, 2) for x in whole[:3])
+    attend = attention_interface(mesh, method="ring")
+    window, _ = case.options["window_size"]
+    options = {"scaling": case.options["softmax_scale"], "sliding_window": window + 1, "s_aux": sinks}
+    out, _ = attend(Layer(), q, k, v, None, **options)
+    return {"out": out.float().numpy()}
+
+
+def of_a_model_with_padding() -> str:
+    x = torch.zeros(1, 4, 8, 16, dtype=DTYPE)
+    attend = attention_interface(groups()[2])
+    return error_of(lambda: attend(Layer(), x, x, x, torch.ones(1, 1, 8, 8)))
+
+
+def round_trip(ranks: int | str, layout: str) -> bool:
+    mesh, x = groups()[ranks], torch.randn(2, 48, 3, generator=torch.Generator().manual_seed(1))
+    part = shard_sequence(x, mesh, layout=layout)
+    positions = sequence_positions(48, mesh, layout=layout)
+    return torch.equal(unshard_sequence(part, mesh, layout=layout), x) and torch.equal(part, x[:, positions])
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The type and message of what it raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def disagree(about: str) -> str:
+    """What a rank is told where rank 1 calls with something else."""
+    odd = dist.get_rank() == 1
+    rows, options = 8, {"timeout": 20.0}
+    if about == "shape":
+        rows = 12 if odd else 8
+    if about == "causal":
+        options["causal"] = odd
+    x = torch.zeros(1, rows, 2, 16, dtype=DTYPE)
+    return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], method="ring", **options))
+
+
+def stay_away(method: str, check: str) -> str:
+    """Rank 1 of a new group does not call: what rank 0 is told, and how soon."""
+    group = dist.new_group([0, 1], timedelta(seconds=30))
+    if dist.get_rank() != 0:
+        return ""
+    x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
+    began = time.monotonic()
+    told = error_of(lambda: call(x, x, x, group, method=method, check=check, timeout=0.3))
+    return told if time.monotonic() - began < 10 else "it took too long"
+
+
+def die() -> str:
+    """Rank 1 ends after a first call: what rank 0 is told in the next."""
+    x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
+    call(x, x, x, groups()[2], method="ring")
+    if dist.get_rank() == 1:
+        # What it sent has arrived by then.
+        time.sleep(0.2)
+        os._exit(1)
+    return error_of(lambda: call(x, x, x, groups()[2], method="ring", timeout=20.0))
+
+
+def refuse(what: str) -> str:
+    """What a call is refused with, before anything is sent."""
+    x = torch.zeros(1, 8, 4, 16, dtype=DTYPE)
+    mesh, fp8 = groups()[2], Fp8Quantization()
+    odd, many = torch.zeros(1, 7, 4, 16, dtype=DTYPE), torch.zeros(1, 8, 3, 16, dtype=DTYPE)
+    calls: dict[str, Callable[[], Any]] = {
+        "rows": lambda: context_parallel_attention(odd, odd, odd, mesh),
+        "heads": lambda: context_parallel_attention(many, many, many, mesh, method="ulysses"),
+        "method": lambda: context_parallel_attention(x, x, x, mesh, method="sing"),
+        "mesh": lambda: context_parallel_attention(x, x, x, mesh, method="mesh"),
+        "documents": lambda: context_parallel_attention(x[0], x[0], x[0], mesh, cu_seqlens=(0, 9, 17)),
+        "packed": lambda: context_parallel_attention(x, x, x, mesh, cu_seqlens=(0, 16)),
+        "fp8 window": lambda: context_parallel_attention(
+            x, x, x, mesh, quantization=fp8, window_size=(3, 0), method="ring"
+        ),
+        "fp8 gradient": lambda: context_parallel_attention(
+            x.clone().requires_grad_(), x, x, mesh, quantization=fp8
+        ),
+        "fp8 mean": lambda: context_parallel_attention(
+            x, x, x, mesh, quantization=Fp8Quantization(smooth_k=True)
+        ),
+        "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
+    }
+    return error_of(calls[what])
+
+
+def serve(rank: int, world: int, backend: str, store: str, connection: Connection) -> None:
+    """A process of the pool: calls functions of this file until there is no more."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    groups()
+    while (task := connection.recv()) is not None:
+        name, arguments = task
+        try:
+            connection.send((True, globals()[name](*arguments)))
+        except Exception as error:
+            connection.send((False, repr(error)))
+
+
+class Pool:
+    """Processes that were forked from one that has torch imported already."""
+
+    def __init__(self, folder: Path, world: int = WORLD, backend: str = "gloo") -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        pairs = [context.Pipe() for _ in range(world)]
+        self.connections = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(
+                target=serve, args=(rank, world, backend, str(folder / "store"), theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __call__(self, count: int, name: str, *arguments: Any) -> list[Any]:
+        """What the first ``count`` ranks return from a function of this file, called in all at once."""
+        for connection in self.connections[:count]:
+            connection.send((name, arguments))
+        answers = []
+        for rank, connection in enumerate(self.connections[:count]):
+            if not connection.poll(ANSWER_S):
+                raise TimeoutError(f"rank {rank} does not answer in {name}{arguments}")
+            answers.append(connection.recv())
+        wrong = [answer for is_right, answer in answers if not is_right]
+        assert not wrong, (name, arguments, wrong)
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.terminate()

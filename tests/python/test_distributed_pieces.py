@@ -1,0 +1,200 @@
+"""What ranks hold, and which rows of Q meet which keys: held to a mask over the whole sequence, pair by pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention.distributed import Machine, explain_context_parallel, shard_zigzag, unshard_zigzag
+from hopper_attention.distributed.layout import check_divides, positions_of, shard, unshard
+from hopper_attention.distributed.pieces import (
+    Group,
+    Problem,
+    count_scores,
+    groups_between,
+    groups_with_all,
+    rows_of_none,
+)
+from hopper_attention.distributed.ring import steps_of
+from hopper_attention.reference.tiles import Mask, Span
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def whole_mask(p: Problem) -> Tensor:
+    """Which keys each position sees, (seqlen_q, seqlen_k)."""
+    rows = torch.arange(p.seqlen_q)[:, None] + p.seqlen_k - p.seqlen_q
+    keys = torch.arange(p.seqlen_k)
+    seen = torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool)
+    if p.left >= 0:
+        seen &= keys >= rows - p.left
+    if p.right >= 0:
+        seen &= keys <= rows + p.right
+    if p.documents:
+        starts = torch.tensor(p.documents)
+        of_row, of_key = (torch.searchsorted(starts, x, right=True) for x in (rows[:, 0], keys))
+        seen &= (of_row[:, None] == of_key) & (keys < starts[-1])
+    return seen
+
+
+def mask_of(groups: tuple[Group, ...], rows: int, keys: int) -> Tensor:
+    """How often each pair of a local row and a key is computed."""
+    counts = torch.zeros(rows, keys, dtype=torch.int64)
+    for piece in (piece for group in groups for piece in group.pieces):
+        m, n = (span.stop - span.start for span in (piece.rows, piece.keys))
+        sides = piece.mask.causal, *piece.mask.window, 0
+        visible = Mask(m, n, *sides).visible(Span(0, m), Span(0, n), 1, torch.device("cpu"))
+        seen = torch.ones(m, n, dtype=torch.int64) if visible is None else visible.long()
+        counts[piece.rows.start : piece.rows.stop, piece.keys.start : piece.keys.stop] += seen
+    return counts
+
+
+PROBLEMS = [
+    Problem(world, 48, 48, layout, *sides, documents)
+    for world in (1, 2, 3, 4)
+    for layout in LAYOUTS
+    for sides in ((-1, -1), (-1, 0), (5, 0), (17, 0), (3, 9), (-1, 4), (20, -1), (0, 0))
+    for documents in ((), (0, 48), (0, 1, 2, 13, 13, 37, 41))
+] + [Problem(2, 16, 48, layout, *sides) for layout in LAYOUTS for sides in ((-1, 0), (5, 0), (6, 3))]
+
+
+def test_pieces_are_the_mask_of_the_whole_sequence() -> None:
+    for p in PROBLEMS:
+        wanted = whole_mask(p).long()
+        for rank in range(p.world):
+            rows = wanted[positions_of(rank, p.world, p.seqlen_q, p.layout)]
+            of_all = groups_with_all(p, rank)
+            assert torch.equal(mask_of(of_all, *rows.shape), rows), (p, rank)
+            assert count_scores(of_all) == rows.sum(), (p, rank)
+            for other in range(p.world):
+                keys = rows[:, positions_of(other, p.world, p.seqlen_k, p.layout)]
+                groups = groups_between(p, rank, other)
+                assert torch.equal(mask_of(groups, *keys.shape), keys), (p, rank, other)
+                assert count_scores(groups) == keys.sum(), (p, rank, other)
+
+
+def test_a_causal_zigzag_takes_one_call_a_step_and_the_same_work_on_all_ranks() -> None:
+    p = Problem(4, 64, 64, "zigzag", right=0)
+    work = {(r, s): groups_between(p, r, s) for r in range(4) for s in range(4)}
+    assert {len(groups) for groups in work.values()} == {1}
+    assert {len(groups[0].pieces) for groups in work.values()} == {1}
+    assert {count_scores(groups) for (r, s), groups in work.items() if r != s} == {128}
+    assert {count_scores(groups) for (r, s), groups in work.items() if r == s} == {136}
+
+
+def test_of_the_shard_of_a_rank_before_half_travels() -> None:
+    p = Problem(4, 64, 64, "zigzag", right=0)
+    taken = [step.takes for step in steps_of(p, 1)]
+    # From rank 0, which is before, its first chunk; from ranks 3 and 2 both.
+    assert taken == [Span(0, 16), Span(0, 8), Span(0, 16), Span(0, 16)]
+    for rank in range(4):
+        for step in steps_of(p, rank)[1:]:
+            (there,) = (s for s in steps_of(p, (rank + step.distance) % 4) if s.distance == step.distance)
+            assert step.gives == there.takes
+
+
+def test_under_a_window_only_neighbours_talk() -> None:
+    p = Problem(8, 128, 128, "contiguous", left=10, right=0)
+    assert [step.distance for step in steps_of(p, 3)] == [0, 1]
+    assert [step.takes for step in steps_of(p, 3)] == [Span(0, 16), Span(6, 16)]
+    assert [step.takes for step in steps_of(p, 0)] == [Span(0, 16), Span(0, 0)]
+    both = Problem(8, 128, 128, "contiguous", left=10, right=3)
+    assert [step.distance for step in steps_of(both, 3)] == [0, 1, 7]
+
+
+def test_rows_behind_the_documents_are_of_none() -> None:
+    p = Problem(2, 16, 16, "zigzag", documents=(0, 5, 11))
+    assert rows_of_none(p, 0) == [Span(4, 8)]
+    assert rows_of_none(p, 1) == [Span(7, 8)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_put_together_again(layout: str) -> None:
+    x = torch.arange(2 * 24 * 3).view(2, 24, 3)
+    parts = [shard(x, r, 4, layout) for r in range(4)]
+    assert torch.equal(unshard(torch.cat(parts, 1), 4, layout), x)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, x[:, positions_of(rank, 4, 24, layout)])
+
+
+def test_zigzag_pairs_the_first_chunk_with_the_last() -> None:
+    x = torch.arange(8)
+    parts = [shard_zigzag(x, r, 2, 0) for r in range(2)]
+    assert [part.tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert torch.equal(unshard_zigzag(torch.cat(parts), 2, 0), x)
+
+
+def test_a_length_that_does_not_divide_is_refused_with_one_that_does() -> None:
+    with pytest.raises(
+        ValueError, match=r"seqlen is 50, allowed with 4 ranks .* multiples of 8; pad .* to 56"
+    ):
+        check_divides(50, 4, "zigzag")
+    with pytest.raises(ValueError, match="layout is 'spiral'"):
+        check_divides(48, 4, "spiral")
+    with pytest.raises(ValueError, match="rank is 4, allowed: 0 to 3"):
+        positions_of(4, 4, 48, "zigzag")
+
+
+def test_auto_says_what_it_chooses_and_why() -> None:
+    long = explain_context_parallel(8, 1 << 20, 32, 8, 128, causal=True)
+    assert set(long.seconds) == {"ring", "all_gather", "ulysses"}
+    assert long.method == min(long.seconds, key=long.seconds.__getitem__)
+    assert "model" in str(long) and 0.9 < long.efficiency <= 1.0
+    odd = explain_context_parallel(8, 1 << 14, 12, 4, 128)
+    assert "ulysses" not in odd.seconds and "12 heads of q do not divide among 8 ranks" in odd.reason
+    huge = explain_context_parallel(64, 10 << 20, 32, 32, 128, causal=True)
+    assert huge.method == "ring" and "not all_gather: it takes 258 GB on each GPU" in huge.reason
+    slow = Machine(gbytes_per_s=40)
+    mesh = explain_context_parallel(64, 1 << 20, 32, 8, 128, causal=True, machine=slow, ulysses=8)
+    assert mesh.method == "mesh" and "8 places with chunks of 65536 tokens, 4 heads" in mesh.reason
+    with pytest.raises(ValueError, match="ulysses is 3, allowed: a divisor of the 8 ranks"):
+        explain_context_parallel(8, 1 << 16, 32, 8, 128, ulysses=3)
+    with pytest.raises(ValueError, match="no mesh with 8 ranks for ulysses: 12 heads"):
+        explain_context_parallel(64, 1 << 16, 12, 4, 128, ulysses=8)
+    narrow = explain_context_parallel(
+        8, 1 << 17, 12, 12, 128, window_size=(1023, 0), layout="contiguous", machine=Machine(gbytes_per_s=40)
+    )
+    assert narrow.method == "ring"
+    assert explain_context_parallel(4, 1 << 17, 16, 16, 128, causal=True, fp8=True).method == "ring"
+
+
+def rows_of_the_model() -> list[str]:
+    """The table of docs/distributed.md."""
+    rows = []
+    for tokens, name, gpus, speed, inner in (
+        (1 << 16, "64k", 8, 300, 1),
+        (1 << 17, "128k", 2, 300, 1),
+        (1 << 17, "128k", 8, 300, 1),
+        (1 << 20, "1M", 8, 300, 1),
+        (1 << 16, "64k", 64, 40, 1),
+        (1 << 16, "64k", 64, 40, 8),
+        (1 << 20, "1M", 64, 40, 1),
+        (1 << 20, "1M", 64, 40, 8),
+        (1 << 22, "4M", 64, 40, 8),
+        (10 << 20, "10M", 64, 40, 8),
+        (10 << 20, "10M", 256, 40, 1),
+        (10 << 20, "10M", 256, 40, 8),
+        (10 << 20, "10M", 1024, 40, 8),
+    ):
+        machine = Machine(gbytes_per_s=speed)
+        plan = explain_context_parallel(gpus, tokens, 32, 8, 128, causal=True, machine=machine, ulysses=inner)
+        chunk = tokens // (2 * gpus // inner)
+        rows.append(f"| {name} | {gpus} | {speed} | {chunk:,} | {plan.method} | {plan.efficiency:.2f} |")
+    return rows
+
+
+def test_the_table_of_the_page_is_that_of_the_model() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    table = page.partition("<!-- model -->")[2].partition("<!-- /model -->")[0].strip().splitlines()
+    assert table[2:] == rows_of_the_model()
+
+
+def test_by_the_model_slower_links_cost_efficiency() -> None:
+    fast, slow = (
+        explain_context_parallel(8, 1 << 15, 16, 16, 128, causal=True, machine=Machine(gbytes_per_s=g))
+        for g in (300.0, 5.0)
+    )
+    assert slow.efficiency < 0.7 * fast.efficiency
