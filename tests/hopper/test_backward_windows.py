@@ -54,13 +54,18 @@ def attend(q, k, v, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> list[torch.Tensor]:
     """Holds dq, dk and dv to float64, and returns them."""
     config = select(dtype, head_dim, causal, ordered, window=True)
+    is_paired = head_dim > 128
+    if is_paired:
+        # By the kernel that runs in test_chunks too, with one chunk for all keys, and the queries level with them.
+        config = replace(config, chunk=True)
     inputs = draw(DTYPES[dtype], seqlens, heads, head_dim, batch)
     leaves = [x.double().requires_grad_() for x in inputs[1:]]
     mask = visible(*seqlens, sides[0], 0 if causal else sides[1])
     out, lse = attend(*leaves, mask)
     exact = torch.autograd.grad(out, leaves, inputs[0].double())
     rows = out.detach().to(DTYPES[dtype]), lse.detach().float()
-    ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, sides=sides)
+    given = (*sides, NO_LIMIT) if is_paired else sides
+    ours = backward_on_numpy(config, tuple(inputs), *rows, head_dim**-0.5, LATE, sides=given)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         error = (a.double() - e).norm().item()
         # Of one key dP and delta, two sums in float32, cancel each other but for their rounding.
@@ -72,12 +77,10 @@ def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> l
 @pytest.mark.parametrize(
     "dtype,head_dim,causal,seqlens,heads,sides,ordered",
     [
-        ("bfloat16", 128, False, (100, 200), (2, 1), (40, 20), False),
-        ("bfloat16", 128, False, (100, 200), (1, 1), (40, 20), True),
-        ("float16", 128, True, (150, 200), (1, 1), (70, NO_LIMIT), True),
+        ("bfloat16", 128, False, (100, 200), (2, 1), (40, 20), True),
         ("bfloat16", 64, False, (200, 150), (2, 2), (100, NO_LIMIT), False),
         ("float16", 64, True, (200, 200), (2, 1), (90, 7), True),
-        ("bfloat16", 72, False, (100, 200), (1, 1), (NO_LIMIT, 25), False),
+        ("float16", 72, False, (100, 200), (1, 1), (NO_LIMIT, 25), True),
         ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT), True),
     ],
 )
@@ -102,10 +105,11 @@ def test_queries_that_see_no_key_have_zero_gradients(head_dim) -> None:
     check_queries_that_see_no_key(head_dim)
 
 
-def check_queries_that_see_no_key(head_dim) -> None:
-    dq, _, _ = check("bfloat16", head_dim, False, (330, 100), (1, 1), (20, 10), head_dim > 64)
-    # Query 220 sees key 0, 10 ahead of it, and that alone; so its scores have no gradient but for rounding.
-    assert not dq[:, :220].any() and dq[:, 221].abs().max() > 1e-3
+def check_queries_that_see_no_key(head_dim, right: int = 10) -> None:
+    dq, _, _ = check("bfloat16", head_dim, False, (330, 100), (1, 1), (20, right), head_dim > 64)
+    # This query sees key 0, as far ahead as it may be, and that alone; so its scores have no gradient but for rounding.
+    first = 330 - 100 - right
+    assert not dq[:, :first].any() and dq[:, first + 1].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("sides,seqlen", [((0, 0), 150), ((63, 0), 200), ((64, 64), 200), ((190, 150), 330)])

@@ -39,7 +39,7 @@ BACKWARD = [
     ("float16", 128, False, (70, 300), (NO_LIMIT, NO_LIMIT, 100), False),
     ("float16", 128, False, (150, 70), (NO_LIMIT, NO_LIMIT, 1000), False),
     ("float16", 128, False, (130, 140), (30, 50, 32), False),
-    ("bfloat16", 256, True, (70, 200), (NO_LIMIT, NO_LIMIT, 60), True),
+    ("bfloat16", 256, False, (70, 200), (NO_LIMIT, NO_LIMIT, 60), True),
 ]
 
 
