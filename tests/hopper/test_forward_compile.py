@@ -158,10 +158,10 @@ def test_ping_pong_off_emits_no_turn():
 @pytest.mark.parametrize(
     "config",
     [
-        select_forward_config("bfloat16", 64, 64, True, 8192),
-        select_forward_config("bfloat16", 128, 128, False, 8192),
-        select_forward_config("bfloat16", 256, 256, True, 8192),
-        select_fp8_forward_config(128, 128, True, "bfloat16", 8192),
+        select_forward_config("bfloat16", 64, 64, False, 300),
+        select_forward_config("bfloat16", 128, 128, True, 130),
+        select_forward_config("bfloat16", 256, 256, True, 170),
+        select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128),
     ],
     ids=lambda config: config.name,
 )

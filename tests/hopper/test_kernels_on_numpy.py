@@ -58,7 +58,6 @@ def check_forward(config, inputs: list[torch.Tensor], ctas: int = 1) -> None:
     "head_dim,causal,seqlens,heads",
     [
         (64, True, (150, 300), (2, 1)),
-        (96, False, (65, 400), (1, 1)),
         (104, True, (200, 130), (2, 2)),
         (256, True, (70, 170), (1, 1)),
     ],
@@ -129,12 +128,12 @@ def test_fp8_forward_with_block_scales(dtype, head_dim, causal, block_k, seqlen_
 
 
 def test_fp8_forward_finds_the_maximum_of_negative_scores() -> None:
-    q, k, v = draw(torch.float16, (70, 300), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (70, 300), (1, 1), 64)
     k = k.abs() + 0.25
     some_rows = torch.where(torch.arange(70).view(1, -1, 1, 1) % 7 == 0, -1, 1) * q.abs()
     for queries in (-q.abs() - 0.25, some_rows):
         parts = quantize_qkv(
-            queries.half(), k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False)
+            queries.bfloat16(), k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False)
         )
         check_fp8(parts, False, 128)
 
@@ -156,7 +155,7 @@ def test_fp8_forward_of_scores_whose_scale_vanishes(descale: float) -> None:
 
 
 def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
-    q, k, v = draw(torch.float16, (70, 130), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (70, 130), (1, 1), 64)
     parts = quantize_qkv(
         q * 0, k * 0, v * 0 + 1, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
     )
@@ -166,8 +165,8 @@ def test_fp8_forward_of_zeros_is_the_mean_of_v() -> None:
 @pytest.mark.parametrize("signs", [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0)])
 def test_fp8_forward_with_a_negative_descale_is_nan(signs: tuple[float, float]) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(torch.float32, (70, 130), (1, 1), 64))
-    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), None, torch.float16)
-    config = select_fp8_forward_config(64, 64, False, "float16", 130)
+    parts = from_descales(q, k, v, *(torch.full((1, 1), sign) for sign in signs), None, torch.bfloat16)
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 130, 128)
     out, lse = fp8_forward_on_numpy(config, parts, 0.125)
     assert bool(out.isnan().all()) and bool(lse.isnan().all())
 
@@ -175,7 +174,7 @@ def test_fp8_forward_with_a_negative_descale_is_nan(signs: tuple[float, float]) 
 @pytest.mark.parametrize("quiet", [0.0, 2.0**-20])
 def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
     """Keys whose values are small take their part of the row sum, though float16 cannot hold what they add to P."""
-    q, k, v = draw(torch.float16, (70, 256), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (70, 256), (1, 1), 64)
     q[..., 0], k[:, 1, :, 0] = 8, 6
     v[:, :128] *= quiet
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False))
@@ -187,10 +186,10 @@ def test_fp8_forward_counts_the_weights_of_quiet_values(quiet: float) -> None:
 )
 def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ...]) -> None:
     """The last block is visited first; the quiet ones after it must not blow up what it left. None may be negative."""
-    inputs = draw(torch.float16, (70, 384), (1, 1), 64)
+    inputs = draw(torch.bfloat16, (70, 384), (1, 1), 64)
     parts = quantize_qkv(*inputs, quantization=Fp8Quantization(block_k=128, smooth_v=False))
     parts = replace(parts, v=replace(parts.v, scale=torch.tensor(scales).view(1, 1, 3)))
-    config = select_fp8_forward_config(64, 64, False, "float16", 384, 128)
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 384, 128)
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     if min(scales) < 0:
         assert bool(out.isnan().all())
@@ -199,21 +198,18 @@ def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ..
         assert relative(out, exact) < 0.05
 
 
-@pytest.mark.parametrize("head_dim,causal", [(64, True), (128, False), (256, True)])
-def test_fp8_forward_transposes_v(head_dim, causal) -> None:
-    q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), head_dim)
+def test_fp8_forward_transposes_v() -> None:
+    """In its producer, to the bits of a V that comes transposed. Other head_dims are with windows and two levels."""
+    q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), 64)
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False))
-    dims = head_dim, head_dim
-    with_rows = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128, v_rows=True)
-    without = select_fp8_forward_config(*dims, causal, "bfloat16", 300, 128)
+    with_rows = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128, v_rows=True)
+    without = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
     tiles = {"tile_m": with_rows.tile_m, "tile_n": with_rows.tile_n, "stages": 2}
     without = replace(without, **tiles, softmax=Softmax.EXACT)
     without = replace(without, ping_pong=with_rows.ping_pong, late_rescale=with_rows.late_rescale)
-    if with_rows.tile_m != 128:
-        without = replace(without, registers=Registers(160, 32))
-    without = replace(without, polynomial_pairs=with_rows.polynomial_pairs)
-    out, lse = fp8_forward_on_numpy(with_rows, parts, head_dim**-0.5, LATE)
-    expected, expected_lse = fp8_forward_on_numpy(without, parts, head_dim**-0.5, LATE)
+    without = replace(without, registers=Registers(160, 32), polynomial_pairs=with_rows.polynomial_pairs)
+    out, lse = fp8_forward_on_numpy(with_rows, parts, 0.125, LATE)
+    expected, expected_lse = fp8_forward_on_numpy(without, parts, 0.125, LATE)
     # What the compiler contracts to an FMA in the sums of rows differs between the two.
     assert torch.equal(out, expected) and torch.allclose(lse, expected_lse, rtol=1e-6, atol=0.0)
 
@@ -231,10 +227,10 @@ def test_fp8_forward_passes_nan_on_to_those_who_see_it() -> None:
 @pytest.mark.parametrize("key", [0, 130])
 def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
     """Of the block visited first as of later ones; of columns whose exponentials are polynomials as of the others."""
-    q, k, v = draw(torch.float16, (64, 256), (1, 1), 64)
+    q, k, v = draw(torch.bfloat16, (64, 256), (1, 1), 64)
     k[0, key, 0, 3] = math.nan
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(rotate=False, block_k=128, smooth_v=False))
-    config = select_fp8_forward_config(64, 64, False, "float16", 256, 128)
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 256, 128)
     assert config.polynomial_pairs > 0
     out, _ = fp8_forward_on_numpy(config, parts, 0.125)
     assert bool(out.isnan().all())
@@ -243,16 +239,12 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
 @pytest.mark.parametrize(
     "dtype,head_dim,causal,seqlens,heads,ordered",
     [
-        ("bfloat16", 128, True, (100, 130), (2, 1), True),
-        ("float16", 96, False, (65, 129), (1, 1), True),
+        ("bfloat16", 128, True, (100, 130), (2, 1), False),
         ("float16", 64, False, (130, 200), (2, 2), True),
         ("bfloat16", 40, True, (200, 130), (4, 2), False),
         ("bfloat16", 64, True, (1, 1), (1, 1), False),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
-        ("bfloat16", 256, True, (150, 150), (2, 1), True),
-        ("float16", 136, False, (65, 129), (1, 1), False),
-        # The kernel of head_dim 256, in which others look for hazards.
-        ("bfloat16", 200, True, (100, 140), (1, 1), False),
+        ("bfloat16", 200, True, (150, 150), (2, 1), False),
     ],
 )
 def test_backward(dtype, head_dim, causal, seqlens, heads, ordered) -> None:
@@ -274,8 +266,8 @@ def test_backward(dtype, head_dim, causal, seqlens, heads, ordered) -> None:
     "head_dim,head_dim_v,causal,seqlens",
     [
         (40, 64, True, (130, 70)),
-        (64, 8, False, (65, 129)),
-        (128, 72, False, (65, 33)),
+        (64, 8, True, (65, 129)),
+        (128, 72, True, (65, 33)),
         (136, 200, True, (80, 40)),
     ],
 )
@@ -310,7 +302,7 @@ def test_the_bits_do_not_depend_on_timing(kind: str) -> None:
     quantization = Fp8Quantization(block_k=128, smooth_v=False)
     parts = quantize_qkv(q, k, v, quantization=quantization)
     fp8 = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
-    backward = select_backward_config("bfloat16", 64, 64, False)
+    backward = select_backward_config("bfloat16", 64, 64, True)
     if kind == "paired backward":
         # Three query tiles, so that the two buffers of dS are used again.
         q, k, v = draw(torch.bfloat16, (130, 128), (1, 1), 256)

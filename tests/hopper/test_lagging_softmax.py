@@ -235,7 +235,7 @@ def test_many_large_p(octaves: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal", "seqlen_k", "tile_n"), [(64, False, 300, 128), (112, True, 9000, 192)]
+    ("head_dim", "causal", "seqlen_k", "tile_n"), [(64, False, 300, 128), (112, True, 9000, 128)]
 )
 def test_tiles_that_are_shipped(head_dim: int, causal: bool, seqlen_k: int, tile_n: int) -> None:
     """Rows of every warpgroup whose scores are computed again, and columns of Q and K that TMA fills."""
@@ -280,14 +280,14 @@ def test_blocks_of_zeros() -> None:
         check(quantized(q, k, v))
 
 
-@pytest.mark.parametrize(("column", "pairs"), [(POLYNOMIAL, PAIRS), (MUFU, PAIRS), (MUFU, 0)])
+@pytest.mark.parametrize("column", [POLYNOMIAL, MUFU])
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_a_nan_reaches_who_sees_it(block: int, column: int, pairs: int) -> None:
+def test_a_nan_reaches_who_sees_it(block: int, column: int) -> None:
     """Of 128 queries the first half sees the third block through a mask, and the others as a whole."""
     q, k, v = draw(2 * TILE, 4 * TILE)
     key = block * TILE + column
     k[0, key, 0, 3] = math.nan
-    out, lse = fp8_forward_on_numpy(config_of(causal=True, pairs=pairs), quantized(q, k, v), SCALE, LATE)
+    out, lse = fp8_forward_on_numpy(config_of(causal=True), quantized(q, k, v), SCALE, LATE)
     first = max(key - 2 * TILE, 0)
     assert bool(out[0, first:].isnan().all()) and bool(lse[0, 0, first:].isnan().all())
     assert bool(out[0, :first].isfinite().all()) and bool(lse[0, 0, :first].isfinite().all())

@@ -61,10 +61,10 @@ def check(out: Tensor, lse: Tensor, exact: tuple[Tensor, Tensor], lse_error: flo
     "head_dim,causal,sides,seqlens",
     [
         (64, True, (50, 0), (200, 300)),
-        (128, False, (30, 70), (150, 250)),
-        (128, True, (500, 0), (100, 700)),
+        (64, True, (500, 0), (100, 700)),
+        (96, False, (30, 70), (150, 250)),
         (96, False, (10, 5), (200, 90)),
-        (256, True, (0, 0), (70, 100)),
+        (64, True, (0, 0), (70, 100)),
     ],
 )
 def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: tuple[int, int]) -> None:
@@ -105,7 +105,7 @@ def test_packed_sequences(head_dim: int, causal: bool, sides: tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     "name,causal",
-    [("softcap", False), ("alibi", False), ("alibi", True), ("sinks", True), ("all", False), ("all", True)],
+    [("softcap", False), ("alibi", True), ("sinks", True), ("all", False)],
 )
 def test_rules(name: str, causal: bool) -> None:
     q, k, v = draw(torch.bfloat16, (70, 150), (4, 2), 64)

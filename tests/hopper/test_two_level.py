@@ -74,7 +74,7 @@ def test_invalid_fields_are_named() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [select(64, 64), select(128, 192, True), select(256, 128, True), select(256, 0, v_rows=True)],
+    [select(64, 64), select(128, 192, True), select(256, 128), select(256, 0, True, v_rows=True)],
     ids=lambda config: config.name,
 )
 def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config: Fp8ForwardConfig) -> None:
@@ -91,7 +91,7 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config: Fp8Forwa
 
 def draw(head_dim: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = (1, 200, 2, head_dim), (1, 460, 1, head_dim), (1, 460, 1, head_dim)
+    shapes = (1, 140, 1, head_dim), (1, 460, 1, head_dim), (1, 460, 1, head_dim)
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
@@ -102,14 +102,13 @@ def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "head_dim,causal,block_k,v_rows",
     [
-        (64, True, 192, False),
         (64, False, 64, False),
+        (64, True, 128, False),
         (128, True, 192, False),
         (128, False, 128, False),
-        (256, True, 128, False),
-        (64, False, 128, True),
+        (256, False, 128, False),
         (128, True, 192, True),
-        (256, False, 64, True),
+        (256, True, 64, True),
     ],
 )
 def test_kernel_is_as_good_as_its_emulation(head_dim: int, causal: bool, block_k: int, v_rows: bool) -> None:
@@ -139,7 +138,7 @@ def test_where_nothing_is_lost_one_level_gives_the_same(head_dim: int) -> None:
     parts = quantize_qkv(
         *draw(head_dim), quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False)
     )
-    config = select(head_dim, 128, causal=head_dim == 64)
+    config = select(head_dim, 128)
     out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
     again, _ = fp8_forward_on_numpy(config, parts, head_dim**-0.5)
     assert torch.equal(again, out)
