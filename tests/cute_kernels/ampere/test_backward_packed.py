@@ -24,10 +24,8 @@ PACKED = [
     (torch.bfloat16, 64, True, (2, 1), (), False),
     (torch.float16, 64, False, (1, 1), (), False),
     (torch.bfloat16, 64, True, (1, 1), (), True),
-    (torch.bfloat16, 64, False, (1, 1), (), True),
     (torch.bfloat16, 64, False, (2, 2), (50, 17), False),
     (torch.float16, 64, True, (1, 1), (20, 9), True),
-    (torch.bfloat16, 128, True, (1, 1), (), False),
     (torch.bfloat16, 256, True, (1, 1), (30, 0), False),
 ]
 

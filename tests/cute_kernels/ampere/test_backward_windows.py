@@ -52,12 +52,10 @@ WINDOWS = [
     (torch.bfloat16, 64, False, (140, 100), (2, 1), (40, 20), False),
     (torch.bfloat16, 64, True, (100, 200), (1, 1), (33, 7), True),
     (torch.float16, 64, True, (140, 140), (1, 1), (0, 0), False),
-    (torch.float16, 64, False, (200, 100), (2, 1), (20, 10), True),
+    (torch.bfloat16, 64, False, (200, 100), (2, 1), (20, 10), True),
     (torch.bfloat16, 64, False, (60, 450), (1, 1), (50, 5), True),
     (torch.bfloat16, 64, False, (100, 150), (1, 1), (NO_LIMIT, 3), True),
     (torch.bfloat16, 64, False, (100, 150), (1, 1), (3, NO_LIMIT), True),
-    (torch.bfloat16, 128, True, (130, 200), (1, 1), (65, 0), False),
-    (torch.bfloat16, 256, False, (70, 140), (1, 1), (31, 5), False),
 ]
 
 

@@ -42,7 +42,6 @@ def check(config: AmpereForwardConfig, inputs: list[torch.Tensor]) -> None:
 CASES = [
     (torch.bfloat16, (64, 64), True, (90, 300), (2, 1)),
     (torch.float16, (128, 128), True, (200, 130), (1, 1)),
-    (torch.bfloat16, (80, 72), False, (65, 130), (1, 1)),
     (torch.bfloat16, (8, 24), False, (30, 70), (1, 1)),
     (torch.float16, (256, 256), True, (70, 100), (1, 1)),
     (torch.bfloat16, (192, 128), False, (40, 65), (1, 1)),
@@ -52,19 +51,18 @@ CASES = [
 @pytest.mark.parametrize("dtype,head_dims,causal,seqlens,heads", CASES, ids=str)
 def test_forward(dtype, head_dims, causal, seqlens, heads) -> None:
     """With 32 keys in a tile, as is shipped for the largest head_dims: it compiles in half of the time or less."""
-    config = select_ampere_forward_config(NAMES[dtype], *head_dims, causal, "sm_80")
+    config = select_ampere_forward_config(NAMES[dtype], *head_dims, causal, "sm_90a")
     config = replace(config, tile_n=32)
     check(config, draw(dtype, seqlens, heads, head_dims))
 
 
 def test_tiles_for_small_shared_memory() -> None:
-    config = select_ampere_forward_config("bfloat16", 96, 96, True, "sm_86")
+    config = select_ampere_forward_config("bfloat16", 80, 72, True, "sm_86")
     assert config.tile_n == 32
-    check(config, draw(torch.bfloat16, (90, 100), (1, 1), (96, 96)))
+    check(config, draw(torch.bfloat16, (90, 100), (1, 1), (80, 72)))
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stages,fused", [(2, True), (2, False), (3, True), (4, False)])
 def test_schedules(stages: int, fused: bool) -> None:
     config = select_ampere_forward_config("bfloat16", 64, 64, False, "sm_80")
     config = replace(config, stages=stages, fused_exponentials=fused, q_in_registers=fused)
