@@ -42,13 +42,6 @@ def test_help_names_every_command() -> None:
         assert command in output
 
 
-def test_the_package_runs_as_a_module() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "hopper_attention", "nothing"]
-    wrong = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "hopper-attention" in wrong.stderr
-
-
 def test_info_shows_machine_backends_and_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(compile_cache.CACHE_DIR_VARIABLE, str(tmp_path / "kernels"))
     output = succeed("info").output
@@ -196,19 +189,21 @@ def test_rmse_of_other_inputs(distribution: str) -> None:
 
 
 AS_TYPED = """
-import sys
-from hopper_attention.cli import app
+import runpy, sys
 for line in sys.argv[1:]:
+    sys.argv[1:] = line.split()
     try:
-        app(line.split(), prog_name="hopper-attention")
+        runpy.run_module("hopper_attention", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         print(f"ended with {ended.code}")
 """
-"""Commands one after the other, in a process of their own, since it is its terminal that counts."""
+"""Commands one after the other, each as by ``python -m hopper_attention``, in a process of their own, since it is its
+terminal that counts."""
 
 
-def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
+def test_the_package_runs_as_a_module_and_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
     wholes = {
+        "--help": "Usage: hopper-attention [OPTIONS] COMMAND [ARGS]...",
         "rmse --seqlen 256 --head-dim 64": "emulation on cpu",
         "explain --fp8 --capability 9.0": "k and v: a scale for each 128 keys of a head",
         "info": "any torch device, the CPU by default; emulates FP8",
@@ -217,11 +212,11 @@ def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "dumb", "NO_COLOR": "1"}
     environment.pop("COLUMNS", None)
-    command = [sys.executable, "-c", AS_TYPED, *wholes]
+    command = [sys.executable, "-c", AS_TYPED, *wholes, "nothing"]
     process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
     os.close(terminal)
     *texts, rest = read_all(master).split("ended with 0")
-    assert process.wait() == 0 and not rest.strip()
+    assert process.wait() == 0 and rest.strip() == "ended with 2"
     for text, whole in zip(texts, wholes.values(), strict=True):
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text and whole in text

@@ -34,7 +34,7 @@ OPTIONS = {
     "not rotated": Fp8Quantization(rotate=False, smooth_k=True, block_k=96),
 }
 EVERY_OPTION = pytest.mark.parametrize("c", OPTIONS.values(), ids=OPTIONS.keys())
-COMPILED = "default", "blocks", "tensor"
+COMPILED = "blocks", "tensor"
 EVERY_OPTION_COMPILED = pytest.mark.parametrize(
     ("c", "dynamic"),
     [(DEFAULT, False), *((OPTIONS[name], True) for name in COMPILED)],
