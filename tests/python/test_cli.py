@@ -60,7 +60,7 @@ def test_info_shows_machine_backends_and_cache(monkeypatch: pytest.MonkeyPatch, 
 def test_info_says_what_is_missing() -> None:
     data = json.loads(succeed("info", "--json", "-").stdout)
     backends = {backend["name"]: backend["available"] for backend in data["backends"]}
-    assert backends == {"hopper": False, "ampere": False, "reference": True}
+    assert backends == {"hopper": False, "ampere": False, "torch": True, "reference": True}
     assert data["gpus"] == []
     assert data["missing"] and all(item["what"] and item["how"] for item in data["missing"])
 
@@ -79,7 +79,7 @@ def test_explain_of_another_gpu_gives_the_reason() -> None:
     output = succeed("explain", "--capability", "8.0", "--head-dim-v", 64, "--kv-heads", 4).output
     assert "ampere_fwd_sm_80_bf16_" in output and "8.0" in output
     output = succeed("explain", "--capability", "7.5", "--head-dim-v", 64, "--kv-heads", 4).output
-    assert "reference" in output and "7.5" in output
+    assert "torch_sdpa" in output and "7.5" in output
 
 
 def test_version_is_that_of_the_project() -> None:
@@ -150,7 +150,7 @@ def test_explain_of_fp8_needs_no_memory_for_the_problem() -> None:
 
 def test_explain_needs_no_memory_for_the_problem() -> None:
     output = succeed("explain", "--seqlen-q", 10**11, "--device", "cpu").output
-    assert "reference_tiled_m128n128" in output
+    assert "torch_sdpa" in output
 
 
 def test_rmse_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
     wholes = {
         "rmse --seqlen 256 --head-dim 64": "emulation on cpu",
         "explain --fp8 --capability 9.0": "k and v: a scale for each 128 keys of a head",
-        "info": "any torch device, the CPU by default; emulates FP8",
+        "info": "16 bits on any torch device without a kernel",
     }
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
