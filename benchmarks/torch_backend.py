@@ -2,8 +2,8 @@
 
     python benchmarks/torch_backend.py --out benchmarks/results/torch_backend_cpu.json
 
-Forward alone, and forward with gradients, by ``backend=``. Calls of both take turns, and the shortest time of each counts:
-on a machine that does other work too, that is what the code takes.
+Forward alone, and forward with gradients, by ``backend=``. Calls of both take turns, and the shortest time of each
+counts: on a machine that does other work too, that is what the code takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from hopper_attention import flash_attn_func
+from hopper_attention.experiments.bench.machine import find_commit
 
+ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
     "full": ((1, 2048, 8, 64), {}),
     "causal": ((1, 2048, 8, 64), {"causal": True}),
@@ -92,6 +94,7 @@ def describe() -> dict[str, Any]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "commit": find_commit(ROOT),
     }
 
 
