@@ -49,3 +49,11 @@ def test_readmes_examples_run_one_after_the_other() -> None:
     assert len(found) >= 2
     assert names["out"].shape == names["q"].shape == (2, 64, 2, 32)
     assert names["lse"].shape == (2, 2, 64)
+
+
+@pytest.mark.parametrize("page", ["torch", "diffusers"])
+def test_the_examples_of_an_integration_run(page: str) -> None:
+    names: dict[str, Any] = {}
+    for number, example in enumerate(examples(f"docs/integrations/{page}.md")):
+        exec(compile(example, f"docs/integrations/{page}.md, example {number + 1}", "exec"), names)
+    assert names["out"].isfinite().all()
