@@ -100,7 +100,7 @@ def check_options(return_lse: bool, parallel_config: Any) -> None:
 def functions_of(
     attn_mask: Tensor | None, is_top_left: bool, batch: int
 ) -> tuple[ScoreMod | None, MaskMod | None]:
-    """The score_mod and mask_mod that say what a mask says. ``is_top_left`` is a causal mask: query i sees key i last."""
+    """The score_mod and mask_mod that say what a mask says. ``is_top_left``: query i sees no key behind key i."""
     if attn_mask is None:
         return None, _is_at_or_before if is_top_left else None
     if attn_mask.dim() == 2 and attn_mask.shape[0] == batch:
