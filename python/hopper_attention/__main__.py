@@ -10,10 +10,11 @@ def main() -> None:
     try:
         from hopper_attention.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
+        package = (error.name or "").partition(".")[0]
+        if package not in NEEDED:
             raise
         sys.exit(
-            f"hopper-attention: the command line needs {error.name}, which is not installed here; install it with: "
+            f"hopper-attention: the command line needs {package}, which is not installed here; install it with: "
             "pip install 'hopper-attention[cli]'"
         )
     app(prog_name="hopper-attention")
