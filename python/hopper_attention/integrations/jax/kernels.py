@@ -20,7 +20,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.config import ForwardConfig
 from hopper_attention import backward_rules, compile_cache, forward_rules
-from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.backends import KERNELS, Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
@@ -111,7 +111,7 @@ def _check_requested(backend: str | None) -> None:
 
 def _is_formula(choice: Choice) -> bool:
     """Whether the formula serves, with one warning if a kernel could."""
-    if choice.backend == "reference":
+    if choice.backend not in KERNELS:
         if choice.advice:
             warn_once(f"attention for JAX by its formula, which is slow: {choice.reason}; {choice.advice}")
         return True
