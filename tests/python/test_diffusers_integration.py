@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +142,16 @@ def test_what_is_refused(attend: Callable[..., Tensor]) -> None:
         attend(q, q, q, _parallel_config=object())
     with pytest.raises(TypeError, match=r"q has dtype torch\.float32"):
         ours.attend(*[q.float()] * 3)
+
+
+def test_the_example_of_the_page_runs() -> None:
+    before = _AttentionBackendRegistry._active_backend
+    page = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "diffusers.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(page), "exec"), names)
+    _AttentionBackendRegistry.set_active_backend(before)
+    assert names["out"].isfinite().all() and names["out"].shape == (1, 64, 4)
 
 
 def test_the_names_are_members() -> None:

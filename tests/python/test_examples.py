@@ -51,9 +51,8 @@ def test_readmes_examples_run_one_after_the_other() -> None:
     assert names["lse"].shape == (2, 2, 64)
 
 
-@pytest.mark.parametrize("page", ["torch", "diffusers"])
-def test_the_examples_of_an_integration_run(page: str) -> None:
+def test_the_example_of_torchs_own_function_runs() -> None:
+    (example,) = examples("docs/integrations/torch.md")
     names: dict[str, Any] = {}
-    for number, example in enumerate(examples(f"docs/integrations/{page}.md")):
-        exec(compile(example, f"docs/integrations/{page}.md, example {number + 1}", "exec"), names)
-    assert names["out"].isfinite().all()
+    exec(compile(example, "docs/integrations/torch.md", "exec"), names)
+    assert names["out"].isfinite().all() and not names["is_active"]()
