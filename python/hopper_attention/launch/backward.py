@@ -228,7 +228,7 @@ def find_plain(
     sizes = q_shape, k_shape, v_shape, dtype, causal, deterministic, has_window
     problem = BackwardProblem(*sizes, has_chunk=window[2] > 0)
     choice = find_choice(problem, device, backend)
-    return None if choice.backend == "reference" else find(problem.kind, device, choice.backend)
+    return None if choice.backend not in KERNELS else find(problem.kind, device, choice.backend)
 
 
 def run_backward(
