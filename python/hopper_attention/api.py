@@ -193,7 +193,8 @@ def flash_attn_func(
         return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
         two_level_accumulation: for float8_e4m3fn on the Hopper kernel: add the products of its key tiles in float32,
             as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
-        backend: "hopper", "ampere" (runs on Hopper GPUs too), "reference", or None to have one chosen; see
+        backend: "hopper", "ampere" (runs on Hopper GPUs too), "torch" (torch's fused attention, without windows
+            or changes of scores), "reference", or None to have one chosen; see
             ``explain``.
         softcap: c above 0, from 1e-30 to 1e30, makes of a scaled score s c tanh(s / c), before masks; 0 is none.
         alibi_slopes: float32 (heads,) or (batch, heads) on the device of q: the bias

@@ -24,9 +24,15 @@ MOST_MULTIPROCESSORS: dict[tuple[int, ...], int] = {
 """Of the largest GPU of each compute capability that has kernels."""
 
 KERNELS = {"hopper": "Hopper kernel", "ampere": "kernel without WGMMA"}
-"""What the kernels of a backend are called."""
+"""What the kernels of a backend are called. The backends that are not here run on any torch device."""
 
-USE_SDPA = "torch.nn.functional.scaled_dot_product_attention is faster there"
+WITHOUT_KERNEL = {
+    "torch": "torch's fused attention",
+    "reference": "the tiled reference, which is slow",
+}
+"""What the other backends are called."""
+
+USE_FLEX = "torch.nn.attention.flex_attention, compiled, may be faster there"
 
 
 @dataclass(frozen=True)
@@ -64,27 +70,66 @@ def target_of(device: torch.device) -> Target:
     return Target(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
-def choose_backend(target: Target, dtype: torch.dtype, requested: str | None = None) -> Choice:
+def choose_backend(
+    target: Target, dtype: torch.dtype, requested: str | None = None, unserved: str = ""
+) -> Choice:
     """The backend of 16 bits for tensors of ``dtype`` on ``target``; ``fp8_rules`` has the rule for FP8.
+
+    ``unserved`` is what keeps torch's fused attention from a problem (``torch_rules.why_not_torch``); empty if nothing
+    does.
 
     Raises:
         ValueError: the requested backend cannot run there.
+        NotImplementedError: "torch" is requested for a problem that it does not serve.
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
+    if requested == "torch":
+        return asked_for_torch(target, unserved)
     blocked = {"hopper": why_not_hopper(target), "ampere": why_not_ampere(target)}
     if requested is not None and blocked[requested]:
         allowed = "".join(f"{name!r}, " for name, reason in blocked.items() if not reason)
         raise ValueError(
-            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'reference' or None"
+            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'torch', 'reference' or None"
         )
     chosen = requested or next((name for name, reason in blocked.items() if not reason), "")
     if not chosen:
-        return Choice("reference", blocked["ampere"], how_to_go_faster(target))
+        return without_kernel(target, blocked["ampere"], unserved)
     major, minor = target.capability
     dtype_name = str(dtype).removeprefix("torch.")
     reason = f"{target.name} has compute capability {major}.{minor} and q has dtype {dtype_name}"
     return Choice(chosen, f"asked for with backend='ampere'; {reason}" if requested == "ampere" else reason)
+
+
+def asked_for_torch(target: Target, unserved: str) -> Choice:
+    """The answer to backend="torch".
+
+    Raises:
+        NotImplementedError: something keeps torch from the problem.
+    """
+    if unserved:
+        raise NotImplementedError(f"backend is 'torch', but {unserved}; use backend='reference' or None")
+    return Choice("torch", f"asked for with backend='torch'{_where_it_ran(target)}")
+
+
+def without_kernel(target: Target, reason: str, unserved: str) -> Choice:
+    """What serves where no kernel does: torch's fused attention, or the tiled reference if that cannot.
+
+    ``reason`` is what keeps the kernels from it.
+    """
+    if unserved:
+        advice = how_to_go_faster(target)
+        return Choice("reference", f"{reason}, and {unserved}", advice)
+    is_installable = target.capability in ARCH_OF_CAPABILITY
+    return Choice(
+        "torch", f"{reason}{_where_it_ran(target)}", how_to_go_faster(target) if is_installable else ""
+    )
+
+
+def _where_it_ran(target: Target) -> str:
+    """A remark on devices that torch's attention was never tried on by this project."""
+    is_tried = target.name == "cpu" or target.capability in ARCH_OF_CAPABILITY
+    return "" if is_tried else "; this project has never run on such a device"
 
 
 def why_not_hopper(target: Target) -> str:
@@ -117,5 +162,5 @@ def how_to_go_faster(target: Target) -> str:
     if not target.is_gpu:
         return ""
     if target.capability not in ARCH_OF_CAPABILITY:
-        return USE_SDPA
+        return USE_FLEX
     return f"install them with: {_kernels.INSTALL_DSL}"

@@ -17,16 +17,20 @@ from cute_kernels.problem import DENSE, VARLEN
 from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
+    KERNELS,
     Choice,
     Target,
+    asked_for_torch,
     how_to_go_faster,
     why_not_ampere,
     why_not_hopper,
+    without_kernel,
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.forward_rules import lists_of
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
+from hopper_attention.torch_rules import why_not_torch_gradient
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
@@ -70,7 +74,7 @@ class BackwardProblem(NamedTuple):
 def choose_backward(problem: BackwardProblem, target: Target, requested: str | None) -> Choice:
     """``choose_for`` a problem with sizes, which may be too large for a kernel."""
     choice = choose_for(problem.kind, target, requested)
-    if choice.backend == "reference":
+    if choice.backend not in KERNELS:
         return choice
     return unless_too_large(choice, problem, select_for(problem.kind, choice.backend, target.capability))
 
@@ -83,8 +87,15 @@ def choose_for(problem: GradientProblem, target: Target, requested: str | None) 
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
+    unserved = why_not_torch_gradient(problem, target)
+    if requested == "torch" and unserved:
+        return Choice("reference", unserved, SDPA_HAS_ONE if target.is_gpu else "")
+    if requested == "torch":
+        return asked_for_torch(target, unserved)
     blocked = {"hopper": why_not_hopper(target), "ampere": why_not_ampere(target)}
     backend = requested or next((name for name, reason in blocked.items() if not reason), "ampere")
+    if blocked[backend] and not requested:
+        return without_kernel(target, blocked[backend], unserved)
     if blocked[backend]:
         is_installable = backend == "ampere" or target.capability == HOPPER_CAPABILITY
         faster = how_to_go_faster(target) if is_installable else SDPA_HAS_ONE

@@ -25,7 +25,7 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_OUT_DTYPE = torch.bfloat16
 """What FP8 tensors with descales give, as in FlashAttention-3."""
 
-BACKENDS = ("hopper", "ampere", "reference")
+BACKENDS = ("hopper", "ampere", "torch", "reference")
 FULL_WINDOW = (-1, -1)
 """FlashAttention-3's ``window_size`` for no window."""
 

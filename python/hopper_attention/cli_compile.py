@@ -46,6 +46,17 @@ def compile_kernels(
             "and sm_90a where there is none.",
         ),
     ] = "",
+    for_model: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="A model's config.json, of Hugging Face, or its folder: compile what that model needs, for prompts, "
+            "packed sequences and a key/value cache, in 16 bits.",
+        ),
+    ] = NO_FILE,
+    train: Annotated[
+        bool, typer.Option("--train", help="With --for-model: its backward passes too.")
+    ] = False,
     objects: Annotated[
         str, typer.Option(metavar="FOLDER", help="Also put the plain object files there, to link with.")
     ] = NO_FILE,
@@ -58,9 +69,10 @@ def compile_kernels(
         from hopper_attention.compile_cache import cache_dir, read_entry
 
         archs = parse_archs(arch)
-        configs = [config for each in archs for config in kernels_for(each) if only in config.name]
+        kernels = [config for each in archs for config in kernels_of_model(for_model, each, train)]
+        configs = [config for config in kernels if only in config.name]
         if not configs:
-            raise ValueError(f"only is {only!r}, allowed: part of a shipped config's name, as fp16_d64")
+            raise ValueError(f"only is {only!r}, allowed: part of a config's name, as fp16_d64")
         processes = jobs or min(8, os.cpu_count() or 1)
         console = console_for(json_path)
         console.print(announcement(configs, archs, processes), soft_wrap=True)
@@ -102,6 +114,24 @@ def parse_archs(arch: str) -> tuple[str, ...]:
     if arch and arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}, allowed: {', '.join(ARCHS)} or {ALL}")
     return (arch,) if arch else archs_here()
+
+
+def kernels_of_model(path: str, arch: str, train: bool) -> tuple[KernelConfig, ...]:
+    """The kernels that the model at ``path`` needs on GPUs of ``arch``; without a path, all shipped ones.
+
+    Raises:
+        ValueError: there is no path to train, or no model with attention there.
+        OSError: there is no such file.
+    """
+    if path == NO_FILE:
+        if train:
+            raise ValueError(
+                "train is given, allowed: with for-model; all shipped backward kernels are compiled"
+            )
+        return kernels_for(arch)
+    from hopper_attention.model_kernels import kernels_of, read_model
+
+    return kernels_of(read_model(Path(path)), arch, train)
 
 
 def kernels_for(arch: str) -> tuple[KernelConfig, ...]:

@@ -23,6 +23,7 @@ Fa3Library = Annotated[
     str, typer.Option(metavar="PATH", help="FlashAttention-3's torch ops, where not installed by pip.")
 ]
 
+NO_PLOT = "plot needs matplotlib, which is not installed here; install it with: pip install 'hopper-attention[plot]'"
 NO_FILE = ""
 STDOUT = "-"
 INTERRUPTED = 130
@@ -37,6 +38,13 @@ def one_line_errors() -> Iterator[None]:
     """Turn what a user can cause and mend into one line on stderr and exit code 2, and an interrupt into 130."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        Console(stderr=True).print(
+            Text.assemble(("error:", "bold red"), f" {NO_PLOT}"), soft_wrap=True, highlight=False
+        )
+        raise typer.Exit(2) from None
     except (ValueError, NotImplementedError, OSError) as error:
         Console(stderr=True).print(
             Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True, highlight=False

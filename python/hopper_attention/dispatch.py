@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks, features, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
-from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, choose_backend, target_of
+from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dropout import STEPS, kept_steps, no_draw
 from hopper_attention.forward_rules import (
     Config,
     ReferenceConfig,
+    choose_for,
     problem_of,
     select_config,
     takes_wide_values,
@@ -33,6 +34,7 @@ from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
 from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
+from hopper_attention.torch_rules import TorchConfig, why_not_torch
 from hopper_attention.value_parts import needs_parts, part_widths
 
 __all__ = [
@@ -60,7 +62,7 @@ class Plan:
     """What a call runs. Printing it gives one line a fact.
 
     Attributes:
-        backend: "hopper", "ampere" or "reference".
+        backend: "hopper", "ampere", "torch" or "reference".
         config: what the kernel was compiled from, or how the reference walks.
         reason: why this backend.
         copies: a sentence for each input that is copied first, or for all.
@@ -75,7 +77,8 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("backend", self.backend), ("reason", self.reason), ("config", self.config.name)]
-        rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
+        if not isinstance(self.config, TorchConfig):
+            rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
         if isinstance(self.config, WideForwardConfig):
@@ -223,13 +226,14 @@ def explain(
         choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
     else:
         has_work = 0 not in (*q.shape, *k.shape)
-        choice = choose_in_16_bits(specs["q"].dtype, in_16_bits, target, backend, has_work)
+        served = replace(problem, has_qv=qv is not None)
+        choice = choose_in_16_bits(served, in_16_bits, target, backend, has_work)
         where, (q_spec, k_spec, v_spec) = (choice.backend, target.capability), (specs[name] for name in "qkv")
         config = select_config(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
-    is_launched = choice.backend != "reference" and 0 not in (*specs["q"].shape, *specs["k"].shape)
+    is_launched = choice.backend in KERNELS and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
     differentiated = [
@@ -261,12 +265,12 @@ def dequantized(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def choose_in_16_bits(
-    dtype: torch.dtype, is_dequantized: bool, target: Target, requested: str | None, has_work: bool
+    problem: AttentionProblem, is_dequantized: bool, target: Target, requested: str | None, has_work: bool
 ) -> Choice:
     """The backend of 16-bit tensors, or of e4m3 ones that are dequantized for what is done to their scores."""
     if is_dequantized:
-        return fp8_rules.choose_with_scores(target, requested, has_work)
-    return choose_backend(target, dtype, requested)
+        return fp8_rules.choose_with_scores(target, requested, has_work, why_not_torch(problem))
+    return choose_for(problem, target, requested)
 
 
 def check_inputs(specs: dict[str, TensorSpec], scores: ScoreKind, check: Callable[..., None]) -> None:
@@ -378,7 +382,7 @@ def describe_copies(
     config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]
 ) -> tuple[str, ...]:
     """What is made of the inputs before the kernel of ``config`` reads them."""
-    if isinstance(config, ReferenceConfig):
+    if isinstance(config, (ReferenceConfig, TorchConfig)):
         return ()
     if isinstance(config, AmpereForwardConfig) and specs["q"].dtype == checks.FP8_DTYPE:
         return (f"q, k and v are dequantized to {config.dtype} by PyTorch",)
@@ -460,6 +464,8 @@ def describe_gradients(choose: Callable[[], Choice], name_of: Callable[[str], st
         choice = choose()
     except NotImplementedError as error:
         return f"the backward pass raises NotImplementedError: {error}"
+    if choice.backend == "torch":
+        return f"the backward pass runs on torch's fused attention: {choice.reason}"
     if choice.backend == "reference":
         return f"the backward pass runs on the tiled reference, which is slow: {choice.reason}"
     return f"the backward pass runs on the {KERNELS[choice.backend]} {name_of(choice.backend)}"

@@ -20,13 +20,14 @@ from hopper.forward.tilings import (
     with_dropout,
 )
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
-from hopper_attention.backends import Target, choose_backend
+from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.block_masks import is_divided
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem, longest_alike
 from hopper_attention.qv import no_qv
 from hopper_attention.scores import PLAIN, ScoreKind
+from hopper_attention.torch_rules import TorchConfig, why_not_torch
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ReferenceConfig:
 SMALL_TILE = 64
 """Keys of a tile that divides the blocks of a BlockMask where that of the tables does not."""
 
-Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig
+Config = ForwardConfig | WideForwardConfig | AmpereForwardConfig | ReferenceConfig | TorchConfig
 
 
 def select_config(
@@ -134,6 +135,8 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return _select_paged(p, backend)
     if backend == "reference":
         return ReferenceConfig()
+    if backend == "torch":
+        return TorchConfig()
     dtype, layout = DTYPE_NAMES[p.dtype], VARLEN if p.is_packed else DENSE
     fields = p.scores.fields | {"chunk": p.has_chunk}
     if p.has_qv or p.head_dim_v > MAX_HEAD_DIM:
@@ -217,7 +220,17 @@ def takes_wide_values(problem: AttentionProblem, target: Target, requested: str 
         return False
     if problem.scores.has_dropout or problem.scores.functions:
         return False
-    return choose_backend(target, problem.dtype, requested).backend == "hopper"
+    return choose_for(problem, target, requested).backend == "hopper"
+
+
+def choose_for(problem: AttentionProblem, target: Target, requested: str | None) -> Choice:
+    """The backend of a problem of 16 bits.
+
+    Raises:
+        ValueError: ``requested`` cannot run there.
+        NotImplementedError: ``requested`` does not serve such problems.
+    """
+    return choose_backend(target, problem.dtype, requested, why_not_torch(problem))
 
 
 def _select_wide(

@@ -14,6 +14,7 @@ from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
 from hopper_attention import checks
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
+    KERNELS,
     Choice,
     Target,
     choose_backend,
@@ -34,6 +35,10 @@ NO_KERNEL_WITH_SCORES = (
     "speed of 16 bits"
 )
 
+NO_FP8_IN_TORCH = (
+    "backend is 'torch', which has no FP8; use backend='reference', which emulates it, or flash_attn_func on "
+    "bfloat16"
+)
 NO_DETOUR = "16-bit inputs do not need the detour"
 
 
@@ -114,6 +119,8 @@ def choose_for(problem: Fp8AttentionProblem, target: Target, requested: str | No
     """
     if requested == "reference":
         return Choice("reference", "asked for with backend='reference'")
+    if requested == "torch":
+        raise NotImplementedError(NO_FP8_IN_TORCH)
     blocked = {
         "hopper": why_not_hopper(target) or why_not_kernel(problem),
         "ampere": why_not_ampere(target) or why_not_dequantized(problem),
@@ -141,15 +148,17 @@ def _dequantized(target: Target, requested: str | None, has_work: bool) -> Choic
     return Choice("ampere", reason, NO_DETOUR if has_work else "")
 
 
-def choose_with_scores(target: Target, requested: str | None, has_work: bool = True) -> Choice:
+def choose_with_scores(
+    target: Target, requested: str | None, has_work: bool = True, unserved: str = ""
+) -> Choice:
     """The 16-bit backend of e4m3 tensors with softcap, slopes or sinks, with advice where it is a kernel and FP8 could
-    have been meant. ``has_work`` says that there are queries and keys.
+    have been meant. ``has_work`` says that there are queries and keys, ``unserved`` is that of ``choose_backend``.
 
     Raises:
         ValueError: a kernel is asked for and cannot run.
     """
-    choice = choose_backend(target, FP8_DTYPE, requested)
-    is_a_surprise = has_work and choice.backend != "reference" and requested != "ampere"
+    choice = choose_backend(target, FP8_DTYPE, requested, unserved)
+    is_a_surprise = has_work and choice.backend in KERNELS and requested != "ampere"
     advice = NO_DETOUR if is_a_surprise else choice.advice
     return replace(choice, reason=f"{choice.reason}; {NO_KERNEL_WITH_SCORES}", advice=advice)
 

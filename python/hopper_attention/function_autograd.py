@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper_attention import compiled
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
@@ -152,7 +153,7 @@ class GradientWithFunctions(torch.autograd.Function):
         )
 
 
-@torch.compiler.disable
+@compiled.disable
 def attend_with_functions(call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call."""
     out, lse = AttentionWithFunctions.apply(call, q, k, v, call.scores.sinks, *call.constants)

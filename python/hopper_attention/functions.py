@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.user_functions import BOOL, FLOAT, INPUTS, NO_FUNCTIONS, NOTHING, UserFunctions
+from hopper_attention import compiled
 from hopper_attention.block_masks import BlockTable, is_divided, is_no_mask
 from hopper_attention.tracing import TensorReads, Trace, Value
 
@@ -79,7 +80,7 @@ class CapturedFunctions:
 NO_CAPTURED = CapturedFunctions()
 
 
-@torch.compiler.disable
+@compiled.disable
 def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFunctions:
     """``trace_functions`` with FlexAttention's BlockMask as the mask.
 
@@ -93,7 +94,7 @@ def trace_block_mask(score_mod: ScoreMod | None, block_mask: Any) -> CapturedFun
     return replace(everywhere, listed=((trace_functions(score_mod, mask_mod), table),))
 
 
-@torch.compiler.disable
+@compiled.disable
 def trace_functions(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> CapturedFunctions:
     """Call each function once, on values that stand for those of an element of S.
 

@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata, num_splits, pack_gqa, sm_margin: hints, which change no result.
         return_softmax_lse: also return the LSE.
         out: where the output goes; of its shape and dtype, the last stride 1.
-        backend: "hopper", "ampere", "reference", or None to have one chosen.
+        backend: "hopper", "ampere", "torch", "reference", or None to have one chosen.
 
     Returns:
         out, in the layout of q with head_dim_v columns and its dtype, bfloat16 for a q of e4m3. With

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hopper.decode.config import DecodeConfig
 from hopper_attention.api import Window
-from hopper_attention.backends import Target, target_of
+from hopper_attention.backends import KERNELS, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     NOTE_ON_QV,
@@ -35,7 +35,7 @@ class CachePlan:
         path: the way that serves it, of ``kvcache_rules.RULES``.
         what: what that does.
         refused: each faster way, and what kept it from serving.
-        backend: "hopper", "ampere" or "reference".
+        backend: "hopper", "ampere", "torch" or "reference".
         config: what the kernel that attends was compiled from, or how the reference walks.
         reason: why this backend.
         steps: what is done to the cache and the tensors before.
@@ -153,7 +153,7 @@ def explain_kvcache(
         notes += (NOTE_ON_QV,)
     elif selection.problem.head_dim_v < call.shape.head_dim_v:
         notes += first_part({"v": TensorSpec.of(tensors.v_cache)})[1]
-    if choice.backend != "reference":
+    if choice.backend in KERNELS:
         notes += check_margin(sm_margin, target, q.device)
     steps = (*_append_steps(call, tensors, target, choice.backend), *_copy_steps(call.shape, rule.path))
     return CachePlan(
@@ -181,7 +181,7 @@ def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backen
         whose = "each for a position of its own" if call.rotates_each_query else "all for one position"
         steps = (f"queries are rotated, {whose}",)
     how = "by PyTorch"
-    if backend != "reference":
+    if backend in KERNELS:
         q = None if rotation is None else t.q
         facts = append_facts(t.k, t.v, t.k_cache, t.v_cache, t.page_table, rotation, q)
         reason = why_not_append(facts, target)

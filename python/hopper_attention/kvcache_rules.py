@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cute_kernels.plan.config import check_packed_size
+from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
-from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.backends import Choice, Target
 from hopper_attention.decode_rules import select_decode, why_not_decode
-from hopper_attention.forward_rules import Config, ReferenceConfig, select_for, takes_wide_values
+from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.paged_forward import page_rows_of, why_not_in_place
 from hopper_attention.problem import AttentionProblem
+from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import needs_parts, part_widths
 
 
@@ -82,7 +84,7 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
     if in_parts and not takes_wide_values(problem, target, call.backend):
         problem = replace(problem, head_dim_v=part_widths(shape.head_dim_v)[0])
     config = select_for(problem, backend, target.capability)
-    if not isinstance(config, ReferenceConfig):
+    if not isinstance(config, (ReferenceConfig, TorchConfig)):
         totals = shape.total_q, shape.batch * shape.capacity
         check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
     return Selection(problem, config)
@@ -112,8 +114,9 @@ def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
     """What attends to a cache where it lies."""
     problem, shape = _paged_problem(call), call.shape
     config = select_for(problem, backend, target.capability)
-    totals = shape.total_q, shape.batch * shape.capacity
-    check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    if isinstance(config, ForwardConfig):
+        totals = shape.total_q, shape.batch * shape.capacity
+        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
     return Selection(problem, config)
 
 
@@ -160,7 +163,7 @@ def choose_path(call: CacheCall, target: Target, rules: tuple[Rule, ...] = RULES
         ValueError: the backend that is asked for cannot run there.
         NotImplementedError: it has no kernel for the call.
     """
-    choice = choose_backend(target, call.shape.out_dtype, call.backend)
+    choice = choose_for(_general_problem(call), target, call.backend)
     refused: tuple[str, ...] = ()
     for rule in rules:
         reason = rule.why_not(call, target, choice.backend)

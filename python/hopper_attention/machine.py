@@ -168,7 +168,8 @@ def _describe_backends(gpus: tuple[Gpu, ...]) -> tuple[BackendStatus, ...]:
     return (
         _kernel_status("hopper", gpus, why_not_hopper),
         _kernel_status("ampere", gpus, why_not_ampere),
-        BackendStatus("reference", True, "any torch device, the CPU by default; emulates FP8"),
+        BackendStatus("torch", True, "16 bits on any torch device without a kernel"),
+        BackendStatus("reference", True, "any torch device, what 'torch' lacks; emulates FP8"),
     )
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.fp8.tilings import FP8_TILINGS, select_fp8_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, DEFAULT_SMOOTH_V, E4M3_MAX
+from hopper_attention import compiled
 from hopper_attention.problem import length_bounds
 
 E4M3 = torch.float8_e4m3fn
@@ -71,7 +72,7 @@ def default_block_widths(head_dim: int, head_dim_v: int, two_level: bool, causal
     return BlockWidths((), BLOCK_K_WITHOUT_KERNEL)
 
 
-@torch.compiler.assume_constant_result
+@compiled.assume_constant_result
 def _tile_widths(native: int, two_level: bool, causal: bool) -> BlockWidths:
     """Of the kernels for one of ``FP8_HEAD_DIMS``. torch.compile calls it, and does not look into it."""
     return _find_tile_widths(native, two_level, causal)

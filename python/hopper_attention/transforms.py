@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from hopper_attention import compiled
 from hopper_attention.plain_calls import are_plain_arguments, is_transformed, records_gradient
 
 Results = tuple[Tensor, ...]
@@ -77,14 +78,14 @@ def differentiable(
             samples = info.batch_size
             is_one_batch = has_batch and (samples < 2 or not mixes_samples(*arguments))
             compute = _as_one_batch if is_one_batch else _each_by_itself
-            results = compute(transformed, samples, in_dims, arguments)
+            results = compute(in_graphs[0], samples, in_dims, arguments)
             return results, (0,) * len(results)
 
     # torch.compile cannot read such a Function, but can put a call of it into a graph.
-    @torch.compiler.allow_in_graph
-    @torch.compiler.disable
     def transformed(*arguments: Any) -> Any:
         return Transformed.apply(*arguments)
+
+    in_graphs = compiled.allow_in_graph(transformed)
 
     def call(*arguments: Any) -> Any:
         if are_plain_arguments(arguments):
@@ -94,7 +95,7 @@ def differentiable(
         if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
             # A level of dual tensors is open, and what torch.compile traces has no tangents.
             raise NotImplementedError(NO_FORWARD_MODE)
-        return transformed(*arguments)
+        return in_graphs[0](*arguments)
 
     return call
 

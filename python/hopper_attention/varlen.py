@@ -194,7 +194,7 @@ def flash_attn_varlen_func(
         score_mod, mask_mod: as there; indices count from 0 in each sequence, and b is its number.
         dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
-        backend: "hopper", "ampere", "reference", or None to have one chosen.
+        backend: "hopper", "ampere", "torch", "reference", or None to have one chosen.
 
     Returns:
         out (total_q, heads, head_dim_v), contiguous; with ``return_attn_probs``, (out, lse), where lse is the natural

@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.plan.config import check_packed_size
 from hopper_attention import backward_rules, checks, features, forward_rules, fp8_rules
 from hopper_attention.api import Window
-from hopper_attention.backends import Choice, Target, target_of
+from hopper_attention.backends import KERNELS, Choice, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     DEQUANTIZED,
@@ -38,6 +38,7 @@ from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.packed_fp8_plan import packed_config_of
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
 from hopper_attention.scores import NO_SCORES, check_scores
+from hopper_attention.torch_rules import TorchConfig
 
 
 def explain_varlen(
@@ -122,9 +123,9 @@ def explain_varlen(
         choice, config = _plan_fp8(problem, target, backend)
     else:
         has_work = not is_empty(q, k, lengths)
-        choice = choose_in_16_bits(problem.dtype, in_16_bits, target, backend, has_work)
+        choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
         config = forward_rules.select_for(problem, choice.backend, target.capability)
-    if not isinstance(config, ReferenceConfig):
+    if not isinstance(config, (ReferenceConfig, TorchConfig)):
         totals = specs["q"].shape[0], specs["k"].shape[0]
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
     notes = (
@@ -133,7 +134,7 @@ def explain_varlen(
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv, sinks) if x is not None)
     if learned and problem.has_qv:
         notes += (NO_GRADIENT_WITH_QV,)
-    if choice.backend != "reference":
+    if choice.backend in KERNELS:
         notes += check_margin(sm_margin, target, q.device)
         if learned and not (problem.has_qv or is_fp8):
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -150,9 +150,15 @@ def test_expanded_heads_and_batch() -> None:
 
 def test_nan_behind_the_mask_stays_there() -> None:
     q, k, v = random_qkv((1, 40, 40, 2, 2, 64, 64))
-    expected = flash_attn_func(q, k, v, causal=True)[:, :30]
+    expected = [
+        flash_attn_func(q, k, v, causal=True, backend=name)[:, :30] for name in ("reference", "torch")
+    ]
     k[:, 30:], v[:, 30:] = math.nan, math.inf
-    assert torch.equal(flash_attn_func(q, k, v, causal=True)[:, :30], expected)
+    exact, near = (
+        flash_attn_func(q, k, v, causal=True, backend=name)[:, :30] for name in ("reference", "torch")
+    )
+    assert torch.equal(exact, expected[0])
+    assert torch.allclose(near, expected[1], rtol=1e-2, atol=1e-2)
 
 
 def test_inputs_are_not_changed() -> None:

@@ -21,6 +21,7 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.dispatch import Plan, ReferenceConfig
 from hopper_attention.launch import forward
 from hopper_attention.layout import Repair, repair_for
+from hopper_attention.torch_rules import TorchConfig
 from tests.python.fake_gpu import forget_launchers
 
 HOPPER = (9, 0)
@@ -43,13 +44,16 @@ def plan_for(q: Tensor, k: Tensor, v: Tensor, **options) -> Plan:
 def test_hopper_is_chosen_on_capability_nine_exactly() -> None:
     assert choose_backend(H200, torch.float16).backend == "hopper"
     for capability in ((7, 5), (9, 1), (10, 0)):
-        choice = choose_backend(Target("some GPU", capability, assume_installed=True), torch.float16)
+        target = Target("some GPU", capability, assume_installed=True)
+        assert choose_backend(target, torch.float16).backend == "torch"
+        choice = choose_backend(target, torch.float16, unserved="torch's fused attention has no softcap")
         assert choice.backend == "reference"
         major, minor = capability
         assert (
             f"some GPU has compute capability {major}.{minor} and the kernels are for 8.0," in choice.reason
         )
-        assert "scaled_dot_product_attention" in choice.advice
+        assert "and torch's fused attention has no softcap" in choice.reason
+        assert "flex_attention" in choice.advice
 
 
 @pytest.mark.parametrize(
@@ -91,13 +95,23 @@ def test_the_ampere_kernels_can_be_asked_for_on_hopper() -> None:
 def test_missing_packages_are_named_with_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
     choice = choose_backend(Target("NVIDIA H200", HOPPER), torch.float16)
-    assert choice.backend == "reference"
-    assert choice.reason == "the kernels need nvidia-cutlass-dsl, not installed here"
+    assert choice.backend == "torch"
+    assert choice.reason.startswith("the kernels need nvidia-cutlass-dsl, not installed here")
     assert choice.advice == "install them with: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
 
 
 def test_what_the_cpu_gets_needs_no_advice() -> None:
-    assert choose_backend(Target("cpu"), torch.float16) == Choice("reference", "cpu is not an NVIDIA GPU")
+    assert choose_backend(Target("cpu"), torch.float16) == Choice("torch", "cpu is not an NVIDIA GPU")
+    unserved = Choice("reference", "cpu is not an NVIDIA GPU, and there is a softcap")
+    assert choose_backend(Target("cpu"), torch.float16, unserved="there is a softcap") == unserved
+
+
+def test_what_was_never_run_is_said_to_be_so() -> None:
+    for target in (Target("AMD Instinct MI300X"), Target("xpu"), Target("npu:0"), Target("mps"), T4):
+        for requested in (None, "torch"):
+            choice = choose_backend(target, torch.float16, requested)
+            assert choice.backend == "torch" and "has never run on such a device" in choice.reason
+    assert "never" not in choose_backend(H200, torch.float16, "torch").reason
 
 
 def test_the_reference_can_be_asked_for_anywhere() -> None:
@@ -106,7 +120,7 @@ def test_the_reference_can_be_asked_for_anywhere() -> None:
 
 
 def test_asking_for_hopper_where_it_cannot_run() -> None:
-    allowed = "allowed here: 'ampere', 'reference' or None"
+    allowed = "allowed here: 'ampere', 'torch', 'reference' or None"
     with pytest.raises(ValueError, match=rf"backend is 'hopper', but NVIDIA A100 has .* 8.0 .*; {allowed}"):
         choose_backend(A100, torch.float16, "hopper")
 
@@ -119,10 +133,11 @@ def test_a_gpu_that_runs_the_reference_warns_once(monkeypatch: pytest.MonkeyPatc
         for seqlen in (3, 5, 5, 7):
             x = torch.zeros(1, seqlen, 1, 64, dtype=torch.float16)
             flash_attn_func(x, x, x)
+            flash_attn_func(x, x, x, softcap=9.0)
     forget_launchers()
     (message,) = [str(w.message) for w in caught]
     assert "tiled reference, which is slow: Tesla T4 has compute capability 7.5" in message
-    assert "scaled_dot_product_attention is faster" in message
+    assert "has no softcap; torch.nn.attention.flex_attention, compiled, may be faster" in message
 
 
 def test_asking_for_the_reference_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,15 +187,19 @@ def test_schedule_line_says_what_the_config_does() -> None:
 def test_plan_for_an_older_gpu() -> None:
     q = meta(1, 128, 2, 64)
     plan = explain(q, q, q, device_capability=(7, 5))
-    assert plan.backend == "reference" and plan.config == ReferenceConfig()
+    assert plan.backend == "torch" and plan.config == TorchConfig() and plan.notes == ()
     assert "compute capability 7.5 and the kernels are for 8.0, 8.6," in plan.reason
-    assert plan.notes == ("torch.nn.functional.scaled_dot_product_attention is faster there",)
+    plan = explain(q, q, q, softcap=9.0, device_capability=(7, 5))
+    assert plan.backend == "reference" and plan.config == ReferenceConfig()
+    assert plan.notes[0] == "torch.nn.attention.flex_attention, compiled, may be faster there"
 
 
 def test_plan_for_this_machines_cpu() -> None:
     q = torch.zeros(1, 12, 2, 64, dtype=torch.float16)
     plan = explain(q, q, q, 0.1, True)
-    assert (plan.backend, plan.reason) == ("reference", "cpu is not an NVIDIA GPU")
+    assert (plan.backend, plan.reason) == ("torch", "cpu is not an NVIDIA GPU")
+    assert "config     torch_sdpa" in str(plan).splitlines() and "tile" not in str(plan)
+    plan = explain(q, q, q, 0.1, True, backend="reference")
     assert "tile       128 queries x 128 keys" in str(plan).splitlines()
 
 
@@ -377,6 +396,7 @@ def test_describe_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(b.name, b.available) for b in here.backends] == [
         ("hopper", False),
         ("ampere", False),
+        ("torch", True),
         ("reference", True),
     ]
     assert here.missing[0].what == "an NVIDIA driver and GPU"

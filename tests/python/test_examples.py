@@ -49,3 +49,10 @@ def test_readmes_examples_run_one_after_the_other() -> None:
     assert len(found) >= 2
     assert names["out"].shape == names["q"].shape == (2, 64, 2, 32)
     assert names["lse"].shape == (2, 2, 64)
+
+
+def test_the_example_of_torchs_own_function_runs() -> None:
+    (example,) = examples("docs/integrations/torch.md")
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/integrations/torch.md", "exec"), names)
+    assert names["out"].isfinite().all() and not names["is_active"]()

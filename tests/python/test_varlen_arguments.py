@@ -172,7 +172,11 @@ BAD_OPTIONS = [
     ({"causal": 2}, ValueError, "causal is 2, allowed: True or False"),
     ({"deterministic": "no"}, TypeError, "deterministic is a str, 'no', allowed: True or False"),
     ({"return_attn_probs": 3}, ValueError, "return_attn_probs is 3, allowed: True or False"),
-    ({"backend": "cuda"}, ValueError, "backend is 'cuda', allowed: 'hopper', 'ampere', 'reference' or None"),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "backend is 'cuda', allowed: 'hopper', 'ampere', 'torch', 'reference' or None",
+    ),
     ({"backend": "hopper"}, ValueError, "backend is 'hopper', but cpu is not an NVIDIA GPU"),
     ({"sm_margin": -1}, ValueError, "sm_margin is -1, allowed: 0 or more"),
     ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0, allowed: a finite number greater than 0"),
@@ -232,7 +236,7 @@ def test_missing_features(changed: dict[str, Any], message: str) -> None:
 
 def test_what_hides_nothing_is_taken() -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = {
+    tensors: dict[str, Any] = {
         n: torch.randn(x.shape, generator=generator).bfloat16() for n, x in (("q", Q), ("k", KV), ("v", KV))
     }
     plain, causal = call(**tensors), call(**tensors, causal=True)
@@ -248,7 +252,7 @@ def test_what_hides_nothing_is_taken() -> None:
     for hint in ({"attention_chunk": 11}, {"window_size": (10, 1)}):
         assert torch.equal(call(**tensors, causal=True, **hint), causal), hint
     assert torch.equal(call(**tensors, window_size=(None, 0)), causal)
-    assert torch.equal(call(**tensors, deterministic=True, backend="reference"), plain)
+    assert torch.equal(call(**tensors, deterministic=True, backend="torch"), plain)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from hopper_attention import explain_varlen, flash_attn_varlen_func, forward_rules
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.problem import AttentionProblem
+from hopper_attention.torch_rules import TorchConfig
 from tests.python.varlen_cases import CASES
 
 USED = CASES["used"]
@@ -27,12 +28,12 @@ def test_it_takes_what_the_call_takes() -> None:
     assert all(ours[name].default == theirs[name].default for name in theirs)
 
 
-def test_the_reference() -> None:
+def test_what_runs_without_a_kernel() -> None:
     found = plan(causal=True)
-    assert found.backend == "reference" and found.config == ReferenceConfig() and found.notes == ()
+    assert found.backend == "torch" and found.config == TorchConfig() and found.notes == ()
     assert found.reason == "cpu is not an NVIDIA GPU"
     asked = plan(backend="reference", device_capability=(9, 0))
-    assert asked.reason == "asked for with backend='reference'"
+    assert asked.config == ReferenceConfig() and asked.reason == "asked for with backend='reference'"
 
 
 def test_notes() -> None:
@@ -40,8 +41,8 @@ def test_notes() -> None:
         "window: a query sees 3 of the keys before its own and 2 after it",
     )
     assert "columns of v are attended to in parts of 160 and 136" in plan(WIDE).notes[0]
-    old = plan(device_capability=(7, 5))
-    assert old.backend == "reference" and "scaled_dot_product_attention is faster" in old.notes[0]
+    old = plan(window_size=(3, 2), device_capability=(7, 5))
+    assert old.backend == "reference" and "flex_attention, compiled, may be faster" in old.notes[0]
 
 
 def test_autocast_and_meta_tensors() -> None:
@@ -52,7 +53,7 @@ def test_autocast_and_meta_tensors() -> None:
             explain_varlen(*tensors, *lengths)
         cast = explain_varlen(*USED.tensors(torch.float32), *USED.lengths)
     assert len(cast.copies) == 3 and "q is cast to torch.float16" in cast.copies[0]
-    assert explain_varlen(*(x.half() for x in tensors), *lengths).backend == "reference"
+    assert explain_varlen(*(x.half() for x in tensors), *lengths).backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_more_rows_than_a_kernel_counts_are_refused() -> None:
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     with pytest.raises(NotImplementedError, match="total_q is 536870913, the kernel takes at most 536870912"):
         explain_varlen(q, k, k, cu, cu, 5, 5, device_capability=(9, 0))
-    assert explain_varlen(q, k, k, cu, cu, 5, 5).backend == "reference"
+    assert explain_varlen(q, k, k, cu, cu, 5, 5).backend == "torch"
 
 
 def test_a_kernel_and_its_gradient() -> None:

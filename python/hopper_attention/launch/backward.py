@@ -14,7 +14,7 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backends import HOPPER_CAPABILITY, Choice, target_of
+from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Choice, target_of
 from hopper_attention.backward_rules import (
     BackwardProblem,
     KernelConfig,
@@ -139,7 +139,7 @@ def find_choice(problem: BackwardProblem, device: torch.device, requested: str |
     """``choose_backward`` for a device, remembered."""
     kind = problem.kind
     choice = find_choice_for(kind, device, requested)
-    if choice.backend == "reference":
+    if choice.backend not in KERNELS:
         return choice
     return unless_too_large(choice, problem, find_config(kind, device, choice.backend))
 
@@ -228,7 +228,7 @@ def find_plain(
     sizes = q_shape, k_shape, v_shape, dtype, causal, deterministic, has_window
     problem = BackwardProblem(*sizes, has_chunk=window[2] > 0)
     choice = find_choice(problem, device, backend)
-    return None if choice.backend == "reference" else find(problem.kind, device, choice.backend)
+    return None if choice.backend not in KERNELS else find(problem.kind, device, choice.backend)
 
 
 def run_backward(

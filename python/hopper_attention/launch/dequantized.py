@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hopper_attention.backends import target_of
+from hopper_attention.backends import KERNELS, target_of
 from hopper_attention.fp8_rules import choose_with_scores
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
 from hopper_attention.launch.forward import run_forward
@@ -70,5 +70,5 @@ def attend_packed_dequantized(
 def _give_notice(device: torch.device, backend: str | None, has_work: bool) -> None:
     """Say once that a kernel computes in 16 bits. That the reference is slow is said where it is found."""
     choice = choose_with_scores(target_of(device), backend, has_work)
-    if choice.advice and choice.backend != "reference":
+    if choice.advice and choice.backend in KERNELS:
         warn_once(f"{HOW['ampere']}: {choice.reason}; {choice.advice}")

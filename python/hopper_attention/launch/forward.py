@@ -20,12 +20,13 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backends import choose_backend, target_of
+from hopper_attention.backends import WITHOUT_KERNEL, target_of
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import (
     Config,
     ReferenceConfig,
     check_size,
+    choose_for,
     problem_of,
     select_for,
     takes_wide_values,
@@ -42,6 +43,7 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
+from hopper_attention.launch.sdpa import TorchLaunch
 from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
@@ -49,6 +51,7 @@ from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
+from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
@@ -188,9 +191,10 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
         ValueError: ``backend`` cannot run there.
     """
     target = target_of(device)
-    choice = choose_backend(target, problem.dtype, backend)
+    choice = choose_for(problem, target, backend)
     if choice.advice:
-        warn_once(f"attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}")
+        what = WITHOUT_KERNEL[choice.backend]
+        warn_once(f"attention on {what}: {choice.reason}; {choice.advice}")
     return select_for(problem, choice.backend, target.capability)
 
 
@@ -219,6 +223,8 @@ def find(
     scale = problem.head_dim**-0.5
     if isinstance(config, ReferenceConfig):
         return ReferenceLaunch(config, problem.causal, scale)
+    if isinstance(config, TorchConfig):
+        return TorchLaunch(problem.causal, scale)
     if isinstance(config, WideForwardConfig):
         return WithoutQv(make_wide_launcher(config, device, problem.head_dim_v, sm_margin), scale)
     index = index_of(device)

@@ -1,11 +1,12 @@
-"""Gradients of dense attention, by what serves a problem: a kernel, the tiled reference, or exactly where there is one
-key."""
+"""Gradients of dense attention, by what serves a problem: a kernel, torch's fused attention, the tiled reference, or
+exactly where there is one key."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from hopper_attention.backends import KERNELS, WITHOUT_KERNEL
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.launch.backward import find_choice, find_plain, run_backward
 from hopper_attention.masks import MaskSpec
@@ -13,6 +14,7 @@ from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
+from hopper_attention.sdpa import attention
 from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
 
 
@@ -63,12 +65,15 @@ def differentiate(
     if scores is not NO_SCORES:
         problem = problem._replace(scores=scores.kind)
     choice = find_choice(problem, q.device, backend)
-    if choice.backend != "reference":
+    if choice.backend in KERNELS:
         options = softmax_scale, mask.causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
     if choice.advice:
-        warn_once(
-            f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
+        what = WITHOUT_KERNEL[choice.backend]
+        warn_once(f"the backward pass of attention on {what}: {choice.reason}; {choice.advice}")
+    if choice.backend == "torch":
+        return attention.differentiate(
+            dout, dlse, q, k, v, out, lse, causal=mask.causal, softmax_scale=softmax_scale
         )
     return tiled_backward(
         dout,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopper_attention.backends import target_of
+from hopper_attention.backends import KERNELS, target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
@@ -83,7 +83,7 @@ def find_way(call: CacheCall) -> Way:
     """
     device = call.shape.device
     chosen = choose_path(call, target_of(device))
-    if chosen.backend.backend != "reference":
+    if chosen.backend.backend in KERNELS:
         count_ctas(index_of(device), call.sm_margin)
     return Way(chosen.rule.path, chosen.backend.backend)
 
@@ -114,7 +114,7 @@ def _append(
     call: CacheCall, t: CacheTensors, rotation: Rotation | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """The lengths with new tokens, and q as it attends; by the kernel where there is one for this."""
-    if backend == "reference":
+    if backend not in KERNELS:
         return append_in_pytorch(call, t, rotation)
     k, v = _given(t.k), _given(t.v)
     try:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks
+from hopper_attention.backends import KERNELS, WITHOUT_KERNEL
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
@@ -26,12 +27,14 @@ from hopper_attention.launch.forward import find_config, takes_wide
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
+from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
+from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
 VarlenLaunch = Callable[..., tuple[Tensor, Tensor]]
@@ -181,6 +184,8 @@ def find_varlen(
     config = find_config(problem, device, backend)
     if isinstance(config, ReferenceConfig):
         return ReferenceVarlen(problem.causal)
+    if isinstance(config, TorchConfig):
+        return TorchVarlen(problem.causal)
     if isinstance(config, WideForwardConfig):
         return PackedWithoutQv(make_packed_wide_launcher(config, device, problem.head_dim_v, sm_margin))
     return make_packed_launcher(config, device, problem.head_dim_v, sm_margin)
@@ -192,12 +197,13 @@ def find_varlen_backward(
 ) -> VarlenGradientLaunch:
     """What gives the gradients of packed problems of a kind: a kernel where there is one, else the reference."""
     choice = find_choice_for(problem, device, backend)
-    if choice.backend != "reference":
+    if choice.backend in KERNELS:
         return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
     if choice.advice:
-        warn_once(
-            f"the backward pass of attention on the tiled reference, which is slow: {choice.reason}; {choice.advice}"
-        )
+        what = WITHOUT_KERNEL[choice.backend]
+        warn_once(f"the backward pass of attention on {what}: {choice.reason}; {choice.advice}")
+    if choice.backend == "torch":
+        return TorchVarlenGradient(problem.causal)
     return ReferenceVarlenGradient(problem.causal)
 
 

@@ -108,6 +108,8 @@ def flash_attention(
     """
     _check_arrays(q, k, v)
     checks.check_backend(backend)
+    if backend == "torch":
+        raise ValueError(f"backend is {backend!r}, allowed in JAX: 'hopper', 'ampere', 'reference' or None")
     causal = checks.check_flag("causal", causal)
     return_lse = checks.check_flag("return_lse", return_lse)
     deterministic = checks.check_flag("deterministic", deterministic)

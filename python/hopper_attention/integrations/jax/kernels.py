@@ -20,12 +20,12 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep
 from hopper.config import ForwardConfig
 from hopper_attention import backward_rules, compile_cache, forward_rules
-from hopper_attention.backends import Choice, Target, choose_backend
+from hopper_attention.backends import KERNELS, Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.ffi import Written
-from hopper_attention.launch.backward import kernel_options, lse_shape
+from hopper_attention.launch.backward import dq_shape, kernel_options, lse_shape
 from hopper_attention.launch.base import NO_PAGES, NO_PLAN, NO_SIDES
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.notices import warn_once
@@ -111,7 +111,7 @@ def _check_requested(backend: str | None) -> None:
 
 def _is_formula(choice: Choice) -> bool:
     """Whether the formula serves, with one warning if a kernel could."""
-    if choice.backend == "reference":
+    if choice.backend not in KERNELS:
         if choice.advice:
             warn_once(f"attention for JAX by its formula, which is slow: {choice.reason}; {choice.advice}")
         return True
@@ -185,7 +185,7 @@ def launch_backward(
         ffi.Target(BackwardStep(step, config), compile_cache.get_backward) for step in ("prepare", "finish")
     )
     like_q: Any = q
-    rows = lse_shape(config, like_q)
+    rows = lse_shape(config, q.shape)
     lse_log2, delta = prepare(out, dout, lse, Written.empty(rows), Written.empty(rows))
     if dlse is not None:
         # A row without keys keeps its delta of 0.
@@ -201,7 +201,7 @@ def launch_backward(
         dout,
         lse_log2,
         delta,
-        Written.zeros((*rows[:2], tiles, config.dq_parts, config.dq_words), jnp.float32),
+        Written.zeros(dq_shape(config, q.shape), jnp.float32),
         Written.empty(k.shape, k.dtype),
         Written.empty(v.shape, v.dtype),
         Written.zeros((2 + counts,), jnp.int32),

@@ -1,0 +1,240 @@
+"""The kernels that a model needs, from its Hugging Face config: what ``compile --for-model`` compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.backward.step import BackwardStep
+from cute_kernels.plan.config import PlanConfig
+from hopper_attention import backward_rules, forward_rules
+from hopper_attention.backends import KERNELS, Target
+from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
+from hopper_attention.forward_rules import ReferenceConfig, choose_for
+from hopper_attention.kvcache_plan import explain_kvcache
+from hopper_attention.launch.append import append_facts, select_append_config
+from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.problem import AttentionProblem, GradientProblem, length_bounds
+from hopper_attention.scores import ScoreKind
+from hopper_attention.torch_rules import TorchConfig
+
+PAGE_SIZES = (0, 16, 64, 128, 256)
+"""Of caches: 0 is one without pages."""
+
+CHUNKS = (1, 1024)
+"""Queries a sequence: a step of decoding, and a chunk of a prompt."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides on its attention kernels.
+
+    Attributes:
+        dtype: of its weights, torch.float16 or torch.bfloat16.
+        heads, kv_heads, head_dim, head_dim_v: of a layer.
+        causal: the masks of its layers: True of a decoder.
+        window: keys that a query sees, with its own, of layers with a sliding window; 0: there is none.
+        chunk: keys of a chunk, of layers with chunked attention; 0: there is none.
+        softcap: that of scores; 0 is none.
+        has_sinks: whether heads have a logit that has no key.
+    """
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    causal: tuple[bool, ...] = (True,)
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        check_qkv(*self.specs(64))
+
+    def specs(self, seqlen: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+        """q, k and v of a sequence."""
+        columns = (
+            (self.heads, self.head_dim),
+            (self.kv_heads, self.head_dim),
+            (self.kv_heads, self.head_dim_v),
+        )
+        q, k, v = (
+            TensorSpec.of(torch.empty(1, seqlen, *of, dtype=self.dtype, device="meta")) for of in columns
+        )
+        return q, k, v
+
+    @property
+    def scores(self) -> ScoreKind:
+        return ScoreKind(self.softcap != 0.0, has_sinks=self.has_sinks)
+
+    @property
+    def masks(self) -> tuple[tuple[bool, Sides], ...]:
+        """Causal and the sides of every mask: a layer with a window has none on a short sequence."""
+        sides: list[Sides] = [FULL_SIDES]
+        if self.window:
+            sides.append((self.window - 1, -1, 0))
+        if self.chunk:
+            sides.append((-1, -1, self.chunk))
+        return tuple(product(self.causal, sides))
+
+
+def read_model(path: Path) -> ModelShape:
+    """The shape of a model from its ``config.json``, or the folder that has one.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no config of a model with attention that has kernels.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"for-model is {str(path)!r}, which is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"for-model is {str(path)!r}, allowed: a config.json, which is a JSON object")
+    return shape_of(config)
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """The shape from what a config says; that of a model for text and pictures has its text in ``text_config``.
+
+    Raises:
+        ValueError: a size is missing or not allowed.
+    """
+    text = config | config.get("text_config", {})
+    heads = _size(text, "num_attention_heads", "n_head")
+    latent = text.get("qk_nope_head_dim")
+    if latent:
+        head_dim, kv_heads = latent + text["qk_rope_head_dim"], heads
+        head_dim_v = text["v_head_dim"]
+    else:
+        head_dim = head_dim_v = text.get("head_dim") or _size(text, "hidden_size", "n_embd") // heads
+        kv_heads = text.get("num_key_value_heads") or heads
+    names = text.get("architectures") or ()
+    is_decoder = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    kinds = text.get("layer_types") or ()
+    has_window = text.get("use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    return ModelShape(
+        dtype=_dtype(text),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=(True,) if is_decoder else (False, True) if not names else (False,),
+        window=(text.get("sliding_window") or 0) if has_window else 0,
+        chunk=text.get("attention_chunk_size") or 0,
+        softcap=text.get("attn_logit_softcapping") or 0.0,
+        has_sinks=str(text.get("model_type", "")).startswith("gpt_oss"),
+    )
+
+
+def _size(config: dict[str, Any], *names: str) -> int:
+    """The first of these that the config has."""
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    raise ValueError(f"the config has no {' or '.join(names)}, allowed: that of a model with attention")
+
+
+def _dtype(config: dict[str, Any]) -> torch.dtype:
+    """That of the weights; bfloat16 where there is none or it is float32, which no kernel takes."""
+    given = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    return names.get(given, torch.bfloat16)
+
+
+def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, ...]:
+    """The configs of a model's kernels on GPUs of ``arch``: dense and packed prefill, a key/value cache for a decoder,
+    and with ``train`` the backward passes. None is there twice.
+
+    Raises:
+        ValueError: there are no kernels for ``arch``.
+    """
+    capability = next((c for c, name in ARCH_OF_CAPABILITY.items() if name == arch), (9, 0))
+    target = Target("the given GPU", capability, assume_installed=True)
+    found: list[Any] = [PlanConfig(arch)]
+    for problem in problems_of(model):
+        choice = choose_for(problem, target, None)
+        found.append(forward_rules.select_for(problem, choice.backend, capability))
+        if train:
+            found += backward_of(problem, target)
+    if True in model.causal:
+        found += serving_of(model, capability)
+    without_kernel = ReferenceConfig, TorchConfig
+    return tuple({c.name: c for c in found if not isinstance(c, without_kernel)}.values())
+
+
+def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
+    """Every problem of a forward pass, dense of every length and packed."""
+    q, _, v = model.specs(64)
+    flat_q, flat_v = (TensorSpec(x.shape[1:], x.strides[1:], x.dtype, x.device) for x in (q, v))
+    for causal, sides in model.masks:
+        for seqlen in length_bounds():
+            specs = model.specs(min(seqlen, 2**20))
+            yield forward_rules.problem_of(*specs, causal, sides, model.scores)
+        window = sides != FULL_SIDES, sides[2] > 0
+        yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
+
+
+def backward_of(problem: AttentionProblem, target: Target) -> tuple[Any, ...]:
+    """The kernels of the gradients of a problem; none where the reference gives them."""
+    p = problem
+    gradient = GradientProblem(
+        p.dtype,
+        p.out_dtype,
+        p.head_dim,
+        p.head_dim_v,
+        p.causal,
+        has_window=p.has_window,
+        has_chunk=p.has_chunk,
+        is_packed=p.is_packed,
+        scores=p.scores,
+    )
+    choice = backward_rules.choose_for(gradient, target, None)
+    if choice.backend not in KERNELS:
+        return ()
+    config = backward_rules.select_for(gradient, choice.backend, target.capability)
+    return BackwardStep("prepare", config), config, BackwardStep("finish", config)
+
+
+def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
+    """The kernels of a key/value cache: steps and chunks of prompts, with and without pages, and what writes to it."""
+    target = Target("the given GPU", capability, assume_installed=True)
+    # A window as long as the cache hides nothing, and is none.
+    capacity = -(-max(4096, 2 * model.window, 2 * model.chunk) // 4096) * 4096
+    for page, seqlen_q in product(PAGE_SIZES, CHUNKS):
+        rows = (4 * capacity // page, page) if page else (4, capacity)
+        like: dict[str, Any] = {"dtype": model.dtype, "device": "meta"}
+        k = torch.empty(*rows, model.kv_heads, model.head_dim, **like)
+        v = torch.empty(*rows, model.kv_heads, model.head_dim_v, **like)
+        q = torch.empty(4, seqlen_q, model.heads, model.head_dim, **like)
+        lengths = torch.empty(4, dtype=torch.int32, device="meta")
+        table = torch.empty(4, capacity // page, dtype=torch.int32, device="meta") if page else None
+        sinks = torch.empty(model.heads, device="meta") if model.has_sinks else None
+        for causal, (left, right, chunk) in model.masks:
+            if causal:
+                plan = explain_kvcache(
+                    q,
+                    k,
+                    v,
+                    cache_seqlens=lengths,
+                    page_table=table,
+                    causal=True,
+                    window_size=(left, right),
+                    attention_chunk=chunk,
+                    softcap=model.softcap,
+                    sinks=sinks,
+                    device_capability=capability,
+                )
+                yield plan.config
+        new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])
+        yield select_append_config(append_facts(*new, k, v, table), target)
