@@ -80,8 +80,8 @@ def check(dtype, head_dim, causal, seqlens, heads, sides, ordered, batch=1) -> l
         ("bfloat16", 128, False, (100, 200), (2, 1), (40, 20), True),
         ("bfloat16", 64, False, (200, 150), (2, 2), (100, NO_LIMIT), False),
         ("float16", 64, True, (200, 200), (2, 1), (90, 7), True),
-        ("float16", 72, False, (100, 200), (1, 1), (NO_LIMIT, 25), True),
-        ("float16", 96, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT), True),
+        ("bfloat16", 104, False, (100, 200), (1, 1), (NO_LIMIT, 25), True),
+        ("bfloat16", 128, False, (70, 130), (1, 1), (NO_LIMIT, NO_LIMIT), True),
     ],
 )
 def test_gradients_in_a_window(dtype, head_dim, causal, seqlens, heads, sides, ordered) -> None:

@@ -100,7 +100,7 @@ SLOPES = torch.tensor([[0.5, 0.125], [0.25, 0.0625]])
 
 CASES = {
     "pages of 16, shuffled, one sequence empty": Case((70, 5, 3), (300, 0, 37), 16),
-    "no mask, pages of 128, more keys than a page": Case((9, 66), (130, 300), 128, causal=False),
+    "pages of 128, more keys than a page": Case((9, 66), (130, 300), 128),
     "one page each, from an odd row on": Case((70, 4), (201, 131), 333, pads=(9, 77)),
     "pages of 24 in boxes of 8, a window": Case((80,), (290,), 24, sides=(70, 0)),
     "pages of 64 in two boxes, a chunk, both sides": Case(

@@ -23,8 +23,9 @@ def draw(seqlen_q, seqlen_k, *, heads=4, kv_heads=2, head_dim=3, head_dim_v=2, d
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (2, 1)])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 7), (6, 6)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "heads", "kv_heads"), [(5, 7, 4, 2), (5, 7, 2, 1), (6, 6, 2, 2)]
+)
 def test_gradcheck_through_output_and_lse(seqlen_q, seqlen_k, heads, kv_heads, causal):
     inputs = draw(seqlen_q, seqlen_k, heads=heads, kv_heads=kv_heads)
     assert torch.autograd.gradcheck(

@@ -214,7 +214,7 @@ def test_opcheck_of_sequences_of_different_lengths(name: str) -> None:
     torch.library.opcheck(OPS.backward_varlen.default, (*tensors, *lengths, *gradient))
 
 
-@pytest.mark.parametrize(("dynamic", "lengths"), [(False, (9, 40)), (True, (9, 12, 40, 4))])
+@pytest.mark.parametrize(("dynamic", "lengths"), [(False, (9,)), (True, (9, 40, 4))])
 def test_compiles_as_one_graph(dynamic: bool, lengths: tuple[int, ...]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=dynamic, backend="aot_eager")

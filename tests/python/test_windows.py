@@ -117,7 +117,7 @@ def test_operators_take_the_canonical_form_alone(causal: bool, left: int, right:
         OPS.backward(out, None, q, k, v, out, lse, 0.2, causal, None, False, left, right)
 
 
-@pytest.mark.parametrize(("dynamic", "lengths"), [(False, (9, 40)), (True, (9, 12, 40, 4))])
+@pytest.mark.parametrize(("dynamic", "lengths"), [(False, (9,)), (True, (9, 40, 4))])
 def test_compiles_as_one_graph(dynamic: bool, lengths: tuple[int, ...]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -55,7 +55,7 @@ def check(config: AmpereBackwardConfig, inputs: list[torch.Tensor], with_lse: bo
 
 CASES = [
     (torch.bfloat16, (64, 64), True, (90, 300), (2, 1), "sm_80"),
-    (torch.float16, (128, 128), False, (130, 150), (2, 2), "sm_80"),
+    (torch.bfloat16, (128, 128), True, (130, 150), (2, 2), "sm_90a"),
     (torch.bfloat16, (24, 8), False, (30, 70), (1, 1), "sm_90a"),
     (torch.float16, (192, 192), True, (70, 100), (1, 1), "sm_86"),
     (torch.bfloat16, (256, 136), True, (100, 60), (1, 1), "sm_86"),
@@ -65,8 +65,13 @@ CASES = [
 
 @pytest.mark.parametrize("dtype,head_dims,causal,seqlens,heads,arch", CASES, ids=str)
 def test_backward(dtype, head_dims, causal, seqlens, heads, arch) -> None:
+    """In the fixed order of dQ on one architecture, whose kernel is read for newer instructions too."""
     with_lse = head_dims[0] != head_dims[1]
-    check(select(dtype, head_dims, causal, arch), draw(dtype, seqlens, heads, head_dims), with_lse)
+    check(
+        select(dtype, head_dims, causal, arch, arch == "sm_90a"),
+        draw(dtype, seqlens, heads, head_dims),
+        with_lse,
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
