@@ -35,7 +35,7 @@ MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 10, 10, 12
 """Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
 to begin with float32 and end with 16 bits."""
 
-GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 30, 27, 34, 8
+GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 30, 23, 30, 8
 """The same where K and V are gathered, counted from the copies in ``gather.py``: of K and V of the whole sequence, put
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
