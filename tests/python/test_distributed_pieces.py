@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hopper_attention.distributed import Machine, explain_context_parallel, shard_zigzag, unshard_zigzag
+from hopper_attention.distributed.auto import Sizes
+from hopper_attention.distributed.gather import by_owner
 from hopper_attention.distributed.layout import check_divides, positions_of, shard, unshard
 from hopper_attention.distributed.pieces import (
     Group,
+    Piece,
     Problem,
     count_scores,
     groups_between,
@@ -19,6 +26,7 @@ from hopper_attention.distributed.pieces import (
     rows_of_none,
 )
 from hopper_attention.distributed.ring import steps_of
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference.tiles import Mask, Span
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -186,10 +194,114 @@ def rows_of_the_model() -> list[str]:
     return rows
 
 
-def test_the_table_of_the_page_is_that_of_the_model() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
-    table = page.partition("<!-- model -->")[2].partition("<!-- /model -->")[0].strip().splitlines()
-    assert table[2:] == rows_of_the_model()
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = ("ring", "all_gather", "ulysses")
+SHAPES = [(n, h, hk) for n in (1 << 17, 1 << 15) for h, hk in ((16, 16), (32, 8))]
+BOTH = "forward + backward"
+
+
+def table_of_the_page(name: str) -> list[str]:
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    table = page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip()
+    return table.splitlines()[2:]
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[tuple[int, int, int], dict[str, dict[str, Any]]]:
+    """Cells of the report on two GPUs, by shape and by way."""
+    report = ROOT / "benchmarks" / "results" / "context_parallel_nvidia_h200.json"
+    cells = json.loads(report.read_text())["cells"]
+    return {
+        (n, h, hk): {c["way"]: c for c in cells if c["shape"] == f"s{n}-h{h}-hk{hk}-d128-causal"}
+        for n, h, hk in SHAPES
+    }
+
+
+def name_of(shape: tuple[int, int, int]) -> str:
+    return f"{shape[0] >> 10}k, {shape[1]} over {shape[2]}"
+
+
+def rows_of_efficiency() -> list[str]:
+    ways = ("ring", "ring, 8 SMs free", "all_gather", "ulysses")
+    return [
+        f"| {name_of(shape)} | {kind} | "
+        + " | ".join(f"{measured()[shape][f'{way}, {kind}']['efficiency']:.3f}" for way in ways)
+        + " |"
+        for kind in (BOTH, "forward")
+        for shape in SHAPES
+    ]
+
+
+def rows_beside_others() -> list[str]:
+    """FP8 over 16 bits, the ring over torch's better way, and memory."""
+    rows = []
+    for shape in SHAPES:
+        cells = measured()[shape]
+        torchs = min((c for way, c in cells.items() if way.startswith("torch")), key=lambda c: c["seconds"])
+        fp8 = cells["ring FP8, forward"]["over_16_bits"]
+        found = [*(cells[f"{m}, {BOTH}"] for m in METHODS), torchs]
+        extra = " | ".join(f"{cell['extra_bytes'] / 2**30:.2f}" for cell in found)
+        rows.append(f"| {name_of(shape)} | {fp8:.2f} | {torchs['ours_over_it']:.2f} | {extra} |")
+    return rows
+
+
+def rows_of_model_and_measurement() -> list[str]:
+    rows = []
+    for shape in SHAPES:
+        n, h, hk = shape
+        plan = explain_context_parallel(2, n, h, hk, 128, causal=True)
+        pairs = " | ".join(
+            f"{plan.seconds[m] * 1e3:.1f} / {measured()[shape][f'{m}, {BOTH}']['seconds'] * 1e3:.1f}"
+            for m in METHODS
+        )
+        rows.append(f"| {name_of(shape)} | {pairs} | {plan.method} |")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("model", rows_of_the_model),
+        ("efficiency", rows_of_efficiency),
+        ("others", rows_beside_others),
+        ("model and measurement", rows_of_model_and_measurement),
+    ],
+)
+def test_the_tables_of_the_page_are_those_of_the_model_and_the_report(
+    name: str, rows: Callable[[], list[str]]
+) -> None:
+    assert table_of_the_page(name) == rows()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_auto_takes_what_was_fastest_on_two_gpus(shape: tuple[int, int, int]) -> None:
+    n, h, hk = shape
+    plan = explain_context_parallel(2, n, h, hk, 128, causal=True)
+    seconds = {m: measured()[shape][f"{m}, {BOTH}"]["seconds"] for m in METHODS}
+    assert seconds[plan.method] <= 1.02 * min(seconds.values())
+    # What puts all_gather behind is in the model too: its place among the methods is that of the report.
+    assert max(plan.seconds, key=plan.seconds.__getitem__) == max(seconds, key=seconds.__getitem__)
+
+
+def test_a_tail_is_that_of_the_longest_tile_whatever_the_heads() -> None:
+    machine = Machine(tflops=1.0, sms=100)
+    group = Group((Piece(Span(0, 512), Span(0, 2048), UNLIMITED, 0),))
+    narrow = Group((Piece(Span(0, 512), Span(0, 2048), 99, 0),))
+    for heads in (4, 64):
+        sizes = Sizes(2, heads, 4, 128, 64)
+        # Half of 128 rows by 2048 keys, two products of 128 and 64 columns, 100 SMs sharing 1 TFLOP/s.
+        forward = 0.5 * 128 * 2048 * 2 * (128 + 64) * 100 * 1e-12
+        assert sizes.tails_s((group,), 2, machine) == pytest.approx(forward)
+        assert sizes.tails_s((group, group), 2, machine) == pytest.approx(2 * forward)
+        assert sizes.tails_s((group,), 5, machine) == pytest.approx(forward * 5 / 2 / 4)
+        assert sizes.tails_s((narrow,), 2, machine) == pytest.approx(forward * 100 / 2048)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_sorted_by_owner(layout: str) -> None:
+    x = torch.randn(2, 24, 3, 4)
+    found = by_owner(x, 3, layout, torch.bfloat16)
+    assert torch.equal(found, torch.stack([shard(x, r, 3, layout) for r in range(3)]).bfloat16())
 
 
 def test_by_the_model_slower_links_cost_efficiency() -> None:

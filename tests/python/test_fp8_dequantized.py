@@ -209,7 +209,8 @@ def test_it_warns_once_unless_it_was_asked_for(gpu: FakeGpu) -> None:
 
 
 def test_gradients_are_those_of_the_same_attention(gpu: FakeGpu) -> None:
-    """The forward on the kernel, the backward on the reference, which serves the CPU that stands for the GPU."""
+    """The forward on the kernel, the backward on what serves the CPU that stands for the GPU: torch's attention, or the
+    reference where a kernel is asked for, which rounds P to 16 bits."""
     gradients = {}
     for backend in (None, "ampere", "reference"):
         inputs = [x.requires_grad_() for x in qkv()]
@@ -219,7 +220,7 @@ def test_gradients_are_those_of_the_same_attention(gpu: FakeGpu) -> None:
         gradients[backend] = torch.autograd.grad(out, inputs, dout)
     assert len(gpu.calls) == 2
     for ours, same, emulated in zip(*gradients.values(), strict=True):
-        assert torch.equal(ours, same) and bool(ours.any()) and relative(ours, emulated) < 0.03
+        assert bool(ours.any()) and relative(ours, same) < 0.005 and relative(ours, emulated) < 0.03
 
 
 # the rule

@@ -13,6 +13,7 @@ from functools import lru_cache
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
     Group,
+    Piece,
     Problem,
     count_scores,
     groups_between,
@@ -20,6 +21,7 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
+from hopper_attention.masks import UNLIMITED
 
 RING, ALL_GATHER, ULYSSES, MESH, AUTO = "ring", "all_gather", "ulysses", "mesh", "auto"
 REMEMBERED = 1024
@@ -33,8 +35,13 @@ MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 10, 10, 12
 """Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
 to begin with float32 and end with 16 bits."""
 
-GATHERED_BYTES, EXCHANGED_BYTES = 32, 8
-"""The same of K and V that are gathered, put in order and differentiated; and of what is exchanged."""
+GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 30, 23, 30, 8
+"""The same where K and V are gathered, counted from the copies in ``gather.py``: of K and V of the whole sequence, put
+in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
+Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
+
+TILE = 128
+"""Rows of Q, or in the backward pass keys, that one SM works on at a time."""
 
 GATHERED_ROOM = 12
 """Bytes that an element of a part of the gathered K and V takes: as it comes, in order, and its gradient in float32."""
@@ -50,6 +57,7 @@ class Machine:
         latency_us: of one message.
         memory_gbytes_per_s: that a GPU reads and writes in its own memory.
         room_gbytes: that a method may take on a GPU beside the tensors of the rank.
+        sms: streaming multiprocessors of a GPU, among which a kernel's tiles are shared out.
     """
 
     tflops: float = 600.0
@@ -57,6 +65,7 @@ class Machine:
     latency_us: float = 20.0
     memory_gbytes_per_s: float = 2500.0
     room_gbytes: float = 16.0
+    sms: int = 132
 
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
@@ -66,6 +75,10 @@ class Machine:
 
     def memory_s(self, size: float) -> float:
         return size / (self.memory_gbytes_per_s * 1e9)
+
+    def tail_s(self, flops: float) -> float:
+        """What a kernel loses at its end, where SMs run out of tiles: half of one tile's time, given its ``flops``."""
+        return self.compute_s(flops) * self.sms / 2
 
 
 DEFAULT_MACHINE = Machine()
@@ -97,8 +110,31 @@ class Sizes:
         """Elements of Q, or of the output, of one position."""
         return self.batch * self.heads * max(self.head_dim, self.head_dim_v)
 
+    def tails_s(self, groups: tuple[Group, ...], products: int, machine: Machine) -> float:
+        """Lost at the ends of the kernels of these groups, one each. A tile has all keys that a row sees, or in the
+        backward pass all rows; it is of one head, so that heads do not count."""
+        longest = _longest_row if products == FORWARD_PRODUCTS else _longest_column
+        scores = TILE * sum(max(map(longest, group.pieces)) for group in groups)
+        return machine.tail_s(1.0 * products * scores * (self.head_dim + self.head_dim_v))
+
     def flops(self, scores: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> float:
         return 1.0 * products * scores * self.batch * self.heads * (self.head_dim + self.head_dim_v)
+
+
+def _longest_row(piece: Piece) -> int:
+    """Keys that a row of it sees at most."""
+    return min(length(piece.keys), _width(piece))
+
+
+def _longest_column(piece: Piece) -> int:
+    """Rows of it that see a key at most."""
+    return min(length(piece.rows), _width(piece))
+
+
+def _width(piece: Piece) -> int:
+    """Of its window."""
+    is_open = UNLIMITED in (piece.left, piece.right)
+    return length(piece.rows) + length(piece.keys) if is_open else piece.left + piece.right + 1
 
 
 @dataclass(frozen=True)
@@ -155,7 +191,10 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
         total += machine.memory_s((MERGED_BYTES + ADDED_BYTES) * merged * sizes.q_row)
         total += machine.memory_s(ADDED_BYTES * taken * sizes.kv_row)
     for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
-        for mine, coming in zip(scores, incoming, strict=True):
+        # A rank's own shard is done in two halves of the heads in the backward pass.
+        total += (trips - 1) * max(sizes.tails_s(groups, products, machine) for groups in steps[0])
+        for mine, coming, groups_of_ranks in zip(scores, incoming, steps, strict=True):
+            total += max(sizes.tails_s(groups, products, machine) for groups in groups_of_ranks)
             transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
             total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
     return total
@@ -170,22 +209,30 @@ def _keys_taken(groups: tuple[Group, ...]) -> int:
 
 
 def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
-    """The first part of the heads is waited for, the others come meanwhile; in the backward pass gradients go back."""
+    """The first part of the heads is waited for, the others come meanwhile; in the backward pass gradients go back.
+
+    Each part has kernels of its own, in a causal zigzag two, and each kernel its tail.
+    """
     world = problem.world
-    scores = max(count_scores(groups_with_all(problem, r)) for r in range(world))
+    groups_of_ranks = [groups_with_all(problem, r) for r in range(world)]
+    scores = max(map(count_scores, groups_of_ranks))
     rows = problem.seqlen_k * (world - 1) // world
     parts = len(parts_of(sizes.kv_heads))
     part = machine.transfer_s(rows * sizes.kv_row * sizes.bytes_each / parts)
-    total = machine.memory_s(GATHERED_BYTES * problem.seqlen_k * sizes.kv_row)
+    gathered = (GATHERED_BYTES + GATHERED_OWN_BYTES / world) * problem.seqlen_k * sizes.kv_row
+    total = machine.memory_s(gathered + PART_BYTES * problem.seqlen_q // world * sizes.q_row)
     for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
         compute = machine.compute_s(sizes.flops(scores, products)) / parts
         total += trips * part + parts * max(compute, trips * part)
+        total += parts * max(sizes.tails_s(groups, products, machine) for groups in groups_of_ranks)
     return total
 
 
 def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     """Nothing is hidden."""
     compute = machine.compute_s(sizes.flops(_mean_scores(problem)))
+    whole = groups_with_all(replace(problem, world=1), 0)
+    compute += sum(sizes.tails_s(whole, n, machine) for n in (FORWARD_PRODUCTS, BACKWARD_PRODUCTS))
     return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
 from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
-from hopper_attention.distributed.layout import parts_of, shard, unshard
+from hopper_attention.distributed.layout import parts_of, spans_of, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
 from hopper_attention.reference.tiles import Span
@@ -110,31 +110,46 @@ def gather_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, ow
     """dq, dk and dv in the dtype of q."""
     groups = groups_with_all(problem, ranks.rank)
     dtype, kv_heads = saved.q.dtype, own[0].shape[2]
-    dqs: list[Tensor] = []
-    finish: list[Callable[[], Pair]] = []
+    dq, dk, dv = (x.new_empty(x.shape) for x in (saved.q, *own))
+    finish: list[tuple[slice, Callable[[], Pair]]] = []
     for part, pair in _gathered(ranks, own, problem.layout):
-        of_heads = saved.of_heads(_heads_of_q(saved.q, kv_heads, part))
+        heads = _heads_of_q(saved.q, kv_heads, part)
+        of_heads = saved.of_heads(heads)
         sums = sums_for(of_heads.q), sums_for(pair[0]), sums_for(pair[1])
         held = Span(0, problem.seqlen_k)
         for group in groups:
             add_group(sums, of_heads, pair, held, group, call)
-        dqs.append(sums[0].to(dtype))
-        finish.append(_send_back(ranks, problem.layout, (sums[1].to(dtype), sums[2].to(dtype))))
-    pairs = [done() for done in finish]
-    return torch.cat(dqs, 2), torch.cat([dk for dk, _ in pairs], 2), torch.cat([dv for _, dv in pairs], 2)
+        dq[:, :, heads] = sums[0]
+        finish.append((part, _send_back(ranks, problem.layout, (sums[1], sums[2]), dtype)))
+    for part, done in finish:
+        dk[:, :, part], dv[:, :, part] = done()
+    return dq, dk, dv
 
 
-def _send_back(ranks: Ranks, layout: str, gradients: Pair) -> Callable[[], Pair]:
-    """Post the gradients of all keys to their owners; what comes back waits, and adds up those of this rank's."""
+def by_owner(x: Tensor, world: int, layout: str, dtype: torch.dtype) -> Tensor:
+    """(batch, positions, ...) -> (world, batch, rows, ...) in another dtype, in one copy."""
+    batch, positions, *others = x.shape
+    sorted_out = x.new_empty((world, batch, positions // world, *others), dtype=dtype)
+    for rank in range(world):
+        row = 0
+        for span in spans_of(rank, world, positions, layout):
+            sorted_out[rank, :, row : row + length(span)] = x[:, span.start : span.stop]
+            row += length(span)
+    return sorted_out
+
+
+def _send_back(ranks: Ranks, layout: str, sums: Pair, dtype: torch.dtype) -> Callable[[], Pair]:
+    """Post the gradients of all keys to their owners in ``dtype``; what comes back waits, and adds up this rank's in
+    float32."""
     posted = []
-    for x in gradients:
-        by_rank = torch.stack([shard(x, r, ranks.size, layout) for r in range(ranks.size)])
-        posted.append(all_to_all(ranks, by_rank, "gradients of K and V"))
+    for x in sums:
+        parts = by_owner(x, ranks.size, layout, dtype)
+        posted.append(all_to_all(ranks, parts, "gradients of K and V"))
 
     def wait() -> Pair:
         for _, transfer in posted:
             transfer.wait()
-        dk, dv = (x.sum(0, dtype=torch.float32).to(x.dtype) for x, _ in posted)
+        dk, dv = (x.sum(0, dtype=torch.float32) for x, _ in posted)
         return dk, dv
 
     return wait
