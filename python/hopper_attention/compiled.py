@@ -46,6 +46,7 @@ class AfterImport(MetaPathFinder):
             for act in self.actions:
                 act()
 
+        # This one loader is told what to do besides; mypy takes a method for what nobody may replace.
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
 

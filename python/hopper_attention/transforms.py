@@ -119,7 +119,8 @@ def _without_dispatcher(
     steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     # Named for the messages of autograd.
     function = type(operator._qualname.replace("::", "_"), (torch.autograd.Function,), steps)
-    # Not function.apply, which first asks of every argument what ``are_plain_arguments`` has found out.
+    # Not function.apply, which first asks of every argument what ``are_plain_arguments`` has found out. That of its
+    # base, in C, is in no stub of torch's.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 

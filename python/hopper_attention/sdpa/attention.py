@@ -157,7 +157,7 @@ def differentiate(
         parts = operators.differentiate(*inputs, *of_rows, piece.causal, softmax_scale)
         for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
             whole[:, :, span] += part
-    return tuple(  # type: ignore[return-value]
+    return tuple(  # type: ignore[return-value]  # Three: mypy does not count a generator.
         grad[..., : x.shape[3]].transpose(1, 2).to(x.dtype).contiguous()
         for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)
     )

@@ -19,7 +19,8 @@ LARGE_CHANNELS, LARGE_MEAN = 16, 4.0
 
 ROPE_BASE = 10_000.0
 SINK = 8.0
-"""Octaves or so by which the first key stands out for a query that follows its channels' means."""
+"""A query along the mean of all queries, and as long as they are, has this times sqrt(head_dim) as its score with the
+first key."""
 
 LARGE_TOKENS, LARGE_FACTOR = 128, 20.0
 """One key of so many is this many times as large, in k and in v."""

@@ -158,7 +158,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         sinks=terms.sinks,
         dropout_p=terms.dropout_p,
         philox=philox,
-        **terms.functions(),  # type: ignore[arg-type]
+        **terms.functions(),  # type: ignore[arg-type]  # one type for all its values
     )
     return out
 
