@@ -7,11 +7,16 @@ what; a test holds both to the same choices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import torch
 
+from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.append.config import HALVES, INTERLEAVED, NONE, ROTARY_STEP, VECTOR, AppendConfig
+from cute_kernels.combine.config import COLUMNS, FEW_SPLITS, MAX_SPLITS, OUT_DTYPES, WARPS, WAYS, CombineConfig
+from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import ENTRY, MAX_PACKED_ROWS, PLAN_HEADER, RECORD, PlanConfig
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, MAX_SEQLEN, MAX_TILES, VARLEN
 from cute_kernels.window import MAX_SEQLEN_OF_WINDOW, NO_LIMIT
@@ -23,15 +28,17 @@ from hopper.decode.config import (
     PARTS_PER_CTA,
     TILE_N_WIDENED,
     DecodeConfig,
+    box_rows_of,
     select_decode_config,
 )
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
-from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, select_forward_config
+from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, PACKED_SEQLEN, select_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, QuantizeConfig, validate_quantize_config
 from hopper_attention import _kernels, checks
 from hopper_attention.backends import HOPPER_CAPABILITY, MOST_MULTIPROCESSORS
 from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS
+from hopper_attention.launch.append import MAX_PARTS as MOST_APPEND_PARTS
 from hopper_attention.launch.quantize import MAX_ITEMS
 from hopper_attention.machine import find_version
 from hopper_attention.masks import UNLIMITED
@@ -39,6 +46,7 @@ from hopper_attention.problem import ONE_BLOCK, length_bounds
 from hopper_attention.quantized import Fp8Quantization, default_block_k
 from hopper_attention.rotation import sign_masks
 
+ARCH = ARCH_OF_CAPABILITY[HOPPER_CAPABILITY]
 PLAN = PlanConfig(_kernels.ARCH)
 
 C_DTYPES = {"float16": "HA_FLOAT16", "bfloat16": "HA_BFLOAT16"}
@@ -49,6 +57,16 @@ SHORT_ROWS = WARPGROUP_ROWS // 2
 """Query rows of a K/V head that the smaller of two decode tiles has."""
 
 SEVERAL_PAGES = 2
+
+FEATURES = ("window", "chunk", "leftpad", "softcap", "alibi", "sinks")
+"""Fields of a config that kernels have in so many combinations that the tables have those without. They end its name, in
+this order."""
+
+SCORES = ("softcap", "alibi", "sinks")
+"""Those of forward kernels; windows are in the tables."""
+
+MASKS = (False, False), (True, False), (True, True)
+"""window and chunk."""
 
 SEED = Fp8Quantization().seed
 SIGNED_HEAD_DIMS = tuple(sorted({head_dim for head_dim, _ in NATIVE_HEAD_DIMS}))
@@ -71,20 +89,19 @@ def forward_rows() -> tuple[ForwardRow, ...]:
     for dtype in DTYPES:
         for layout in LAYOUTS:
             for dims in NATIVE_HEAD_DIMS:
-                for causal in (False, True):
-                    for window in (False, True):
-                        rows += _rows_of(dtype, layout, dims, (causal, window), bounds)
+                for causal, mask in product((False, True), MASKS):
+                    rows += _rows_of(dtype, layout, dims, (causal, *mask), bounds)
     return tuple(rows)
 
 
 def _rows_of(
-    dtype: str, layout: str, dims: tuple[int, int], mask: tuple[bool, bool], bounds: Sequence[int]
+    dtype: str, layout: str, dims: tuple[int, int], mask: tuple[bool, bool, bool], bounds: Sequence[int]
 ) -> list[ForwardRow]:
     """The rows of problems that differ in length alone; one for each run of bounds with the same config."""
-    causal, window = mask
+    causal, window, chunk = mask
     chosen = [select_forward_config(dtype, *dims, causal, bound, window, layout) for bound in bounds]
     return [
-        ForwardRow(config, bound)
+        ForwardRow(replace(config, chunk=chunk), bound)
         for config, bound, after in zip(chosen, bounds, (*chosen[1:], None), strict=True)
         if config != after
     ]
@@ -109,20 +126,23 @@ def decode_configs() -> Iterator[DecodeConfig | None]:
 
 @dataclass(frozen=True)
 class Fp8Kind:
-    """FP8 problems at a native pair of head_dims that differ in length alone. ``one_block``: all keys share a scale."""
+    """FP8 problems at a native pair of head_dims that differ in length alone. ``one_block``: all keys share a scale;
+    ``mask``: window and chunk."""
 
     dtype: str
+    layout: str
     dims: tuple[int, int]
     causal: bool
-    window: bool
+    mask: tuple[bool, bool]
     two_level: bool
     one_block: bool
 
     def choose(self, seen: int) -> tuple[QuantizeConfig, Fp8ForwardConfig]:
         """The quantizer and the kernel where a query sees at most so many keys."""
         (head_dim, head_dim_v), dtype = self.dims, self.dtype
+        seen = PACKED_SEQLEN if self.layout == VARLEN else seen
         block_k = default_block_k(head_dim, head_dim_v, seen, self.two_level, self.causal)
-        quantizer = QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k)
+        quantizer = QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k, layout=self.layout)
         validate_quantize_config(quantizer)
         config = select_fp8_forward_config(
             head_dim,
@@ -133,7 +153,9 @@ class Fp8Kind:
             ONE_BLOCK if self.one_block else block_k,
             two_level=self.two_level,
             half_scores=scores_fit_half(*quantizer.largest_codes, head_dim),
-            window=self.window,
+            window=self.mask[0],
+            layout=self.layout,
+            chunk=self.mask[1],
         )
         return quantizer, config
 
@@ -152,7 +174,9 @@ def fp8_rows() -> tuple[Fp8Row, ...]:
     """What ``flash_attn_fp8_func`` runs with its default quantization; rows that differ in ``max_seqlen_k`` alone in
     ascending order."""
     flags = (False, True)
-    kinds = (Fp8Kind(*fields) for fields in product(DTYPES, NATIVE_HEAD_DIMS, flags, flags, flags, flags))
+    every = product(DTYPES, LAYOUTS, NATIVE_HEAD_DIMS, flags, MASKS, flags, flags)
+    # A sequence of packed ones has scales of its own, however short it is.
+    kinds = (Fp8Kind(*fields) for fields in every if fields[1] == DENSE or not fields[-1])
     return tuple(row for kind in kinds for row in _fp8_rows_of(kind))
 
 
@@ -167,12 +191,68 @@ def _fp8_rows_of(kind: Fp8Kind) -> list[Fp8Row]:
     ]
 
 
+def append_configs() -> Iterator[AppendConfig]:
+    """In the order of the table ``ha_append_kernels``: dtype, e4m3 cache; what is turned, and the dtype of the tables."""
+    for dtype, e4m3 in product(DTYPES, (False, True)):
+        cache_dtype = E4M3 if e4m3 else dtype
+        yield AppendConfig(ARCH, dtype, cache_dtype, NONE)
+        for rotary_dtype, rotary in product((dtype, "float32"), (INTERLEAVED, HALVES)):
+            yield AppendConfig(ARCH, dtype, cache_dtype, rotary, rotary_dtype, dtype)
+
+
+def combine_configs() -> Iterator[CombineConfig]:
+    """In the order of the table ``ha_combine_kernels``: dtype, many parts."""
+    return (CombineConfig(ARCH, dtype, ways) for dtype, ways in product(OUT_DTYPES, WAYS))
+
+
+def merge_configs() -> Iterator[MergeConfig]:
+    """In the order of the table ``ha_merge_kernels``: dtype."""
+    return (MergeConfig(ARCH, dtype) for dtype in DTYPES)
+
+
 def library_kernels() -> tuple[_kernels.KernelConfig, ...]:
-    """The config of every kernel that the C library selects from, each once."""
+    """The config of every kernel that the C library selects from, each once, but for ``library_variants``."""
     forward = dict.fromkeys(row.config for row in forward_rows())
     decode = dict.fromkeys(config for config in decode_configs() if config is not None)
     fp8 = dict.fromkeys(config for row in fp8_rows() for config in (row.quantizer, row.config))
-    return PLAN, *forward, *decode, *fp8
+    return PLAN, *forward, *decode, *fp8, *append_configs(), *combine_configs(), *merge_configs()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel that has features which its ``base``, one of ``library_kernels``, has not; a bit each."""
+
+    base: _kernels.KernelConfig
+    features: int
+    config: _kernels.KernelConfig
+
+
+@cache
+def library_variants() -> dict[str, Variant]:
+    """Every variant of a kernel, by its name. There are very many."""
+    found = {}
+    for base in library_kernels():
+        for names in _sets_of_features(base):
+            config = replace(base, **dict.fromkeys(names, True))  # type: ignore[type-var]  # all are dataclasses
+            bits = sum(1 << FEATURES.index(name) for name in names)
+            found[config.name] = Variant(base, bits, config)
+    return found
+
+
+def _sets_of_features(config: _kernels.KernelConfig) -> Iterator[tuple[str, ...]]:
+    """Those that a kernel can have beside what the tables give it; never none."""
+    if isinstance(config, DecodeConfig):
+        has_one_page = config.box_rows == box_rows_of(config.tile_n, 1, 1)
+        choices = [(), ("window",), ("window", "chunk")], [(), ("leftpad",)], [(), ("softcap",)], [(), ("sinks",)]
+        for names in product(*choices):
+            together = tuple(name for part in names for name in part)
+            is_there = has_one_page or "leftpad" not in together
+            if together and is_there and not (config.is_widened and "softcap" in together):
+                yield together
+    elif isinstance(config, ForwardConfig) and not isinstance(config, Fp8ForwardConfig):
+        for flags in product((False, True), repeat=len(SCORES)):
+            if any(flags):
+                yield tuple(name for name, is_on in zip(SCORES, flags, strict=True) if is_on)
 
 
 def constants_header() -> str:
@@ -188,6 +268,8 @@ def constants_header() -> str:
         "MAX_HEAD_DIM": MAX_HEAD_DIM,
         "SMALLEST_SCALE": checks.SMALLEST_SCALE,
         "LARGEST_SCALE": checks.LARGEST_SCALE,
+        "SMALLEST_SOFTCAP": checks.SMALLEST_SOFTCAP,
+        "LARGEST_SOFTCAP": checks.LARGEST_SOFTCAP,
         "PLAN_HEADER": PLAN_HEADER,
         "PLAN_RECORD": RECORD,
         "PLAN_ENTRY": ENTRY,
@@ -202,18 +284,29 @@ def constants_header() -> str:
         "DECODE_CTA_STEP": CTA_STEP,
         "DECODE_MAX_PARTS": MAX_PARTS,
         "DECODE_PARTS_PER_CTA": PARTS_PER_CTA,
+        "ROTARY_STEP": ROTARY_STEP,
+        "APPEND_MOST_COLUMNS": MOST_APPEND_PARTS * VECTOR,
+        "COMBINE_MAX_SPLITS": MAX_SPLITS,
+        "COMBINE_FEW_SPLITS": FEW_SPLITS,
+        "COMBINE_WARPS": WARPS,
+        "COMBINE_COLUMNS": COLUMNS,
     }
+    numbers |= {f"FEATURE_{name.upper()}": 1 << i for i, name in enumerate(FEATURES)}
     lists = {"DECODE_HEAD_DIMS": HEAD_DIMS, "DECODE_BOX_ROWS": BOX_ROWS}
     lines = [f"#define {name} ({value!r})" for name, value in numbers.items()]
     lines += [f"#define {name} {{{', '.join(map(str, values))}}}" for name, values in lists.items()]
+    names = ", ".join(f'"{name}"' for name in FEATURES)
+    lines.append(f"#define FEATURE_NAMES {{{names}}}")
     lines.append(f'#define LIBRARY_VERSION "{find_version()}"')
     return "\n".join([NOTE, "#pragma once", *lines, ""])
 
 
 def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
-    """``kernel_table.c``: every kernel with its entry, NULL for those not in ``built``, and which serves what."""
+    """``kernel_table.c``: every kernel with its entry, NULL for those not in ``built``; variants that are; and which
+    serves what."""
     kernels, names = library_kernels(), {config.name for config in built}
     index = {config.name: i for i, config in enumerate(kernels)}
+    variants = [library_variants()[name] for name in names if name not in index]
     lines = [NOTE, '#include "internal.h"', ""]
     lines += [f"extern ffi_function __tvm_ffi_{name};" for name in sorted(names)]
     lines += ["", "const kernel ha_kernels[] = {"]
@@ -222,6 +315,7 @@ def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
         for config in kernels
     ]
     lines += ["};", f"const size_t ha_num_kernels = {len(kernels)};"]
+    lines += [_variant_table(variants, index)]
     lines += [
         f"const int ha_plan_kernel = {index[PLAN.name]};",
         "",
@@ -230,7 +324,40 @@ def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
     rows = forward_rows()
     lines += [f"    {{{_c_row(row, index[row.config.name])}}}," for row in rows]
     lines += ["};", f"const size_t ha_num_forward_rows = {len(rows)};", ""]
-    return "\n".join([*lines, _decode_table(index), _fp8_table(index), _head_table()])
+    return "\n".join([*lines, _decode_table(index), _fp8_table(index), _cache_tables(index), _head_table()])
+
+
+def _variant_table(variants: Iterable[Variant], index: dict[str, int]) -> str:
+    """``ha_variants``, and one behind the last, as C has no empty array."""
+    places = sorted((index[each.base.name], each.features, each.config.name) for each in variants)
+    lines = [f'    {{{{{at}, {bits}}}, {{"{name}", __tvm_ffi_{name}}}}},' for at, bits, name in places]
+    lines += ["    {{-1, 0}, {NULL, NULL}},", "};", f"const size_t ha_num_variants = {len(places)};"]
+    return "\n".join(["const variant ha_variants[] = {", *lines])
+
+
+def _cache_tables(index: dict[str, int]) -> str:
+    """``ha_append_kernels``, ``ha_combine_kernels`` and ``ha_merge_kernels``."""
+    tables = {
+        "ha_append_kernels[2][2][5]": append_configs(),
+        "ha_combine_kernels[3][2]": combine_configs(),
+        "ha_merge_kernels[2]": merge_configs(),
+    }
+    lines = []
+    for name, configs in tables.items():
+        numbers = iter([index[config.name] for config in configs])
+        lines.append(f"const int {name} = {_nested(numbers, name)};")
+    return "\n".join([*lines, ""])
+
+
+def _nested(numbers: Iterator[int], name: str) -> str:
+    """An initialiser of the array ``name``, whose sizes it tells."""
+
+    def braces(sizes: Sequence[int]) -> str:
+        if not sizes:
+            return str(next(numbers))
+        return f"{{{', '.join(braces(sizes[1:]) for _ in range(sizes[0]))}}}"
+
+    return braces([int(part[:-1]) for part in name.split("[")[1:]])
 
 
 def _decode_table(index: dict[str, int]) -> str:
@@ -256,8 +383,8 @@ def _fp8_table(index: dict[str, int]) -> str:
 def _c_fp8_row(row: Fp8Row, index: dict[str, int]) -> str:
     c, q = row.config, row.quantizer
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    flags = row.kind.causal, row.kind.window, row.kind.two_level, row.kind.one_block
-    problem = C_DTYPES[q.dtype], q.head_dim, q.head_dim_v, *(str(flag).lower() for flag in flags), longest
+    flags = row.kind.causal, *row.kind.mask, row.kind.two_level, row.kind.one_block
+    problem = C_DTYPES[q.dtype], C_LAYOUTS[q.layout], q.head_dim, q.head_dim_v, *(str(flag).lower() for flag in flags), longest
     quantizer = 4 * signs_place(q.head_dim), f"{{{q.q.rows}, {q.k.rows}}}", q.ctas_per_sm, index[q.name]
     return ", ".join(map(str, (*problem, q.block_k, c.tile_m, *quantizer, index[c.name])))
 
@@ -288,6 +415,6 @@ def _head_table() -> str:
 def _c_row(row: ForwardRow, kernel: int) -> str:
     c = row.config
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    flags = (str(flag).lower() for flag in (c.causal, c.window))
+    flags = (str(flag).lower() for flag in (c.causal, c.window, c.chunk))
     fields = C_DTYPES[c.dtype], C_LAYOUTS[c.layout], *flags, c.head_dim, c.head_dim_v
     return ", ".join(map(str, (*fields, longest, c.tile_m, c.ctas_per_sm, kernel)))
