@@ -15,7 +15,15 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.append.config import HALVES, INTERLEAVED, NONE, ROTARY_STEP, VECTOR, AppendConfig
-from cute_kernels.combine.config import COLUMNS, FEW_SPLITS, MAX_SPLITS, OUT_DTYPES, WARPS, WAYS, CombineConfig
+from cute_kernels.combine.config import (
+    COLUMNS,
+    FEW_SPLITS,
+    MAX_SPLITS,
+    OUT_DTYPES,
+    WARPS,
+    WAYS,
+    CombineConfig,
+)
 from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import ENTRY, MAX_PACKED_ROWS, PLAN_HEADER, RECORD, PlanConfig
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, MAX_SEQLEN, MAX_TILES, VARLEN
@@ -59,8 +67,8 @@ SHORT_ROWS = WARPGROUP_ROWS // 2
 SEVERAL_PAGES = 2
 
 FEATURES = ("window", "chunk", "leftpad", "softcap", "alibi", "sinks")
-"""Fields of a config that kernels have in so many combinations that the tables have those without. They end its name, in
-this order."""
+"""Fields of a config that kernels have in so many combinations that the tables have those without. They end its name,
+in this order."""
 
 SCORES = ("softcap", "alibi", "sinks")
 """Those of forward kernels; windows are in the tables."""
@@ -192,7 +200,7 @@ def _fp8_rows_of(kind: Fp8Kind) -> list[Fp8Row]:
 
 
 def append_configs() -> Iterator[AppendConfig]:
-    """In the order of the table ``ha_append_kernels``: dtype, e4m3 cache; what is turned, and the dtype of the tables."""
+    """In the order of the table ``ha_append_kernels``: dtype, e4m3 cache, what is turned by tables of which dtype."""
     for dtype, e4m3 in product(DTYPES, (False, True)):
         cache_dtype = E4M3 if e4m3 else dtype
         yield AppendConfig(ARCH, dtype, cache_dtype, NONE)
@@ -243,7 +251,12 @@ def _sets_of_features(config: _kernels.KernelConfig) -> Iterator[tuple[str, ...]
     """Those that a kernel can have beside what the tables give it; never none."""
     if isinstance(config, DecodeConfig):
         has_one_page = config.box_rows == box_rows_of(config.tile_n, 1, 1)
-        choices = [(), ("window",), ("window", "chunk")], [(), ("leftpad",)], [(), ("softcap",)], [(), ("sinks",)]
+        choices = (
+            [(), ("window",), ("window", "chunk")],
+            [(), ("leftpad",)],
+            [(), ("softcap",)],
+            [(), ("sinks",)],
+        )
         for names in product(*choices):
             together = tuple(name for part in names for name in part)
             is_there = has_one_page or "leftpad" not in together
@@ -384,7 +397,14 @@ def _c_fp8_row(row: Fp8Row, index: dict[str, int]) -> str:
     c, q = row.config, row.quantizer
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
     flags = row.kind.causal, *row.kind.mask, row.kind.two_level, row.kind.one_block
-    problem = C_DTYPES[q.dtype], C_LAYOUTS[q.layout], q.head_dim, q.head_dim_v, *(str(flag).lower() for flag in flags), longest
+    problem = (
+        C_DTYPES[q.dtype],
+        C_LAYOUTS[q.layout],
+        q.head_dim,
+        q.head_dim_v,
+        *(str(flag).lower() for flag in flags),
+        longest,
+    )
     quantizer = 4 * signs_place(q.head_dim), f"{{{q.q.rows}, {q.k.rows}}}", q.ctas_per_sm, index[q.name]
     return ", ".join(map(str, (*problem, q.block_k, c.tile_m, *quantizer, index[c.name])))
 
@@ -415,6 +435,10 @@ def _head_table() -> str:
 def _c_row(row: ForwardRow, kernel: int) -> str:
     c = row.config
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    flags = (str(flag).lower() for flag in (c.causal, c.window, c.chunk))
-    fields = C_DTYPES[c.dtype], C_LAYOUTS[c.layout], *flags, c.head_dim, c.head_dim_v
+    flags = c.causal, c.window, c.chunk
+    fields = C_DTYPES[c.dtype], C_LAYOUTS[c.layout], *map(_c_bool, flags), c.head_dim, c.head_dim_v
     return ", ".join(map(str, (*fields, longest, c.tile_m, c.ctas_per_sm, kernel)))
+
+
+def _c_bool(flag: bool) -> str:
+    return str(flag).lower()
