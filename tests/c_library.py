@@ -152,6 +152,30 @@ class DecodeParams(ctypes.Structure):
         )
 
 
+class PagedParams(ctypes.Structure):
+    """``ha_paged_params``, as its macro initialises it."""
+
+    name = "paged"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        *_sizes("batch", "total_q", "max_seqlen_q"),
+        *HEADS,
+        *_sizes("pages", "page_size"),
+        *_tensors("q", "k_cache", "v_cache", "out"),
+        *_pointers("lse", "cu_seqlens_q", "cache_seqlens", "cache_starts", "page_table"),
+        *_sizes("pages_of_sequence"),
+        *LAST[:-4],
+        *ADDED,
+        *LAST[-4:],
+    ]
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(
+            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
+        )
+
+
 class _Sized(ctypes.Structure):
     """One whose macro sets its size and nothing else."""
 

@@ -31,25 +31,29 @@ DEFAULT, ALL, NONE = "default", "all", "none"
 """Sets of kernels: those of most models; every kernel of the tables, which has no variants; none, for selection and
 errors alone."""
 
-DEFAULT_DECODE_HEAD_DIMS = (64, 128)
+DEFAULT_CACHE_HEAD_DIMS = (64, 128)
 DEFAULT_DECODE_BOX_ROWS = (128, 64, 16)
+DEFAULT_PAGE_BOXES = (128, 64, 32, 16)
 
 
 def is_default(config: _kernels.KernelConfig) -> bool:
     """Whether a kernel is in the set that is built unless another is asked for.
 
-    Those are the forward kernels without a window and with one level of sums; and of decode kernels, which come in very
-    many kinds, those of 16-bit caches, head_dims of most models, up to 32 rows of queries a K/V head, and pages of the
-    usual sizes; and what appends to such caches.
+    Those are the forward kernels without a window and with one level of sums; of kernels that read caches, which come
+    in very many kinds, those of 16 bits, head_dims of most models and pages of the usual sizes, to decode up to 32 rows
+    of queries a K/V head; and what appends to such caches.
     """
     if isinstance(config, AppendConfig):
         return not config.is_scaled
+    if isinstance(config, ForwardConfig) and config.page_box:
+        is_usual = config.page_box in DEFAULT_PAGE_BOXES and config.head_dim == config.head_dim_v
+        return is_usual and config.head_dim in DEFAULT_CACHE_HEAD_DIMS and not config.window
     if isinstance(config, DecodeConfig):
         return (
             not config.is_widened
             and config.tile_m < WARPGROUP_ROWS
             and config.head_dim == config.head_dim_v
-            and config.head_dim in DEFAULT_DECODE_HEAD_DIMS
+            and config.head_dim in DEFAULT_CACHE_HEAD_DIMS
             and config.box_rows in DEFAULT_DECODE_BOX_ROWS
         )
     if isinstance(config, Fp8ForwardConfig) and config.two_level:

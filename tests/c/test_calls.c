@@ -145,6 +145,26 @@ static void test_packed_launches(void *driver) {
   expect_launches(driver, "packed sequences in FP8 in two levels", ha_varlen_fp8(&v), 3);
 }
 
+static void test_paged_launches(void *driver) {
+  ha_paged_params p = HA_PAGED_PARAMS_INIT;
+  p.dtype = HA_BFLOAT16;
+  p.batch = 3, p.total_q = 1000, p.max_seqlen_q = 500, p.causal = 1;
+  p.heads = 4, p.kv_heads = 2, p.head_dim = p.head_dim_v = 128;
+  p.pages = 100, p.page_size = 64, p.pages_of_sequence = 20, p.page_table = at(5);
+  p.q.data = at(0), p.k_cache.data = at(1), p.v_cache.data = at(2), p.out.data = at(3);
+  p.cu_seqlens_q = at(4), p.cache_seqlens = at(6), p.cache_starts = at(7);
+  p.workspace = at(8), p.workspace_size = 1 << 20;
+  expect_launches(driver, "packed queries on pages", ha_paged(&p), 2);
+  p.scores.alibi_slopes = at(9), p.lse = at(10);
+  expect_launches(driver, "packed queries on pages with slopes", ha_paged(&p), 2);
+  p.k_cache.stride_batch = 2 * 64 * 256, p.k_cache.stride_row = 256, p.k_cache.stride_head = 128;
+  expect(ha_paged(&p) == HA_ERROR_NOT_SUPPORTED && strstr(ha_last_error_message(), "the same whole number of rows apart"),
+         "pages lie as far apart in both caches");
+  p.k_cache.stride_batch = p.k_cache.stride_row = p.k_cache.stride_head = 0, p.cache_starts = NULL;
+  expect(ha_paged(&p) == HA_ERROR_INVALID_ARGUMENT && strstr(ha_last_error_message(), "cache_starts is NULL"),
+         "the starts of sequences have to be there");
+}
+
 static void test_appends(void *driver) {
   ha_append_params a = HA_APPEND_PARAMS_INIT;
   a.dtype = a.cache_dtype = HA_BFLOAT16;
@@ -263,6 +283,7 @@ int main(void) {
   test_other_launches(driver);
   test_launches_with_scores(driver);
   test_packed_launches(driver);
+  test_paged_launches(driver);
   test_appends(driver);
   test_merges(driver);
   return failures != 0;

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import subprocess
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,16 @@ from hopper.forward.fp8.tilings import scores_fit_half
 from hopper.forward.tilings import NATIVE_HEAD_DIMS
 from hopper_attention import _kernels, c_library, c_tables
 from hopper_attention.backends import Target
-from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_decode
-from hopper_attention.features import resolve_mask, resolve_packed_mask
 from hopper_attention.forward_rules import packed_problem_of, select_config, select_for
 from hopper_attention.fp8_rules import Fp8Problem, block_of
 from hopper_attention.fp8_rules import select_config as select_fp8_config
 from hopper_attention.fp8_training import with_blocks_of_the_tile
-from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
-from hopper_attention.kvcache_checks import CacheCall, CacheTensors
+from hopper_attention.kvcache_rules import select_paged, why_not_paged
 from hopper_attention.launch.append import append_facts, select_append_config
 from hopper_attention.launch.combine import why_not_combine
 from hopper_attention.launch.quantize import select_quantize_config
 from hopper_attention.lengths import Lengths
-from hopper_attention.masks import MaskSpec
 from hopper_attention.packed_fp8_plan import PackedCall, plan_packed
 from hopper_attention.packed_quantized import count_units
 from hopper_attention.quantized import Fp8Quantization, padded_keys
@@ -52,17 +47,26 @@ from tests.c_library import (
     ForwardParams,
     Library,
     MergeParams,
+    PagedParams,
     VarlenParams,
+)
+from tests.c_problems import (
+    ANYWHERE,
+    TORCH_DTYPES,
+    cache_call,
+    common_fields,
+    draw_fp8_problem,
+    draw_problem,
+    mask_of,
+    packed_mask_of,
+    specs_of,
+    without_scores,
 )
 
 pytestmark = pytest.mark.skipif(not c.COMPILER, reason="there is no C compiler here")
 
 HOPPER = 9, 0
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PROBLEMS = 10_000
-ANYWHERE = 1 << 20
-"""An address; nothing is read there."""
-LENGTHS = (1, 63, 512, 768, 769, 1280, 1281, 1536, 1537, 2000, 2500, 4096, 6144, 6145, 16_384, 2**31 - 512)
 HEAD = 4 * len(c_tables.workspace_head())
 """Bytes that a workspace begins with."""
 
@@ -73,72 +77,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     folder = tmp_path_factory.mktemp("c_library")
     c_library.write_sources(folder, ())
     return Library(c.link_library(folder))
-
-
-def draw_problem(rng: random.Random) -> dict[str, Any]:
-    """Sizes and a mask; a fifth of them near the bounds of tilings."""
-    heads = rng.choice((1, 2, 8))
-    length = rng.choice(LENGTHS) if rng.random() < 0.2 else int(2 ** rng.uniform(0, 18))
-    sides = [rng.choice((-1, -1, -1, 0, 1, 100, 700, 1000, 2000, 3000, 10_000)) for _ in range(2)]
-    kind = tuple(rng.random() < 0.2 for _ in c_tables.SCORES)
-    return {
-        "dtype": rng.choice(DTYPES),
-        "batch": rng.choice((1, 3)),
-        "lengths": (rng.choice((length, int(2 ** rng.uniform(0, 18)))), length),
-        "heads": (heads * rng.choice((1, 4)), heads),
-        "head_dims": (8 * rng.randint(1, 32), 8 * rng.randint(1, 32)),
-        "causal": rng.random() < 0.5,
-        "sides": sides,
-        "chunk": rng.choice((0, 0, 0, 0, 1, 600, 1000, 2000, 10_000, 20_000)),
-        "kind": kind if rng.random() < 0.5 else (False, False, False),
-    }
-
-
-def common_fields(p: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a struct that dense and packed problems share."""
-    (heads, kv_heads), (head_dim, head_dim_v) = p["heads"], p["head_dims"]
-    return {
-        "dtype": DTYPES.index(p["dtype"]),
-        "batch": p["batch"],
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "causal": p["causal"],
-        "window_left": p["sides"][0],
-        "window_right": p["sides"][1],
-        "attention_chunk": p["chunk"],
-        "scores": scores_of(p["kind"]),
-    }
-
-
-def scores_of(kind: tuple[bool, bool, bool]) -> c.Scores:
-    """Softcap, slopes and sinks, where there are some."""
-    softcap, alibi, sinks = kind
-    return c.Scores(30.0 if softcap else 0.0, ANYWHERE if alibi else None, 0, ANYWHERE if sinks else None)
-
-
-def without_scores(config: ForwardConfig) -> str:
-    """The name of the kernel of the tables."""
-    return replace(config, **dict.fromkeys(c_tables.SCORES, False)).name
-
-
-def mask_of(p: dict[str, Any], seqlen_q: int, seqlen_k: int) -> MaskSpec:
-    """That of sequences of one length, as Python has it."""
-    q, k = (torch.empty(1, length, 1, 1, device="meta") for length in (seqlen_q, seqlen_k))
-    return resolve_mask(q, k, p["causal"], window_size=tuple(p["sides"]), attention_chunk=p["chunk"])
-
-
-def packed_mask_of(p: dict[str, Any], longest: list[int]) -> MaskSpec:
-    return resolve_packed_mask(p["causal"], tuple(p["sides"]), p["chunk"], *longest)
-
-
-def specs_of(p: dict[str, Any], *rows: tuple[int, ...]) -> list[TensorSpec]:
-    """q, k and v with these sizes before the heads."""
-    (heads, kv_heads), (head_dim, head_dim_v) = p["heads"], p["head_dims"]
-    ends = (heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim_v)
-    device, dtype = torch.device("meta"), TORCH_DTYPES[p["dtype"]]
-    return [TensorSpec((*row, *end), (), dtype, device) for row, end in zip(rows, ends, strict=True)]
 
 
 def test_dense_problems_get_the_kernel_that_python_selects(library: Library) -> None:
@@ -159,8 +97,12 @@ def test_dense_problems_get_the_kernel_that_python_selects(library: Library) -> 
         assert found == expected.name, p
         assert isinstance(expected, ForwardConfig)
         chosen.add(without_scores(expected))
-    dense = {row.config.name for row in c_tables.forward_rows() if row.config.layout == "dense"}
-    assert chosen == dense, "not every kernel was chosen once"
+    assert chosen == names_of_forward_rows("dense"), "not every kernel was chosen once"
+
+
+def names_of_forward_rows(layout: str, is_paged: bool = False) -> set[str]:
+    rows = [row for row in c_tables.forward_rows() if row.config.layout == layout]
+    return {row.config.name for row in rows if (row.page_rows > 0) == is_paged}
 
 
 def test_packed_problems_get_the_kernel_that_python_selects(library: Library) -> None:
@@ -181,34 +123,7 @@ def test_packed_problems_get_the_kernel_that_python_selects(library: Library) ->
         assert isinstance(expected, ForwardConfig)
         chosen.add(without_scores(expected))
     assert library.workspace_size_of(params) == HEAD + 4 * plan_words(totals[0], p["batch"], expected.tile_m)
-    packed = {row.config.name for row in c_tables.forward_rows() if row.config.layout == "varlen"}
-    assert chosen == packed, "not every kernel was chosen once"
-
-
-def cache_call(
-    p: dict[str, Any], rows: tuple[int, int], pages: tuple[int, int, bool], e4m3: bool, leftpad: bool
-) -> CacheCall:
-    """A decoding step of ``rows`` (batch, seqlen_q); ``pages`` are their size, how many a sequence has, and whether
-    there is a table."""
-    softcap, alibi, sinks = p["kind"]
-    (batch, seqlen_q), (page_size, count, has_table) = rows, pages
-    (heads, kv_heads), (head_dim, head_dim_v) = p["heads"], p["head_dims"]
-    dtype, meta = TORCH_DTYPES[p["dtype"]], {"device": "meta"}
-    cache = {"dtype": torch.float8_e4m3fn if e4m3 else dtype, **meta}
-    lengths = torch.empty(batch, dtype=torch.int32, **meta)
-    table = torch.empty(batch, count, dtype=torch.int32, **meta) if has_table else None
-    tensors = CacheTensors(
-        torch.empty(batch, seqlen_q, heads, head_dim, dtype=dtype, **meta),
-        torch.empty(batch * count, page_size, kv_heads, head_dim, **cache),
-        torch.empty(batch * count, page_size, kv_heads, head_dim_v, **cache),
-        cache_seqlens=lengths,
-        page_table=table,
-        cache_leftpad=lengths if leftpad else None,
-    )
-    of_heads = torch.empty(heads, **meta)
-    extras = CacheExtras(sinks=of_heads if sinks else None, alibi_slopes=of_heads if alibi else None)
-    options = CacheOptions(causal=p["causal"], window_size=tuple(p["sides"]), attention_chunk=p["chunk"])
-    return read_call(tensors, extras, options._replace(softcap=30.0 if softcap else 0.0)).call
+    assert chosen == names_of_forward_rows("varlen"), "not every kernel was chosen once"
 
 
 HOPPER_GPU = Target("a Hopper GPU", HOPPER, assume_installed=True)
@@ -278,11 +193,6 @@ def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> N
         assert library.workspace_size_of(params, "_fp8") == HEAD + sum(-(-part // 16) * 16 for part in parts)
         chosen |= {expected.name, quantizer.name}
     assert chosen == names_of_fp8_rows("dense")
-
-
-def draw_fp8_problem(rng: random.Random) -> dict[str, Any]:
-    without = {"head_dims": rng.choice(NATIVE_HEAD_DIMS), "kind": (False, False, False)}
-    return draw_problem(rng) | without
 
 
 def names_of_fp8_rows(layout: str) -> set[str]:
@@ -377,7 +287,33 @@ def test_the_name_of_a_variant_is_made_of_its_features() -> None:
     assert not variants.keys() & {config.name for config in c_tables.library_kernels()}
     for name, each in variants.items():
         features = [f for i, f in enumerate(c_tables.FEATURES) if each.features >> i & 1]
-        assert name == "_".join([each.base.name, *features])
+        head, pages, box = each.base.name.partition("_pages")
+        assert name == "_".join([head, *features]) + pages + box
+
+
+def test_paged_problems_get_the_kernel_that_python_selects(library: Library) -> None:
+    rng, chosen = random.Random(7), set()
+    for _ in range(PROBLEMS):
+        p = draw_problem(rng) | {"batch": 2, "head_dims": rng.choice(NATIVE_HEAD_DIMS)}
+        seqlen_q = rng.choice((1, 70, 1000))
+        page_size, count = rng.choice((8, 16, 32, 64, 128, 256, 100)), rng.choice((1, *4 * (100,)))
+        call = cache_call(p, (2, seqlen_q), (page_size, count, True), e4m3=False, leftpad=False)
+        fields = common_fields(p) | {"total_q": 2 * seqlen_q, "max_seqlen_q": seqlen_q}
+        params = PagedParams(**fields, pages=200, page_size=page_size, pages_of_sequence=count)
+        found = library.kernel_of(params)
+        if why_not_paged(call, HOPPER_GPU, "hopper"):
+            assert found == (
+                f"{c.NOT_SUPPORTED}: page_size is {page_size}, allowed where a sequence has several pages: "
+                "multiples of 8"
+            )
+            continue
+        expected = select_paged(call, HOPPER_GPU, "hopper").config
+        assert found == expected.name, (p, page_size, count)
+        assert isinstance(expected, ForwardConfig)
+        words = plan_words(2 * seqlen_q, 2, expected.tile_m)
+        assert library.workspace_size_of(params) == HEAD + 4 * words
+        chosen.add(without_scores(expected))
+    assert chosen == names_of_forward_rows("varlen", is_paged=True), "not every kernel was chosen once"
 
 
 def test_fp8_says_what_it_does_not_take(library: Library) -> None:

@@ -184,9 +184,52 @@ HA_API ha_status ha_varlen_fp8_kernel(const ha_varlen_params *params, const char
 HA_API ha_status ha_varlen_fp8_prepare(const ha_varlen_params *params);
 HA_API ha_status ha_varlen_fp8(const ha_varlen_params *params);
 
+/* Attention of packed sequences of queries on a key/value cache in pages of 16 bits: any number of queries, which are the
+ * last tokens of their sequences, as when a prompt is read in parts. Few queries are faster with ha_decode. */
+typedef struct ha_paged_params {
+  size_t struct_size;
+  ha_dtype dtype;
+  int64_t batch;
+  int64_t total_q;    /* rows of q and out */
+  int64_t max_seqlen_q;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;   /* multiples of 8 from 8 to 256; so is head_dim_v */
+  int64_t head_dim_v;
+  int64_t pages;      /* of the cache */
+  int64_t page_size;  /* rows of a page: a multiple of 8 where a sequence has several */
+  ha_tensor q;        /* (total_q, heads, head_dim) */
+  ha_tensor k_cache;  /* (pages, page_size, kv_heads, head_dim) */
+  ha_tensor v_cache;  /* (pages, page_size, kv_heads, head_dim_v); its pages lie as many rows apart as those of k_cache */
+  ha_tensor out;      /* (total_q, heads, head_dim_v) */
+  float *lse;         /* contiguous (heads, total_q); NULL: not wanted */
+  const int32_t *cu_seqlens_q;  /* (batch + 1,), from 0, ascending */
+  const int32_t *cache_seqlens; /* (batch,) keys of each sequence, the new ones among them */
+  const int32_t *cache_starts;  /* (batch + 1,) the multiples of pages_of_sequence x page_size, from 0; made once */
+  const int32_t *page_table;    /* (batch, pages_of_sequence), rows contiguous */
+  int64_t pages_of_sequence;    /* columns of page_table */
+  double softmax_scale; /* this and the rest as in ha_forward_params */
+  int causal;
+  int64_t window_left;
+  int64_t window_right;
+  int64_t attention_chunk;
+  ha_scores scores;
+  int sm_margin;
+  void *workspace;    /* ha_paged_workspace_size bytes, 16-byte aligned */
+  size_t workspace_size;
+  void *stream;
+} ha_paged_params;
+
+#define HA_PAGED_PARAMS_INIT {.struct_size = sizeof(ha_paged_params), .window_left = -1, .window_right = -1}
+
+HA_API ha_status ha_paged_workspace_size(const ha_paged_params *params, size_t *size);
+HA_API ha_status ha_paged_kernel(const ha_paged_params *params, const char **name);
+HA_API ha_status ha_paged_prepare(const ha_paged_params *params);
+HA_API ha_status ha_paged(const ha_paged_params *params);
+
 /* Attention of a decoding step on a key/value cache: few queries a sequence, which are its last tokens, and keys and
  * values in pages, or with as many rows for each sequence. The query heads of a K/V head, times seqlen_q, may be 64 at
- * most; more is a problem for ha_varlen. New tokens have to be in the cache before: ha_append writes them. A page_table
+ * most; more is a problem for ha_paged. New tokens have to be in the cache before: ha_append writes them. A page_table
  * of one column chooses, for each sequence, the row of a cache without pages. */
 typedef struct ha_decode_params {
   size_t struct_size;

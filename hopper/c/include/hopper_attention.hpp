@@ -51,6 +51,13 @@ struct decode_params : ha_decode_params {
   }
 };
 
+struct paged_params : ha_paged_params {
+  paged_params() : ha_paged_params() {
+    struct_size = sizeof(ha_paged_params);
+    window_left = window_right = -1;
+  }
+};
+
 struct append_params : ha_append_params {
   append_params() : ha_append_params() { struct_size = sizeof(ha_append_params); }
 };
@@ -84,6 +91,15 @@ inline void prepare_fp8(const ha_varlen_params &p) { check(ha_varlen_fp8_prepare
 inline std::size_t workspace_size_fp8(const ha_varlen_params &p) {
   std::size_t size = 0;
   check(ha_varlen_fp8_workspace_size(&p, &size));
+  return size;
+}
+
+inline void forward(const ha_paged_params &p) { check(ha_paged(&p)); }
+inline void prepare(const ha_paged_params &p) { check(ha_paged_prepare(&p)); }
+
+inline std::size_t workspace_size(const ha_paged_params &p) {
+  std::size_t size = 0;
+  check(ha_paged_workspace_size(&p, &size));
   return size;
 }
 
@@ -144,6 +160,12 @@ inline std::string kernel_of_fp8(const ha_forward_params &p) {
 inline std::string kernel_of_fp8(const ha_varlen_params &p) {
   const char *name = "";
   check(ha_varlen_fp8_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_paged_params &p) {
+  const char *name = "";
+  check(ha_paged_kernel(&p, &name));
   return name;
 }
 

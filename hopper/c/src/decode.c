@@ -80,8 +80,7 @@ static ha_status check_params(const ha_decode_params *p, plan *made) {
 static ha_status check_features(const ha_decode_params *p) {
   if (p->scores.alibi_slopes) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
-                   "scores.alibi_slopes is given, which decode kernels do not have; use ha_varlen, with seqused_k for "
-                   "a cache without pages");
+                   "scores.alibi_slopes is given, which decode kernels do not have; use ha_paged");
   }
   if (p->scores.softcap != 0 && is_e4m3(p)) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
@@ -114,7 +113,7 @@ static ha_status make_plan(ha_decode_params *own, const ha_decode_params *given,
   const int64_t rows = p->seqlen_q * (p->heads / p->kv_heads);
   if (rows > DECODE_MOST_ROWS) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
-                   "%" PRId64 " query rows share a K/V head, allowed: up to %d; use ha_varlen", rows, DECODE_MOST_ROWS);
+                   "%" PRId64 " query rows share a K/V head, allowed: up to %d; use ha_paged", rows, DECODE_MOST_ROWS);
   }
   const int box = box_of(p);
   if (box == DECODE_NUM_BOX_ROWS) {

@@ -57,8 +57,8 @@ static ha_status make_plan(ha_forward_params *own, const ha_forward_params *give
   ha_status status = ha_read_forward(own, given);
   if (status == HA_SUCCESS) status = ha_check_dense(own, made);
   if (status != HA_SUCCESS) return status;
-  const int64_t dims[] = {own->head_dim, own->head_dim_v};
-  *row = ha_select_forward(own->dtype, LAYOUT_DENSE, &made->mask, dims, ha_most_keys(&made->mask, own->seqlen_k));
+  const forward_kind kind = {own->dtype, LAYOUT_DENSE, {own->head_dim, own->head_dim_v}, 0};
+  *row = ha_select_forward(&kind, &made->mask, ha_most_keys(&made->mask, own->seqlen_k));
   if (!*row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
   return ha_check_tiles(own, (*row)->tile_m);
 }

@@ -77,12 +77,14 @@ typedef struct ffi_value {
 
 typedef int ffi_function(void *self, const ffi_value *arguments, int32_t count, ffi_value *result);
 
-typedef enum layout { LAYOUT_DENSE = 0, LAYOUT_VARLEN = 1 } layout;
+typedef enum layout { LAYOUT_DENSE = 0, LAYOUT_VARLEN = 1, LAYOUT_PAGED = 2 } layout;
 
-/* A kernel of the table. `entry` is NULL where it was left out of the build. */
+/* A kernel of the table. `entry` is NULL where it was left out of the build. Features stand in its name before the last
+ * `tail` bytes. */
 typedef struct kernel {
   const char *name;
   ffi_function *entry;
+  int tail;
 } kernel;
 
 /* A kernel of the table with more than that one has. */
@@ -102,6 +104,7 @@ typedef struct variant {
 typedef struct forward_row {
   ha_dtype dtype;
   layout layout;
+  int64_t page_rows; /* one of PAGE_ROWS that divides the size of a page, ONE_PAGE, or 0 without pages */
   bool causal;
   bool window; /* or a chunk */
   bool chunk;
@@ -186,9 +189,16 @@ bool ha_has_window(const mask *m);
 /* Of so many keys, those that a query sees at most. */
 int64_t ha_most_keys(const mask *m, int64_t seqlen_k);
 
+/* 16-bit problems that differ in masks and lengths alone; `page_rows` are those of a row. */
+typedef struct forward_kind {
+  ha_dtype dtype;
+  layout layout;
+  int64_t head_dims[2];
+  int64_t page_rows;
+} forward_kind;
+
 /* The row for a problem with legal head_dims; `seen` are the keys that a query sees at most. */
-const forward_row *ha_select_forward(ha_dtype dtype, layout layout, const mask *m, const int64_t head_dims[2],
-                                     int64_t seen);
+const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen);
 
 /* FP8 problems that differ in lengths alone. */
 typedef struct fp8_kind {
@@ -366,8 +376,17 @@ typedef struct packed_problem {
 ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given);
 ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made);
 
+/* What the GPU plans: int32 on the GPU of batch + 1 starts of Q and of K, and of the keys of each sequence that count, or
+ * NULL for all; and rows of Q and of K. */
+typedef struct packed_rows {
+  const int32_t *starts_q, *starts_k, *used_k;
+  int64_t batch, total_q, total_k;
+} packed_rows;
+
+packed_rows ha_rows_of(const ha_varlen_params *p);
+
 /* int32 of a plan for tiles of so many queries; fails if there are more than a kernel counts. */
-ha_status ha_count_plan(const ha_varlen_params *p, int tile_m, int64_t *words);
+ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int64_t *words);
 
 /* Units of so many rows at most, each of one sequence: those of all rows, and one more for each sequence and for rows of
  * none. */
@@ -376,14 +395,21 @@ int64_t ha_count_units(int64_t total, int64_t batch, int64_t rows);
 /* q, k, v and out of a problem, and cu_seqlens; `shapes` stay with the caller. */
 ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operand operands[4]);
 
-/* Append cu_seqlens_q and cu_seqlens_k, no seqused_q, and seqused_k. */
-void ha_add_lengths(call *c, const ha_varlen_params *p);
+/* Append starts of Q and K, nothing of which queries count, and which keys do. */
+void ha_add_lengths(call *c, const packed_rows *rows);
 
-/* Have the plan made, behind the head of the workspace. */
-ha_status ha_run_planner(const ha_varlen_params *p, int tile_m, int64_t words, int device, bool only_load);
+/* A plan, behind the head of a workspace. */
+typedef struct plan_place {
+  void *workspace;
+  int64_t words;
+  int tile_m;
+} plan_place;
 
-/* Append the plan and the number of its sequences. */
-void ha_add_plan(call *c, const ha_varlen_params *p, int64_t words);
+/* Have it made on `stream`. */
+ha_status ha_run_planner(const packed_rows *rows, const plan_place *place, int device, void *stream, bool only_load);
+
+/* Append it and the number of its sequences. */
+void ha_add_plan(call *c, const packed_rows *rows, const plan_place *place);
 
 /* ---- checks (checks.c) ---- */
 

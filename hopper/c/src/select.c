@@ -1,6 +1,7 @@
 /* Which kernel serves a problem, by the generated table; no GPU is asked. */
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -47,14 +48,13 @@ int64_t ha_most_keys(const mask *m, int64_t seqlen_k) {
   return seen < most ? seen : most;
 }
 
-const forward_row *ha_select_forward(ha_dtype dtype, layout layout, const mask *m, const int64_t head_dims[2],
-                                     int64_t seen) {
+const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen) {
   const forward_row *best = NULL;
   for (size_t i = 0; i < ha_num_forward_rows; i++) {
     const forward_row *row = &ha_forward_rows[i];
-    if (row->dtype != dtype || row->layout != layout || row->causal != m->causal) continue;
-    if (row->window != ha_has_window(m) || row->chunk != (m->chunk > 0) || seen > row->max_seqlen_k) continue;
-    if (row->head_dim < head_dims[0] || row->head_dim_v < head_dims[1]) continue;
+    if (row->dtype != kind->dtype || row->layout != kind->layout || row->page_rows != kind->page_rows) continue;
+    if (row->causal != m->causal || row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
+    if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1] || seen > row->max_seqlen_k) continue;
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
   }
@@ -108,10 +108,13 @@ const char *ha_name_of(kernel_choice choice) {
   if (!choice.features) return ha_kernels[choice.kernel].name;
   const variant *found = find_variant(choice);
   if (found) return found->own.name;
-  int used = snprintf(name, sizeof name, "%s", ha_kernels[choice.kernel].name);
+  const kernel *base = &ha_kernels[choice.kernel];
+  const int head = (int)strlen(base->name) - base->tail;
+  int used = snprintf(name, sizeof name, "%.*s", head, base->name);
   for (unsigned i = 0; i < sizeof NAMES / sizeof *NAMES; i++) {
     if (choice.features >> i & 1) used += snprintf(name + used, sizeof name - (size_t)used, "_%s", NAMES[i]);
   }
+  snprintf(name + used, sizeof name - (size_t)used, "%s", base->name + head);
   return name;
 }
 

@@ -36,54 +36,61 @@ ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made) {
   return status;
 }
 
-ha_status ha_count_plan(const ha_varlen_params *p, int tile_m, int64_t *words) {
-  const int64_t tiles = ha_count_units(p->total_q, p->batch, tile_m);
-  *words = PLAN_HEADER + PLAN_RECORD * (p->batch + 1) + PLAN_ENTRY * tiles;
-  if (tiles <= MAX_TILES / p->heads) return HA_SUCCESS;
+packed_rows ha_rows_of(const ha_varlen_params *p) {
+  return (packed_rows){p->cu_seqlens_q, p->cu_seqlens_k, p->seqused_k, p->batch, p->total_q, p->total_k};
+}
+
+ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int64_t *words) {
+  const int64_t tiles = ha_count_units(rows->total_q, rows->batch, tile_m);
+  *words = PLAN_HEADER + PLAN_RECORD * (rows->batch + 1) + PLAN_ENTRY * tiles;
+  if (tiles <= MAX_TILES / heads) return HA_SUCCESS;
   return ha_fail(HA_ERROR_NOT_SUPPORTED,
                  "heads %" PRId64 " x total_q %" PRId64 " in %" PRId64 " sequences may be more than %" PRId64
                  " tiles of %d queries: split the batch",
-                 p->heads, p->total_q, p->batch, (int64_t)MAX_TILES, tile_m);
+                 heads, rows->total_q, rows->batch, (int64_t)MAX_TILES, tile_m);
 }
 
 static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, plan *made) {
   ha_status status = ha_read_varlen(own, given);
   if (status == HA_SUCCESS) status = ha_check_packed(own, &made->problem);
   if (status != HA_SUCCESS) return status;
-  const int64_t dims[] = {own->head_dim, own->head_dim_v};
+  const forward_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, 0};
   /* Lengths are not known here: tiles are the same for all. */
-  made->row = ha_select_forward(own->dtype, LAYOUT_VARLEN, &made->problem.mask, dims, 0);
+  made->row = ha_select_forward(&kind, &made->problem.mask, 0);
   if (!made->row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
-  return ha_count_plan(own, made->row->tile_m, &made->words);
+  const packed_rows rows = ha_rows_of(own);
+  return ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
 }
 
 static size_t workspace_size_of(const plan *made) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words; }
 
-static void *plan_in(const ha_varlen_params *p) { return (char *)p->workspace + WORKSPACE_HEAD_BYTES; }
-
-void ha_add_lengths(call *c, const ha_varlen_params *p) {
-  const int64_t ends = p->batch + 1, none = 0, used = p->seqused_k ? p->batch : 0;
-  ha_add_tensor(c, p->cu_seqlens_q, INT32, 1, &ends, NULL);
-  ha_add_tensor(c, p->cu_seqlens_k, INT32, 1, &ends, NULL);
+void ha_add_lengths(call *c, const packed_rows *rows) {
+  const int64_t ends = rows->batch + 1, none = 0, used = rows->used_k ? rows->batch : 0;
+  ha_add_tensor(c, rows->starts_q, INT32, 1, &ends, NULL);
+  ha_add_tensor(c, rows->starts_k, INT32, 1, &ends, NULL);
   ha_add_tensor(c, NULL, INT32, 1, &none, NULL);
-  ha_add_tensor(c, p->seqused_k, INT32, 1, &used, NULL);
+  ha_add_tensor(c, rows->used_k, INT32, 1, &used, NULL);
 }
 
-ha_status ha_run_planner(const ha_varlen_params *p, int tile_m, int64_t words, int device, bool only_load) {
+static void add_words(call *c, const plan_place *place) {
+  ha_add_tensor(c, (const char *)place->workspace + WORKSPACE_HEAD_BYTES, INT32, 1, &place->words, NULL);
+}
+
+ha_status ha_run_planner(const packed_rows *rows, const plan_place *place, int device, void *stream, bool only_load) {
   call c;
   ha_call_begin(&c, device);
-  ha_add_lengths(&c, p);
-  ha_add_tensor(&c, plan_in(p), INT32, 1, &words, NULL);
-  ha_add_int(&c, p->total_q);
-  ha_add_int(&c, p->total_k);
-  ha_add_int(&c, tile_m);
+  ha_add_lengths(&c, rows);
+  add_words(&c, place);
+  ha_add_int(&c, rows->total_q);
+  ha_add_int(&c, rows->total_k);
+  ha_add_int(&c, place->tile_m);
   ha_add_int(&c, TILES_OF_QUERIES);
-  return ha_run((kernel_choice){ha_plan_kernel, 0}, &c, p->stream, only_load);
+  return ha_run((kernel_choice){ha_plan_kernel, 0}, &c, stream, only_load);
 }
 
-void ha_add_plan(call *c, const ha_varlen_params *p, int64_t words) {
-  ha_add_tensor(c, plan_in(p), INT32, 1, &words, NULL);
-  ha_add_int(c, p->batch + 1);
+void ha_add_plan(call *c, const packed_rows *rows, const plan_place *place) {
+  add_words(c, place);
+  ha_add_int(c, rows->batch + 1);
 }
 
 static ha_status check_lengths(const ha_varlen_params *p) {
@@ -113,14 +120,18 @@ static kernel_choice choose(const ha_varlen_params *p, const plan *made) {
   return (kernel_choice){made->row->kernel, ha_features_of(&p->scores)};
 }
 
-static ha_status attend(const ha_varlen_params *p, const plan *made, const operand operands[4], const device *here,
-                        bool only_load) {
+static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, const operand operands[4],
+                                 const device *here, bool only_load) {
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
+  const packed_rows rows = ha_rows_of(p);
+  const plan_place place = {p->workspace, made->words, made->row->tile_m};
+  const ha_status status = ha_run_planner(&rows, &place, here->index, p->stream, only_load);
+  if (status != HA_SUCCESS) return status;
   call c;
   ha_call_begin(&c, here->index);
   ha_add_operands(&c, p->dtype, operands, 3, &lse, p->workspace, made->problem.scale);
   ha_add_window(&c, &made->problem.mask);
-  ha_add_plan(&c, p, made->words);
+  ha_add_plan(&c, &rows, &place);
   ha_add_nothings(&c, PAGE_ARGUMENTS);
   ha_add_softcap(&c, &p->scores);
   ha_add_slopes(&c, &p->scores, p->batch, p->heads);
@@ -141,8 +152,7 @@ static ha_status run(const ha_varlen_params *given, bool only_load) {
   status = ha_read_packed(p, shapes, operands);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
-  if (status == HA_SUCCESS) status = ha_run_planner(p, made.row->tile_m, made.words, here.index, only_load);
-  return status == HA_SUCCESS ? attend(p, &made, operands, &here, only_load) : status;
+  return status == HA_SUCCESS ? plan_and_attend(p, &made, operands, &here, only_load) : status;
 }
 
 ha_status ha_varlen(const ha_varlen_params *params) { return run(params, false); }

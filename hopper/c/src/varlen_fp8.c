@@ -42,7 +42,8 @@ static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given,
   const fp8_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, own->fp8_two_level != 0};
   made->row = ha_select_fp8(&kind, &made->problem.mask, false, 0);
   if (!made->row) return HA_ERROR_NOT_SUPPORTED;
-  status = ha_count_plan(own, made->row->tile_m, &made->words);
+  const packed_rows rows = ha_rows_of(own);
+  status = ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
   if (status == HA_SUCCESS) status = check_items(own, made->row);
   if (status == HA_SUCCESS) lay_out(own, made);
   return status;
@@ -63,6 +64,7 @@ static void add_codes(call *c, const ha_varlen_params *p, const fp8_parts *x, bo
 static ha_status quantize(const ha_varlen_params *p, const plan *made, const operand operands[NUM_OPERANDS],
                           const device *here, bool only_load) {
   const fp8_parts *x = &made->parts;
+  const packed_rows rows = ha_rows_of(p);
   const int64_t of_q[] = {1, p->heads, x->blocks_q}, of_k[] = {1, p->kv_heads, x->blocks_k};
   call c;
   ha_call_begin(&c, here->index);
@@ -77,14 +79,18 @@ static ha_status quantize(const ha_varlen_params *p, const plan *made, const ope
   ha_add_tensor(&c, at(p, x->k_scale), FLOAT32, 3, of_k, NULL);
   ha_add_tensor(&c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
   ha_add_signs(&c, p->workspace, made->row);
-  ha_add_lengths(&c, p);
+  ha_add_lengths(&c, &rows);
   ha_add_int(&c, (int64_t)here->multiprocessors * made->row->quantizer_ctas_per_sm);
   return ha_run((kernel_choice){made->row->quantizer, 0}, &c, p->stream, only_load);
 }
 
-static ha_status attend(const ha_varlen_params *p, const plan *made, const operand *out, const device *here,
-                        bool only_load) {
+static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, const operand *out, const device *here,
+                                 bool only_load) {
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
+  const packed_rows rows = ha_rows_of(p);
+  const plan_place place = {p->workspace, made->words, made->row->tile_m};
+  const ha_status status = ha_run_planner(&rows, &place, here->index, p->stream, only_load);
+  if (status != HA_SUCCESS) return status;
   call c;
   ha_call_begin(&c, here->index);
   add_codes(&c, p, &made->parts, false);
@@ -96,7 +102,7 @@ static ha_status attend(const ha_varlen_params *p, const plan *made, const opera
   ha_add_int(&c, made->row->block_k);
   ha_add_real(&c, made->problem.scale);
   ha_add_window(&c, &made->problem.mask);
-  ha_add_plan(&c, p, made->words);
+  ha_add_plan(&c, &rows, &place);
   ha_add_int(&c, here->multiprocessors);
   return ha_run((kernel_choice){made->row->kernel, 0}, &c, p->stream, only_load);
 }
@@ -113,8 +119,7 @@ static ha_status run(const ha_varlen_params *given, bool only_load) {
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, made.parts.end);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status == HA_SUCCESS) status = quantize(p, &made, operands, &here, only_load);
-  if (status == HA_SUCCESS) status = ha_run_planner(p, made.row->tile_m, made.words, here.index, only_load);
-  return status == HA_SUCCESS ? attend(p, &made, &operands[OUT], &here, only_load) : status;
+  return status == HA_SUCCESS ? plan_and_attend(p, &made, &operands[OUT], &here, only_load) : status;
 }
 
 ha_status ha_varlen_fp8(const ha_varlen_params *params) { return run(params, false); }
