@@ -40,6 +40,8 @@ KERNELS = ",".join(
         f"{FP8}_full_m192n128s4_r160_32_nopingpong_window_varlen_half_poly5",
         "hopper_decode_bf16_d128_full_m32n128s3b64_paged_window_softcap_sinks",
         "hopper_decode_bf16_d128_full_m32n128s3b128_leftpad",
+        "hopper_fwd_bf16_d128_causal_m128n160s2_r240_24_varlen_pages32",
+        "hopper_fwd_bf16_d128_causal_m128n160s2_r240_24_varlen_alibi_sinks_pages32",
         "append_sm_90a_bf16_bf16*",
         "append_sm_90a_bf16_e4m3",
         "combine_sm_90a_bf16_*",

@@ -17,9 +17,20 @@ from hopper_attention import (
 )
 from hopper_attention.launch.append import append
 from hopper_attention.launch.merge import merge
+from hopper_attention.launch.paged_forward import paged_forward
+from hopper_attention.masks import MaskSpec
 from hopper_attention.reference.append import Rotation
+from hopper_attention.scores import Scores
 from tests import c_library as c
-from tests.c_library import AppendParams, CombineParams, DecodeParams, Library, MergeParams, VarlenParams
+from tests.c_library import (
+    AppendParams,
+    CombineParams,
+    DecodeParams,
+    Library,
+    MergeParams,
+    PagedParams,
+    VarlenParams,
+)
 from tests.gpu.c_calls import DTYPES, Call, argument, dense_call
 
 pytestmark = pytest.mark.gpu
@@ -146,6 +157,42 @@ def test_a_decoding_step_with_a_window_and_scores_or_left_pads(
     fields |= {"k_cache": argument(caches[0]), "v_cache": argument(caches[1])}
     params = DecodeParams(dtype=c.BFLOAT16, cache_dtype=c.BFLOAT16, **fields)
     call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
+    for _ in range(2):
+        call.run()
+    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+
+
+@pytest.mark.parametrize("names", [(), ("alibi", "sinks")])
+def test_packed_queries_on_pages(library: Library, draw, names: tuple[str, ...]) -> None:
+    """A prompt that is read in parts, and a sequence with all of its keys new."""
+    queries, keys = (300, 129, 1), (1000, 129, 500)
+    x = draw(torch.bfloat16, 3, (sum(queries), 1024), (4, 2), 128)
+    q, device = x.q[0], x.q.device
+    caches = [cache.unflatten(1, (16, 64)).flatten(0, 1) for cache in (x.k, x.v)]
+    table = torch.randperm(48, device=device).int().reshape(3, 16)
+    ends = torch.tensor((0, *queries), device=device).cumsum(0).int()
+    seqlens = torch.tensor(keys, dtype=torch.int32, device=device)
+    starts = torch.arange(4, dtype=torch.int32, device=device) * 1024
+    options, scores = draw_scores(names, 4, 3)
+    mask = MaskSpec(causal=True)
+    expected, lse = paged_forward(
+        q,
+        *caches,
+        page_table=table,
+        lengths=seqlens,
+        cu_seqlens_q=ends,
+        mask=mask,
+        scores=Scores.of(0.0, options.get("alibi_slopes"), options.get("sinks")),
+        return_lse=True,
+    )
+    fields = {"batch": 3, "total_q": sum(queries), "max_seqlen_q": 300, "heads": 4, "kv_heads": 2}
+    fields |= {"head_dim": 128, "head_dim_v": 128, "pages": 48, "page_size": 64, "pages_of_sequence": 16}
+    places = {"cu_seqlens_q": ends, "cache_seqlens": seqlens, "cache_starts": starts, "page_table": table}
+    fields |= {name: place.data_ptr() for name, place in places.items()}
+    tensors = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
+    fields |= {name: argument(tensor) for name, tensor in tensors.items()}
+    params = PagedParams(dtype=c.BFLOAT16, causal=1, scores=scores, **fields)
+    call = Call(library, params, torch.empty_like(q), (4, sum(queries)))
     for _ in range(2):
         call.run()
     assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
