@@ -102,8 +102,8 @@ class ForwardRow:
 
 
 def forward_rows() -> tuple[ForwardRow, ...]:
-    """Every choice of ``select_forward_config``, those that differ in ``max_seqlen_k`` alone in ascending order; and of
-    ``select_paged_config``."""
+    """Every choice of ``select_forward_config``, those that differ in ``max_seqlen_k`` alone in ascending order, and of
+    ``select_paged_config``; those of a dtype and a layout together."""
     bounds = length_bounds()
     rows: list[ForwardRow] = []
     for dtype in DTYPES:
@@ -111,12 +111,13 @@ def forward_rows() -> tuple[ForwardRow, ...]:
             for dims in NATIVE_HEAD_DIMS:
                 for causal, mask in product((False, True), MASKS):
                     rows += _rows_of(dtype, layout, dims, (causal, *mask), bounds)
-    return *rows, *_paged_rows()
+        rows += _paged_rows(dtype)
+    return tuple(rows)
 
 
-def _paged_rows() -> Iterator[ForwardRow]:
-    kinds = product(DTYPES, NATIVE_HEAD_DIMS, (False, True), MASKS, (*PAGE_ROWS, ONE_PAGE))
-    for dtype, dims, causal, (window, chunk), page_rows in kinds:
+def _paged_rows(dtype: str) -> Iterator[ForwardRow]:
+    kinds = product(NATIVE_HEAD_DIMS, (False, True), MASKS, (*PAGE_ROWS, ONE_PAGE))
+    for dims, causal, (window, chunk), page_rows in kinds:
         config = select_paged_config(dtype, *dims, causal, page_rows, window)
         yield ForwardRow(replace(config, chunk=chunk), ANY_LENGTH, page_rows)
 
@@ -355,7 +356,8 @@ def kernel_table(built: Iterable[_kernels.KernelConfig]) -> str:
     ]
     rows = forward_rows()
     lines += [f"    {{{_c_row(row, index[row.config.name])}}}," for row in rows]
-    lines += ["};", f"const size_t ha_num_forward_rows = {len(rows)};", ""]
+    kinds = [(row.config.dtype, _c_layout(row)) for row in rows]
+    lines += ["};", _groups("ha_forward_groups", kinds), ""]
     return "\n".join([*lines, _decode_table(index), _fp8_table(index), _cache_tables(index), _head_table()])
 
 
@@ -412,9 +414,21 @@ def _decode_table(index: dict[str, int]) -> str:
 
 def _fp8_table(index: dict[str, int]) -> str:
     """``ha_fp8_rows``."""
-    lines = [f"    {{{_c_fp8_row(row, index)}}}," for row in fp8_rows()]
-    count = f"const size_t ha_num_fp8_rows = {len(lines)};"
-    return "\n".join(["const fp8_row ha_fp8_rows[] = {", *lines, "};", count, ""])
+    rows = fp8_rows()
+    lines = [f"    {{{_c_fp8_row(row, index)}}}," for row in rows]
+    groups = _groups("ha_fp8_groups", [(row.kind.dtype, C_LAYOUTS[row.kind.layout]) for row in rows])
+    return "\n".join(["const fp8_row ha_fp8_rows[] = {", *lines, "};", groups, ""])
+
+
+def _groups(name: str, kinds: Sequence[tuple[str, str]]) -> str:
+    """Where the rows of each dtype and layout begin and end."""
+    places = []
+    for dtype, layout in product(DTYPES, (*C_LAYOUTS.values(), C_PAGED)):
+        count = kinds.count((dtype, layout))
+        first = kinds.index((dtype, layout)) if count else 0
+        assert all(kind == (dtype, layout) for kind in kinds[first : first + count])
+        places.append(f"{{{first}, {first + count}}}")
+    return f"const group {name}[2][3] = {{{{{', '.join(places[:3])}}}, {{{', '.join(places[3:])}}}}};"
 
 
 def _c_fp8_row(row: Fp8Row, index: dict[str, int]) -> str:
@@ -459,9 +473,13 @@ def _head_table() -> str:
 def _c_row(row: ForwardRow, kernel: int) -> str:
     c = row.config
     longest = "INT64_MAX" if row.max_seqlen_k == ANY_LENGTH else str(row.max_seqlen_k)
-    flags, layout = (c.causal, c.window, c.chunk), C_PAGED if row.page_rows else C_LAYOUTS[c.layout]
-    fields = C_DTYPES[c.dtype], layout, row.page_rows, *map(_c_bool, flags), c.head_dim, c.head_dim_v
+    flags = c.causal, c.window, c.chunk
+    fields = C_DTYPES[c.dtype], _c_layout(row), row.page_rows, *map(_c_bool, flags), c.head_dim, c.head_dim_v
     return ", ".join(map(str, (*fields, longest, c.tile_m, c.ctas_per_sm, kernel)))
+
+
+def _c_layout(row: ForwardRow) -> str:
+    return C_PAGED if row.page_rows else C_LAYOUTS[row.config.layout]
 
 
 def _c_bool(flag: bool) -> str:

@@ -120,8 +120,14 @@ extern const kernel ha_kernels[];
 extern const size_t ha_num_kernels;
 extern const variant ha_variants[]; /* by ascending choices */
 extern const size_t ha_num_variants;
+/* Rows of a table from `first` on, before `end`. */
+typedef struct group {
+  int first;
+  int end;
+} group;
+
 extern const forward_row ha_forward_rows[];
-extern const size_t ha_num_forward_rows;
+extern const group ha_forward_groups[2][3]; /* by dtype and layout */
 extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
 
 /* One choice of an FP8 kernel and of the quantizer before it: of the rows with what the problem has of the fields before
@@ -147,7 +153,7 @@ typedef struct fp8_row {
 } fp8_row;
 
 extern const fp8_row ha_fp8_rows[];
-extern const size_t ha_num_fp8_rows;
+extern const group ha_fp8_groups[2][3]; /* by dtype and layout */
 
 /* What a workspace begins with: the tile counter, zeros; 1.0f; the signs of the rotation. */
 extern const uint32_t ha_workspace_head[WORKSPACE_HEAD_BYTES / sizeof(uint32_t)];

@@ -49,11 +49,12 @@ int64_t ha_most_keys(const mask *m, int64_t seqlen_k) {
 }
 
 const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen) {
+  const group rows = ha_forward_groups[kind->dtype][kind->layout];
   const forward_row *best = NULL;
-  for (size_t i = 0; i < ha_num_forward_rows; i++) {
+  for (int i = rows.first; i < rows.end; i++) {
     const forward_row *row = &ha_forward_rows[i];
-    if (row->dtype != kind->dtype || row->layout != kind->layout || row->page_rows != kind->page_rows) continue;
-    if (row->causal != m->causal || row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
+    if (row->page_rows != kind->page_rows || row->causal != m->causal) continue;
+    if (row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
     if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1] || seen > row->max_seqlen_k) continue;
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
@@ -62,9 +63,10 @@ const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, in
 }
 
 static const fp8_row *find_fp8(const fp8_kind *kind, const mask *m, bool one_block, int64_t seen) {
-  for (size_t i = 0; i < ha_num_fp8_rows; i++) {
+  const group rows = ha_fp8_groups[kind->dtype][kind->layout];
+  for (int i = rows.first; i < rows.end; i++) {
     const fp8_row *row = &ha_fp8_rows[i];
-    if (row->dtype != kind->dtype || row->layout != kind->layout || row->two_level != kind->two_level) continue;
+    if (row->two_level != kind->two_level) continue;
     if (row->head_dim != kind->head_dims[0] || row->head_dim_v != kind->head_dims[1]) continue;
     if (row->causal != m->causal || row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
     if (row->one_block == one_block && seen <= row->max_seqlen_k) return row;
