@@ -114,3 +114,18 @@ def dense_call(library: Library, q: Tensor, k: Tensor, v: Tensor, kind: str = ""
     params = ForwardParams(dtype=DTYPES[q.dtype], **sizes, **tensors, **options)
     out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
     return Call(library, params, out, (batch, heads, seqlen_q), kind)
+
+
+def assert_same(found: Tensor, expected: Tensor, what: str = "out") -> None:
+    """That two tensors have the same bits; else say of how many elements, and which is the first, they have not."""
+    if torch.equal(found, expected):
+        return
+    assert found.shape == expected.shape, (
+        f"{what} has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    )
+    differs = (found != expected).nonzero()
+    first = tuple(differs[0].tolist())
+    pytest.fail(
+        f"{what} differs in {len(differs)} of {found.numel()} elements, first at {first}: {found[first].item()} for "
+        f"{expected[first].item()}; NaN in {found.isnan().sum()} and in {expected.isnan().sum()} of them"
+    )

@@ -24,7 +24,7 @@ from hopper_attention import (
 )
 from tests import c_library as c
 from tests.c_library import DecodeParams, Library, VarlenParams
-from tests.gpu.c_calls import Call, argument, dense_call
+from tests.gpu.c_calls import Call, argument, assert_same, dense_call
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,8 @@ def test_dense_outputs_are_those_of_python(
     call = dense_call(library, x.q, x.k, x.v, causal=causal, **sides)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
     assert not call.workspace[:16].any(), "the tile counter is left as it was found"
 
 
@@ -72,7 +73,7 @@ def test_strided_inputs_and_a_scale(library: Library, draw) -> None:
     expected = flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, backend="hopper")
     call = dense_call(library, q, k, v, causal=True, softmax_scale=0.3)
     call.run()
-    assert torch.equal(call.out, expected)
+    assert_same(call.out, expected)
 
 
 FP8 = [
@@ -102,7 +103,8 @@ def test_fp8_outputs_are_those_of_python(
     call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal, **given)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 DECODE = [(1, 64, False), (3, 64, False), (1, 0, False), (1, 0, True)]
@@ -148,11 +150,12 @@ def test_a_decoding_step_is_that_of_python(
     call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
     without = torch.empty_like(x.q)
     call.params.out, call.params.lse = argument(without), None
     call.run()
-    assert torch.equal(without, expected)
+    assert_same(without, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -181,7 +184,8 @@ def test_packed_outputs_are_those_of_python(library: Library, draw, causal: bool
     call = Call(library, params, torch.empty_like(q), (4, sum(lengths)))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
@@ -202,7 +206,7 @@ def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
         torch.cuda.synchronize()
         cuda(driver.cuGraphLaunch(replay, stream))
         cuda(driver.cuStreamSynchronize(stream))
-        assert torch.equal(call.out, expected)
+        assert_same(call.out, expected)
     for end, handle in ((driver.cuGraphExecDestroy, replay), (driver.cuGraphDestroy, graph)):
         cuda(end(handle))
     cuda(driver.cuStreamDestroy(stream))

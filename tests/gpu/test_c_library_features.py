@@ -31,7 +31,7 @@ from tests.c_library import (
     PagedParams,
     VarlenParams,
 )
-from tests.gpu.c_calls import DTYPES, Call, argument, dense_call
+from tests.gpu.c_calls import DTYPES, Call, argument, assert_same, dense_call
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,8 @@ def test_dense_scores(library: Library, draw, names: tuple[str, ...], causal: bo
     call = dense_call(library, x.q, x.k, x.v, **given, scores=scores)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
     plain = flash_attn_func(x.q, x.k, x.v, **given, backend="hopper")
     assert not torch.equal(call.out, plain), "the scores were changed"
 
@@ -111,7 +112,8 @@ def test_packed_slopes_and_sinks(library: Library, draw) -> None:
     expected, lse = flash_attn_varlen_func(*qkv, *bounds, **given, **options)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 @pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (False, 100)])
@@ -124,7 +126,8 @@ def test_packed_fp8(library: Library, draw, causal: bool, window_left: int) -> N
     expected, lse = flash_attn_fp8_func(*qkv, **bounds, **options, return_attn_probs=True)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 @pytest.mark.parametrize("is_paged", [True, False])
@@ -159,7 +162,8 @@ def test_a_decoding_step_with_a_window_and_scores_or_left_pads(
     call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 @pytest.mark.parametrize("names", [(), ("alibi", "sinks")])
@@ -195,7 +199,8 @@ def test_packed_queries_on_pages(library: Library, draw, names: tuple[str, ...])
     call = Call(library, params, torch.empty_like(q), (4, sum(queries)))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 APPENDS = [
@@ -241,11 +246,11 @@ def test_new_tokens(library: Library, draw, cache_dtype: torch.dtype, rotary: st
     tensors = {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1]}
     fields |= {name: argument(tensor) for name, tensor in tensors.items()}
     run_single(library, AppendParams(dtype=c.BFLOAT16, cache_dtype=CODES[cache_dtype], **fields))
-    assert torch.equal(lengths, wanted[0])
+    assert_same(lengths, wanted[0], "new_seqlens")
     for cache, of_python in zip(caches, expected, strict=True):
         assert torch.equal(cache.view(torch.uint8), of_python.view(torch.uint8))
     if rotary:
-        assert torch.equal(turned, wanted[1])
+        assert_same(turned, wanted[1], "q_out")
 
 
 @pytest.mark.parametrize(("dtype", "num_splits"), [(torch.bfloat16, 3), (torch.float32, 20)])
@@ -267,7 +272,8 @@ def test_parts_are_merged(library: Library, dtype: torch.dtype, num_splits: int)
     tensors = {"out_partial": argument(parts[0]), "out": argument(out)}
     places = {"lse_partial": lse_partial.data_ptr(), "lse": found.data_ptr()}
     run_single(library, CombineParams(dtype=CODES[dtype], **sizes, **tensors, **places))
-    assert torch.equal(out, expected) and torch.equal(found.transpose(1, 2), lse)
+    assert_same(out, expected)
+    assert_same(found.transpose(1, 2), lse, "lse")
     assert not out[0, :3, 0].any(), "where no part has a key"
 
 
@@ -282,5 +288,6 @@ def test_a_part_is_added(library: Library) -> None:
     places = {"lse": lse.data_ptr(), "part_lse": part_lse.data_ptr()}
     params = MergeParams(dtype=c.BFLOAT16, **sizes, out=argument(out), part=argument(part), **places)
     run_single(library, params)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert_same(out, expected)
+    assert_same(lse, expected_lse, "lse")
     assert torch.equal(out[0, :3, 0], before[0, :3, 0]), "a part without keys changes nothing"
