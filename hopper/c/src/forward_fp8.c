@@ -52,10 +52,10 @@ static ha_status make_plan(ha_forward_params *own, const ha_forward_params *give
   if (status != HA_SUCCESS) return status;
   made->row = select_row(own, &made->problem.mask);
   if (!made->row) return HA_ERROR_NOT_SUPPORTED;
-  if (!made->problem.is_empty) {
-    status = ha_check_tiles(own, made->row->tile_m);
-    if (status == HA_SUCCESS) status = check_items(own, made->row);
-  }
+  made->parts.end = WORKSPACE_HEAD_BYTES;
+  if (made->problem.is_empty) return HA_SUCCESS;
+  status = ha_check_tiles(own, made->row->tile_m);
+  if (status == HA_SUCCESS) status = check_items(own, made->row);
   if (status == HA_SUCCESS) lay_out(own, made);
   return status;
 }
