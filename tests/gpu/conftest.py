@@ -27,6 +27,8 @@ from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch import backward, packed_forward, packed_fp8
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
+from tests.c_library import Library
+from tests.gpu.c_calls import open_library
 
 WATCHDOG_S = 240
 """A test that takes this long hangs: its traceback is printed and the run ends."""
@@ -88,6 +90,12 @@ def poisoned_results(
     empty_results: Callable[..., tuple[Tensor, Tensor]], *options: Any
 ) -> tuple[Tensor, ...]:
     return tuple(x.fill_(math.nan) for x in empty_results(*options))
+
+
+@pytest.fixture(scope="session")
+def library(compiled_kernels: None, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The C library."""
+    return open_library(tmp_path_factory.mktemp("c_library"))
 
 
 @dataclass(frozen=True)
