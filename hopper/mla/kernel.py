@@ -25,7 +25,6 @@ from hopper.decode.kernel import COMBINING_CTAS, tiles_of
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
-from hopper.decode.schedule import TileParts
 from hopper.decode.softmax import RowSoftmax
 from hopper.forward.operands import Mmas
 from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
@@ -275,9 +274,7 @@ class MlaKernel:
             else:
                 queries.load(rows.tile)
                 column = first_column_of_thread(lane)
-                mask = RowMask(
-                    work.batch.window, c.tile_n, seqlens, rows.tile.first, column, rows.levels()
-                )
+                mask = RowMask(work.batch.window, c.tile_n, seqlens, rows.tile.first, column, rows.levels())
                 scores = PartScores(mask, (blocks.left_masked_end, blocks.unmasked_end), softcaps)
                 state = consumer.attend_to_part(scores, blocks.begin + first, blocks.begin + end, state)
                 factors = results.leave_sums(consumer.softmax, rows, parts)

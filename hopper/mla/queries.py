@@ -101,6 +101,8 @@ def load_chunk(row: cute.Tensor, column: Int32, is_row: Boolean) -> cute.Tensor:
     found = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
     found.fill(0)
     if is_row and column < row.shape[0]:
-        start = cute.make_ptr(Int32, (row.iterator + column).toint(), cute.AddressSpace.gmem, assumed_align=16)
+        start = cute.make_ptr(
+            Int32, (row.iterator + column).toint(), cute.AddressSpace.gmem, assumed_align=16
+        )
         cute.autovec_copy(cute.make_tensor(start, cute.make_layout(CHUNK_WORDS)), found)
     return found

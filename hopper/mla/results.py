@@ -7,7 +7,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.fast_math import pack
-from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW, ROWS_PER_THREAD, as_rows, first_column_of_thread
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+    first_column_of_thread,
+)
 from cute_kernels.invariant import LoopInvariant
 from hopper.decode.results import PartialResults, RowSum
 from hopper.decode.rows import HeadRows

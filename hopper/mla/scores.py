@@ -97,15 +97,16 @@ class MlaScores(ScoresConsumer):
 
     @cute.jit
     def _clear_values(self, keys: Int32, stage: Int32):
-        """Zero the rows of V from ``keys`` on, which may hold NaN, as ``Consumer`` of the decode kernel does; before the
-        block is read by any product. The other warpgroup reads it behind barriers that come after this."""
+        """Zero the rows of V from ``keys`` on, which may hold NaN, as ``Consumer`` of the decode kernel does, before a
+        product reads the block. The other warpgroup reads it behind barriers that come after this."""
         c = self.config
         parts = c.half // BOX_COLUMNS
         box = WORDS_PER_BOX_ROW * c.tile_n
         words = cute.make_tensor(
             cute.recast_ptr(self.sV.iterator, cute.make_swizzle(0, 4, 3), Int32),
             cute.make_layout(
-                (WORDS_PER_BOX_ROW, c.tile_n, parts, 2 * c.stages), stride=(1, WORDS_PER_BOX_ROW, box, box * parts)
+                (WORDS_PER_BOX_ROW, c.tile_n, parts, 2 * c.stages),
+                stride=(1, WORDS_PER_BOX_ROW, box, box * parts),
             ),
         )
         warps = WARPGROUP_THREADS // WORDS_PER_BOX_ROW

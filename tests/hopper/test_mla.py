@@ -6,30 +6,26 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import SMEM_BYTES
-from hopper.inspection import ResourceUsage
-from hopper.mla.config import REGISTERS, MlaConfig, box_rows_for, select_mla_config, validate_mla_config
+from hopper.mla.config import MlaConfig, select_mla_config
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
-from tests.compile_pool import usage_of_each
 from tests.hopper.decode_on_numpy import Launch, Queries
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.mla_on_numpy import mla_on_numpy
 from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.paged_on_numpy import Cache
 from tests.hopper.test_kernels_on_numpy import EPSILON
-from tests.hopper.wgmma_hazards import find_hazards
 from tests.plans import Packed
-from tests.ptx import ptx_of
 
 LATE = Timing(is_late=True, seed=1)
 
 
-def config_of(dtype: str, causal: bool, rows: int, page_size: int = 64, pages: int = 8, **others: Any) -> MlaConfig:
+def config_of(
+    dtype: str, causal: bool, rows: int, page_size: int = 64, pages: int = 8, **others: Any
+) -> MlaConfig:
     found = select_mla_config(dtype, 512, causal, page_size, pages, rows, **others)
     assert found is not None
     return found
@@ -39,7 +35,9 @@ SHORT = config_of("bfloat16", False, 16)
 CLUSTER = config_of("bfloat16", True, 128, limits_splits=True)
 EVERYTHING = {"window": True, "chunk": True, "layout": "varlen", "softcap": True, "sinks": True}
 NARROW = replace(
-    config_of("float16", True, 64, 1000, 1, paged=False, leftpad=True, **EVERYTHING), head_dim_v=256, box_rows=16
+    config_of("float16", True, 64, 1000, 1, paged=False, leftpad=True, **EVERYTHING),
+    head_dim_v=256,
+    box_rows=16,
 )
 
 SINKS = torch.linspace(-1.0, 2.0, 16)
@@ -111,3 +109,12 @@ def test_few_heads_in_pages() -> None:
 def test_two_ctas_share_keys() -> None:
     """Tokens of a step under a causal mask, 80 rows, of which the second CTA of the cluster has 16."""
     check(Case(CLUSTER, (2, 2), (130, 64), 64, Launch(2, max_splits=2, timing=LATE), (40, 1)))
+
+
+def test_everything_at_once() -> None:
+    """Columns that TMA fills up, packed queries, one page of any size behind a leftpad, chunks in a window, a cap and
+    sinks."""
+    rules = Rules(softcap=4.0, sinks=SINKS)
+    sides = 20, 0, 64
+    launch = Launch(2, timing=LATE)
+    check(Case(NARROW, (3, 0, 1), (70, 30, 10), 128, launch, (16, 1), (40, 248), (3, 0, 60), sides, rules))
