@@ -41,8 +41,10 @@ class MlaConfig:
 
     A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. Each of
     ``cluster`` CTAs has ``cta_rows`` of them, 64, or 32 in the upper half of each warp's 16 rows of a WGMMA. A block of
-    ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. The
-    other fields are as in ``DecodeConfig``.
+    ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. With
+    ``holds_values`` P V of the second half of the columns waits for the scores of the next block, so that the tensor
+    cores have work while the softmax runs; without it V is given back sooner. The other fields are as in
+    ``DecodeConfig``.
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class MlaConfig:
     stages: int = 2
     cta_rows: int = WARPGROUP_ROWS
     cluster: int = 1
+    holds_values: bool = False
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
@@ -112,6 +115,7 @@ class MlaConfig:
             f"m{self.cta_rows}n{self.tile_n}s{self.stages}b{self.box_rows}",
         ]
         parts += [f"c{self.cluster}"] if self.cluster > 1 else []
+        parts += ["held"] if self.holds_values else []
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
         parts += [] if self.layout == DENSE else [self.layout]
@@ -180,6 +184,7 @@ def select_mla_config(
         stages=STAGES[columns],
         cta_rows=cta_rows,
         cluster=cluster_of(rows),
+        holds_values=cluster_of(rows) > 1,
         **others,
     )
     validate_mla_config(config)

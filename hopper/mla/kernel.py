@@ -1,7 +1,5 @@
 """The Hopper kernel for decoding over a latent: few queries, a second query that multiplies V, and a long cache."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
@@ -18,7 +16,7 @@ from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
+from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import BOX_COLUMNS
 from hopper.decode.consumer import RowMask
 from hopper.decode.kernel import COMBINING_CTAS, tiles_of
@@ -32,18 +30,12 @@ from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
 from hopper.mla.scores import MlaScores, PartScores
+from hopper.mla.values import MlaValues
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
-from hopper.wide.values import ValuesConsumer
 
 ONE_WARPGROUP = (1, 1, 1)
-
-
-class BlockCount(NamedTuple):
-    """Of the key blocks that ``ValuesConsumer`` visits."""
-
-    count: Int32
 
 
 class MlaKernel:
@@ -137,7 +129,7 @@ class MlaKernel:
             rows = cutlass.min(of_head, rows)
         row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
         self.combine(mQ, lists, outputs, num_pieces).launch(
-            grid=(ctas, row_ctas, 1),
+            grid=(ctas, row_ctas, c.head_dim_v // COLUMNS_OF_A_CTA),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -212,7 +204,7 @@ class MlaKernel:
                 self._score(work, consumer, results, loads, softcaps, place)
             else:
                 mma = self._pv_mma(warpgroup.OperandSource.SMEM)
-                values_consumer = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
+                values_consumer = MlaValues(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values_consumer, results, place)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
@@ -220,13 +212,13 @@ class MlaKernel:
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
-        """As the kernel of this name in ``DecodeKernel``."""
+        """As the kernel of this name in ``DecodeKernel``; a CTA has some columns of a row."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
-        piece, row, _ = cute.arch.block_idx()
+        piece, row, columns = cute.arch.block_idx()
         work = lists.work(c, mQ, piece, num_pieces, lane)
         parts = PartialResults(c, outputs.parts)
         by_tile = Boolean(False)
@@ -236,7 +228,7 @@ class MlaKernel:
         combine = Combine(
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
-        combine.run(by_tile, row, cute.arch.grid_dim()[1])
+        combine.run(by_tile, row, cute.arch.grid_dim()[1], (columns * COLUMNS_OF_A_CTA,))
 
     @cute.jit
     def _sync_cluster(self):
@@ -286,7 +278,7 @@ class MlaKernel:
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
-    def _sum_values(self, work: Work, consumer: ValuesConsumer, results: MlaResults, place: tuple):
+    def _sum_values(self, work: Work, consumer: MlaValues, results: MlaResults, place: tuple):
         """The second consumer warpgroup: the same tiles."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         consumer.exchange.prime()
@@ -297,7 +289,7 @@ class MlaKernel:
             parts = work.parts(start, blocks)
             count = parts.begin(work.cta + 1) - parts.begin(work.cta)
             if count > 0:
-                state = consumer.attend(BlockCount(count), state)
+                state = consumer.attend_to_part(count, state)
                 factors = consumer.receive_inverse_sum()
                 rows = self._rows(work, sequence, tile, place)
                 results.leave_columns(consumer.acc, SECOND_HALF, factors, rows, parts)

@@ -70,11 +70,40 @@ class MlaScores(ScoresConsumer):
             state = self._next_block(scores, end - 2 - step, state, True)
         self._start_product(state)
         self._hand_over()
-        arrive(WideBarrier.SCORED)
+        if const_expr(self.config.holds_values):
+            arrive(WideBarrier.SCORED)
         warpgroup.wait_group(0)
         self.pipes.v[FIRST_HALF].consumer_release(state)
         state.advance()
         return state
+
+    @cute.jit
+    def _next_block(
+        self, scores: PartScores, n_block: Int32, state: PipelineState, is_masked: cutlass.Constexpr[bool]
+    ) -> PipelineState:
+        """As that of ``ScoresConsumer``. Without ``holds_values`` memory is the limit: V is given back before anything
+        of the next block is waited for."""
+        next_state = state.clone()
+        next_state.advance()
+        acc_S = self._make_acc_S()
+        self._start_product(state)
+        self._hand_over()
+        if const_expr(self.config.holds_values):
+            self._start_scores(acc_S, next_state)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        self.pipes.v[FIRST_HALF].consumer_release(state)
+        if const_expr(not self.config.holds_values):
+            self._start_scores(acc_S, next_state)
+        self._continue_scores(acc_S, next_state)
+        if const_expr(self.config.holds_values):
+            warpgroup.wait_group(1)
+            arrive(WideBarrier.SCORED)
+        warpgroup.wait_group(0)
+        self._release_scores(next_state)
+        self._make_p(scores, acc_S, n_block, is_masked, False)
+        return next_state
 
     @cute.jit
     def _make_p(

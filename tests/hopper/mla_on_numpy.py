@@ -8,6 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
+from hopper.decode.combine import COLUMNS_OF_A_CTA
 from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA
 from hopper.mla.config import MlaConfig
 from tests.hopper.decode_on_numpy import (
@@ -65,5 +66,6 @@ def mla_on_numpy(
     add_tensors(arguments, *outputs)
     add_parts(arguments, parts)
     arguments.add(launch.ctas)
-    arguments.launch(combine, (combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
+    ctas = combining_ctas(config, queries, cache, launch)
+    arguments.launch(combine, (ctas, launch.row_ctas, config.head_dim_v // COLUMNS_OF_A_CTA))
     return out, lse

@@ -6,19 +6,25 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from hopper.mla.config import MlaConfig, select_mla_config
+from hopper.config import SMEM_BYTES
+from hopper.inspection import ResourceUsage
+from hopper.mla.config import REGISTERS, MlaConfig, box_rows_for, select_mla_config, validate_mla_config
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
+from tests.compile_pool import usage_of_each
 from tests.hopper.decode_on_numpy import Launch, Queries
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.mla_on_numpy import mla_on_numpy
 from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.paged_on_numpy import Cache
 from tests.hopper.test_kernels_on_numpy import EPSILON
+from tests.hopper.wgmma_hazards import find_hazards
 from tests.plans import Packed
+from tests.ptx import ptx_of
 
 LATE = Timing(is_late=True, seed=1)
 
@@ -40,7 +46,75 @@ NARROW = replace(
     box_rows=16,
 )
 
+COMPILED = [
+    SHORT,
+    CLUSTER,
+    config_of("float16", True, 64, 16),
+    config_of("bfloat16", True, 128, 16, layout="varlen", limits_splits=True, sinks=True),
+    replace(NARROW, stages=4),
+]
+"""With 512 columns and a window, a cap and sinks all together some 24 bytes spill."""
+
 SINKS = torch.linspace(-1.0, 2.0, 16)
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[MlaConfig, ResourceUsage]:
+    return usage_of_each(COMPILED)
+
+
+@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
+def test_kernels_compile_without_spills(config: MlaConfig, usages: dict[Any, ResourceUsage]) -> None:
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads <= 65536
+    assert 2 * REGISTERS.consumer + REGISTERS.producer <= 3 * usage.registers
+    assert usage.shared_bytes <= SMEM_BYTES
+
+
+@pytest.mark.parametrize("config", [SHORT, CLUSTER], ids=lambda config: config.name)
+def test_nothing_touches_a_product_in_flight(config: MlaConfig) -> None:
+    count, hazards = find_hazards(ptx_of(config))
+    # Two sites of S with 36 steps each, and of P V two of the first warpgroup and one of the second.
+    assert count >= 2 * 36 and hazards == []
+
+
+@pytest.mark.parametrize(
+    ("page_size", "pages", "rows", "box_rows"),
+    [
+        (64, 8, 16, 64),
+        (64, 8, 65, 32),
+        (256, 8, 16, 64),
+        (16, 8, 65, 16),
+        (24, 8, 16, 8),
+        (12, 8, 16, None),
+        (7, 1, 16, 64),
+    ],
+)
+def test_rows_of_a_box(page_size: int, pages: int, rows: int, box_rows: int | None) -> None:
+    assert box_rows_for(page_size, pages, rows) == box_rows
+    config = select_mla_config("bfloat16", 512, True, page_size, pages, rows)
+    assert (config is None) == (box_rows is None)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("dtype", "float32"),
+        ("layout", "paged"),
+        ("head_dim_v", 384),
+        ("tile_n", 48),
+        ("cluster", 3),
+        ("cta_rows", 16),
+        ("box_rows", 128),
+        ("stages", 1),
+        ("stages", 3),
+    ],
+)
+def test_configs_that_no_kernel_is_built_from(field: str, wrong: Any) -> None:
+    named = "the tiles need" if (field, wrong) == ("stages", 3) else field
+    with pytest.raises(ValueError, match=f"^{named}"):
+        validate_mla_config(replace(SHORT, **{field: wrong}))
 
 
 @dataclass(frozen=True)
