@@ -50,10 +50,11 @@ COMPILED = [
     SHORT,
     CLUSTER,
     config_of("float16", True, 64, 16),
-    config_of("bfloat16", True, 128, 16, layout="varlen", limits_splits=True, sinks=True),
+    config_of("bfloat16", True, 128, 16, layout="varlen"),
+    config_of("bfloat16", True, 128, 16, limits_splits=True, sinks=True),
     replace(NARROW, stages=4),
 ]
-"""With 512 columns and a window, a cap and sinks all together some 24 bytes spill."""
+"""With 512 columns a window spills a register, and all features together some six."""
 
 SINKS = torch.linspace(-1.0, 2.0, 16)
 
