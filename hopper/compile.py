@@ -16,6 +16,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
@@ -37,6 +38,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
     WideForwardConfig: ("hopper.wide.compile", "compile_wide"),
     DecodeConfig: ("hopper.decode.compile", "compile_decode"),
+    MlaConfig: ("hopper.mla.compile", "compile_mla"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),

@@ -1,4 +1,4 @@
-"""Runs the decode kernel: few queries a sequence, on a cache that it reads where it lies."""
+"""Runs the decode kernels, that of ``qv`` too: few queries a sequence, on a cache that they read where it lies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
@@ -25,20 +26,22 @@ from hopper_attention.layout import (
     repairs_for,
 )
 from hopper_attention.masks import kernel_sides
+from hopper_attention.mla_rules import pieces_of, select_mla
 from hopper_attention.scores import NO_SCORES, Scores
 
 
 @dataclass(frozen=True)
 class DecodeLauncher(Launcher):
-    """The decode kernel of one kind of call. ``num_ctas`` take a piece of all keys each; no tile of query rows is in
-    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them. With
-    ``restrides`` TMA wants other strides for dimensions of size 1 of the caches."""
+    """The decode kernel of one kind of call. All keys are shared out in ``pieces``, each for a CTA, with ``qv`` for a
+    cluster; no tile of query rows is in more than ``max_splits`` parts, unless it is None; ``sides`` are those of a
+    window as the kernel takes them. With ``restrides`` TMA wants other strides for dimensions of size 1 of the
+    caches."""
 
-    config: DecodeConfig
+    config: DecodeConfig | MlaConfig
     kernel: Kernel
     shape: CacheShape
     softmax_scale: float
-    num_ctas: int
+    pieces: int
     max_splits: int | None
     sides: tuple[Any, ...]
     restrides: bool
@@ -50,7 +53,8 @@ class DecodeLauncher(Launcher):
         if self.device_index != torch.cuda.current_device():
             return self.call_there(tensors, scores)
         shape, t = self.shape, tensors
-        q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
+        addressable = make_packed_addressable if shape.is_packed_q else make_addressable
+        q = addressable(t.q)
         out = self._empty_out(q)
         parts, *spare = work_memory(q.device, self.device_index, self.work)
         lse = spare[0] if spare else torch.empty(*shape.lse_shape, dtype=torch.float32, device=q.device)
@@ -59,6 +63,7 @@ class DecodeLauncher(Launcher):
             cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
         self.kernel(
             q,
+            *(() if t.qv is None else (addressable(t.qv),)),
             _restrided(t.k_cache) if self.restrides else t.k_cache,
             _restrided(t.v_cache) if self.restrides else t.v_cache,
             out,
@@ -74,7 +79,7 @@ class DecodeLauncher(Launcher):
             cap,
             sinks,
             *_descales(shape, t),
-            self.num_ctas,
+            self.pieces,
         )
         return out, lse
 
@@ -88,7 +93,7 @@ class DecodeLauncher(Launcher):
     @cached_property
     def work(self) -> Pieces:
         """Memory for partial results, and for an LSE that is not wanted."""
-        parts = Piece((PARTS_PER_CTA * self.num_ctas, self.config.part_floats))
+        parts = Piece((PARTS_PER_CTA * self.pieces, self.config.part_floats))
         return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
 
 
@@ -96,14 +101,21 @@ class DecodeLauncher(Launcher):
 def find_decode(call: CacheCall) -> DecodeLauncher:
     """The launcher for calls like this one, whose kernel is compiled or loaded."""
     index = index_of(call.shape.device)
-    config = select_decode(call)
+    multiprocessors = count_ctas(index, call.sm_margin)
+    config: DecodeConfig | MlaConfig
+    if call.shape.has_qv:
+        config = select_mla(call)
+        pieces = pieces_of(config, call, multiprocessors)
+    else:
+        config = select_decode(call)
+        pieces = ctas_of_pieces(multiprocessors, call.shape.batch * call.shape.kv_heads)
     return DecodeLauncher(
         index,
         config,
         compile_cache.get_serving(config),
         call.shape,
         call.softmax_scale,
-        ctas_of_pieces(count_ctas(index, call.sm_margin), call.shape.batch * call.shape.kv_heads),
+        pieces,
         call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
         bool(repairs_for(*call.shape.caches)),
@@ -112,7 +124,9 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
 
 
 def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
-    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits."""
+    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits. The kernel of ``qv`` has none."""
+    if shape.has_qv:
+        return ()
     if not shape.is_fp8_cache:
         return None, None
     given = tensors.k_descale, tensors.v_descale
