@@ -25,6 +25,17 @@ def test_a_part_is_added(columns: int, dtype: torch.dtype, device: str) -> None:
     assert bool((error <= 4e-6 * merged.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_of_16_bits_is_rounded_once(dtype: torch.dtype, device: str) -> None:
+    given = draw((2, 131, 3), 136, dtype)
+    total, lse, part, part_lse = (given[0].to(dtype), *given[1:])
+    wanted, _ = exact(total, lse, part, part_lse)
+    total, lse, part, part_lse = (x.to(device) for x in (total, lse, part, part_lse))
+    assert merge(total, lse, part, part_lse) and total.dtype == dtype
+    bound = (0.5 * torch.finfo(dtype).eps + 4e-6) * wanted.abs() + 1e-6
+    assert bool(((total.cpu() - wanted).abs() <= bound).all())
+
+
 def test_rows_of_a_longer_sum_are_added_to_and_no_others(device: str) -> None:
     total, lse, part, part_lse = (x.to(device) for x in draw((1, 64, 4), 128, torch.bfloat16))
     before: tuple[Tensor, Tensor] = (total.clone(), lse.clone())
