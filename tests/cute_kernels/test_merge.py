@@ -97,7 +97,9 @@ def test_a_sum_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
     for out in (total, of_torch.out):
         assert out.dtype == dtype
         # Half a unit in the last place, and what float32 adds to it.
-        assert bool(((out - wanted).abs() <= (0.5 * torch.finfo(dtype).eps + 4e-6) * wanted.abs() + 1e-7).all())
+        assert bool(
+            ((out - wanted).abs() <= (0.5 * torch.finfo(dtype).eps + 4e-6) * wanted.abs() + 1e-7).all()
+        )
 
 
 COMPILED = [

@@ -143,6 +143,21 @@ def test_all_gather_is_attention_of_the_whole_forward_and_backward(pool: Pool) -
     attend_and_compare(pool, GATHER)
 
 
+@pytest.mark.parametrize(
+    ("case", "launches"),
+    [
+        (Case(2, "ring", CAUSAL), [3, 3]),
+        (Case(4, "ring", CAUSAL, batch=1, has_sinks=True, heads=(6, 2)), [5, 5, 5, 5]),
+        (Case(3, "ring", batch=3), [4, 4, 4]),
+    ],
+    ids=["causal", "four ranks", "full"],
+)
+def test_kernels_add_dq_of_all_shards_to_the_same_sums(pool: Pool, case: Case, launches: list[int]) -> None:
+    found = pool(members(case.ranks), "attend_with_kernels", case)
+    compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+    assert [count for _, count in found] == launches
+
+
 def test_ulysses_and_meshes_are_attention_of_the_whole_forward_and_backward(pool: Pool) -> None:
     attend_and_compare(pool, ULYSSES)
 

@@ -72,7 +72,9 @@ def test_rows_of_a_sum_are_added_to_in_place(kernel: StandIn, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    "case", ["odd columns", "float32", "float16", "no rows", "odd address"], ids=lambda case: case.replace(" ", "_")
+    "case",
+    ["odd columns", "float32", "float16", "no rows", "odd address"],
+    ids=lambda case: case.replace(" ", "_"),
 )
 def test_what_the_kernel_cannot_address_is_left_alone(case: str, kernel: StandIn) -> None:
     total, lse, part, part_lse = parts(columns=62 if case == "odd columns" else 64)

@@ -52,11 +52,11 @@ class Saved(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
 
-    def of_heads(self, heads: slice) -> Saved:
-        """Of some heads alone."""
-        dlse = None if self.dlse is None else self.dlse[:, heads].contiguous()
-        q, out, dout = (x[:, :, heads] for x in (self.q, self.out, self.dout))
-        return Saved(q, out, self.lse[:, heads].contiguous(), dout, dlse)
+    def of_part(self, batch: slice, heads: slice) -> Saved:
+        """Of some entries of the batch and some heads alone."""
+        dlse = None if self.dlse is None else self.dlse[batch, heads].contiguous()
+        q, out, dout = (x[batch, :, heads] for x in (self.q, self.out, self.dout))
+        return Saved(q, out, self.lse[batch, heads].contiguous(), dout, dlse)
 
     def of_rows(self, span: Span) -> Saved:
         here = slice(span.start, span.stop)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
 from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
@@ -22,7 +20,6 @@ from hopper_attention.distributed.layout import parts_of, spans_of, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
 from hopper_attention.reference.tiles import Span
-from hopper_attention.scores import sinks_gradient
 
 Pair = tuple[Tensor, Tensor]
 Gathering = tuple[Tensor, Tensor, Transfer, Transfer]
@@ -114,7 +111,7 @@ def gather_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, ow
     finish: list[tuple[slice, Callable[[], Pair]]] = []
     for part, pair in _gathered(ranks, own, problem.layout):
         heads = _heads_of_q(saved.q, kv_heads, part)
-        of_heads = saved.of_heads(heads)
+        of_heads = saved.of_part(slice(None), heads)
         sums = sums_for(of_heads.q), sums_for(pair[0]), sums_for(pair[1])
         held = Span(0, problem.seqlen_k)
         for group in groups:
@@ -153,36 +150,3 @@ def _send_back(ranks: Ranks, layout: str, sums: Pair, dtype: torch.dtype) -> Cal
         return dk, dv
 
     return wait
-
-
-class AllGatherAttention(torch.autograd.Function):
-    """``gather_forward`` with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        ranks: Ranks,
-        problem: Problem,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = gather_forward(ranks, problem, call, (q, k, v), sinks)
-        ctx.ranks, ctx.problem, ctx.call = ranks, problem, call
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dout, dlse = grads
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        saved = Saved(q, out, lse, dout, dlse)
-        dq, dk, dv = gather_backward(ctx.ranks, ctx.problem, ctx.call, saved, (k, v))
-        wants_sinks = sinks is not None and ctx.needs_input_grad[3]
-        dsinks = sinks_gradient(dout, dlse, out, lse, sinks) if wants_sinks else None
-        return dq, dk, dv, dsinks, None, None, None
