@@ -1,4 +1,4 @@
-"""What the ring keeps in memory on each rank, in shards of Q: the tensors of its steps, without any kernel or message."""
+"""What the ring keeps in memory on each rank: the tensors of its steps, without kernels and messages."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ def bare_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def peaks(world: int, rank: int, heads: tuple[int, int]) -> tuple[float, float]:
-    """Of the forward and the backward pass, results included, in bytes of one rank's Q."""
+    """Of the forward and the backward pass, with their results, in bytes of one rank's Q."""
     rows = 1024
     problem = Problem(world, world * rows, world * rows, "zigzag", right=0)
-    q, k, v, out, dout = (
-        torch.empty(1, rows, n, HEAD_DIM, dtype=torch.bfloat16) for n in (heads[0], *heads[1:] * 2, *heads[:1] * 2)
-    )
+    counts = heads[0], heads[1], heads[1], heads[0], heads[0]
+    q, k, v, out, dout = (torch.empty(1, rows, n, HEAD_DIM, dtype=torch.bfloat16) for n in counts)
     lse = torch.empty(1, heads[0], rows)
     ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
     found = []
@@ -67,14 +66,42 @@ def peaks(world: int, rank: int, heads: tuple[int, int]) -> tuple[float, float]:
     ):
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
-            results = run()
-        del results
+            run()
         found.append(memory.peak / (q.numel() * q.element_size()))
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("world", [2,3,4])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-def test_show(bare_ring: None, world: int, heads: tuple[int, int]) -> None:
-    for rank in range(world):
-        print(world, heads, rank, peaks(world, rank, heads))
+LOGS = 0.1
+"""The LSE, delta and counters, of 128 columns."""
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "forward", "backward"),
+    [
+        # On two ranks: out, K and V that come, and the part that is merged; behind half of the keys that of all rows.
+        # Backward: dK, dV, dQ in float32, gradients that go, those that come, and the sums of half the rows.
+        (2, (8, 8), 3.5, 7.0),
+        (2, (8, 2), 2.25, 4.0),
+        # On more, out in float32, two shards on their way, and what comes back in float32.
+        (4, (8, 8), 7.0, 15.0),
+        (4, (8, 2), 4.0, 5.25),
+    ],
+)
+def test_what_a_ring_holds_at_most(
+    bare_ring: None, world: int, heads: tuple[int, int], forward: float, backward: float
+) -> None:
+    found = [peaks(world, rank, heads) for rank in range(world)]
+    assert max(peak for peak, _ in found) == pytest.approx(forward, abs=LOGS)
+    assert max(peak for _, peak in found) == pytest.approx(backward, abs=LOGS)
+
+
+def test_storages_are_counted_until_nothing_holds_them() -> None:
+    with LiveBytes() as memory:
+        x = torch.zeros(1000)
+        view = x[500:]
+        del x
+        assert memory.live == 4000
+        del view
+        assert memory.live == 0
+        y = torch.zeros(8).double()
+    assert (memory.live, memory.peak) == (y.numel() * 8, 4000)
