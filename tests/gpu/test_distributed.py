@@ -30,6 +30,7 @@ from hopper_attention.distributed.wire import quantize_chunks, travelling, visib
 from hopper_attention.quantized import DEFAULT_QUANTIZATION
 from hopper_attention.reference import attention_naive
 from hopper_attention.reference.tiles import Span
+from tests.gpu.conftest import compile_for_ranks
 
 DEVICE = "cuda"
 ODD = (0, 1, 300, 301, 777, 1500, 1500, 1980)
@@ -44,6 +45,12 @@ PROBLEMS = {
 }
 
 Parts = list[tuple[Tensor, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """Those of the problems. What is not shipped compiles as it is met."""
+    compile_for_ranks("bfloat16", 128)
 
 
 def forward(p: Problem, call: Call, parts: Parts) -> list[Merged]:
