@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopper_attention.distributed.attend import Call, Saved, differentiate_group, sums_for
+from hopper_attention.distributed.attend import Call, Saved, differentiate_group
 from hopper_attention.distributed.pieces import Group, length
 from hopper_attention.launch.backward import BackwardLauncher, find_plain
 from hopper_attention.launch.gradient_sums import GradientSums, may_replace_keys, share_sums
@@ -38,6 +38,11 @@ class Part(NamedTuple):
         """Those of K and V."""
         k, v = (x[self.batch, :, self.kv_heads] for x in pair)
         return k, v
+
+
+def sums_for(x: Tensor) -> Tensor:
+    """A float32 sum for the gradient of a tensor, contiguous."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
 
 EVERYTHING = Part(slice(None), slice(None), slice(None))
