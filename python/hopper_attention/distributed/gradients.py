@@ -229,9 +229,9 @@ class KeyGradients:
             return
         [(before, so_far)] = self.returned
         if so_far[0].dtype != torch.float32:
-            dk, dv = (sums_for(x) for x in self.own)
-            self.returned = [(Span(0, dk.shape[1]), (dk, dv))]
-            self.add(before, so_far)
+            rows = self.own[0].shape[1]
+            k, v = (_widened(x, before, rows) for x in so_far)
+            self.returned = [(Span(0, rows), (k, v))]
         [(_, sums)] = self.returned
         for total, x in zip(sums, pair, strict=True):
             total[:, span.start : span.stop].add_(x)
@@ -243,3 +243,13 @@ class KeyGradients:
                 total[:, span.start : span.stop].add_(x)
         self.returned.clear()
         return self.own
+
+
+def _widened(x: Tensor, span: Span, rows: int) -> Tensor:
+    """In float32, of so many rows: x in those of the span, and 0."""
+    if length(span) == rows:
+        return x.float()
+    batch, _, *others = x.shape
+    wide = x.new_zeros(batch, rows, *others, dtype=torch.float32)
+    wide[:, span.start : span.stop].copy_(x)
+    return wide
