@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.addition.config import PARTS, AdditionConfig
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from cute_kernels.merge.config import MergeConfig
@@ -60,12 +61,13 @@ def compiled_kernels(device: str) -> None:
 
 
 def compile_for_ranks(dtype: str, head_dim: int) -> None:
-    """The shipped kernels of a dtype and head_dim, and those that merge partial results."""
+    """The shipped kernels of a dtype and head_dim, and those that merge partial results and add up gradients."""
     shipped = *shipped_forward_configs(), *shipped_backward_kernels()
     sizes = dtype, head_dim, head_dim
     kinds = [(config, getattr(config, "config", config)) for config in shipped]
     wanted = [config for config, of in kinds if (of.dtype, of.head_dim, of.head_dim_v) == sizes]
-    compile_together([*wanted, *(MergeConfig("sm_90a", dtype, in_float32) for in_float32 in (True, False))])
+    merges = [MergeConfig("sm_90a", dtype, in_float32) for in_float32 in (True, False)]
+    compile_together([*wanted, *merges, *(AdditionConfig("sm_90a", dtype, parts) for parts in PARTS)])
 
 
 def compile_together(configs: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import ring
+from hopper_attention.distributed import gradients, ring
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
@@ -47,6 +47,7 @@ def bare_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: nothing)
     monkeypatch.setattr(ring, "attend", attend)
     monkeypatch.setattr(ring, "exchange", exchange)
+    monkeypatch.setattr(gradients, "add_parts", nothing)
     monkeypatch.setattr(Merged, "add", nothing)
     yield
     forget_launchers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hopper_attention.distributed.attend import Call, Saved, differentiate_group
 from hopper_attention.distributed.pieces import Group, length
+from hopper_attention.launch.addition import MOST_PARTS, add_parts
 from hopper_attention.launch.backward import BackwardLauncher, find_plain
 from hopper_attention.launch.gradient_sums import GradientSums, may_replace_keys, share_sums
 from hopper_attention.reference.tiles import Span
@@ -213,43 +215,36 @@ def differentiate_keys(
 class KeyGradients:
     """Gradients of a rank's own keys: what its own rows make of them, and what comes back from others.
 
-    The own ones are written to ``own``. What others send is kept as it came while there is one; more are added up in
-    float32. All is rounded together, when the own ones are there.
+    The own ones are written to ``own``. What others send is kept as it came where no more than three do, and added up
+    in float32 where more do. All is rounded together, when the own ones are there.
     """
 
-    def __init__(self, keys: Pair) -> None:
+    def __init__(self, keys: Pair, others: int) -> None:
+        """``others``: how often ``add`` will be called."""
         k, v = (x.new_empty(x.shape) for x in keys)
         self.own: Pair = k, v
+        self.sums = [sums_for(x) for x in keys] if others > MOST_PARTS else []
         self.returned: list[tuple[Span, Pair]] = []
 
     def add(self, span: Span, pair: Pair) -> None:
         """What came back of some keys."""
-        if not self.returned:
+        if not self.sums:
             self.returned.append((span, pair))
-            return
-        [(before, so_far)] = self.returned
-        if so_far[0].dtype != torch.float32:
-            rows = self.own[0].shape[1]
-            k, v = (_widened(x, before, rows) for x in so_far)
-            self.returned = [(Span(0, rows), (k, v))]
-        [(_, sums)] = self.returned
-        for total, x in zip(sums, pair, strict=True):
+        for total, x in zip(self.sums, pair, strict=False):
             total[:, span.start : span.stop].add_(x)
 
     def finish(self) -> Pair:
         """dK and dV."""
-        for span, pair in self.returned:
-            for total, x in zip(self.own, pair, strict=True):
-                total[:, span.start : span.stop].add_(x)
+        for total, x in zip(self.own, self.sums, strict=False):
+            total.add_(x)
+        bounds = sorted({bound for span, _ in self.returned for bound in span})
+        for start, stop in pairwise(bounds):
+            parts = [
+                (span, pair) for span, pair in self.returned if span.start <= start and stop <= span.stop
+            ]
+            for i, total in enumerate(self.own if parts else ()):
+                rows = [pair[i][:, start - span.start : stop - span.start] for span, pair in parts]
+                add_parts(total[:, start:stop], rows)
         self.returned.clear()
+        self.sums.clear()
         return self.own
-
-
-def _widened(x: Tensor, span: Span, rows: int) -> Tensor:
-    """In float32, of so many rows: x in those of the span, and 0."""
-    if length(span) == rows:
-        return x.float()
-    batch, _, *others = x.shape
-    wide = x.new_zeros(batch, rows, *others, dtype=torch.float32)
-    wide[:, span.start : span.stop].copy_(x)
-    return wide

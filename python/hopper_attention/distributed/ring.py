@@ -188,7 +188,8 @@ def ring_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own:
     local, *others = steps_of(problem, ranks.rank)
     parts = parts_of_work(saved.q, own[0], 2 if others else 1)
     groups = [*local.groups * len(parts), *(group for step in others for group in step.groups)]
-    rows, keys = row_gradients(saved, own, groups, call), KeyGradients(own)
+    rows = row_gradients(saved, own, groups, call)
+    keys = KeyGradients(own, sum(length(step.gives) > 0 for step in others))
     work = _BackwardRing(Shards(ranks, own), parts, rows, keys)
     work.run(local, others)
     dk, dv = keys.finish()
