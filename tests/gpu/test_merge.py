@@ -13,6 +13,11 @@ from tests.cute_kernels.test_merge import draw, exact
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """No others than those that are met."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [8, 64, 128, 136, 256])
 def test_a_part_is_added(columns: int, dtype: torch.dtype, device: str) -> None:
