@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from cute_kernels.addition.config import AdditionConfig
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
@@ -30,6 +31,7 @@ OF_ANY_ARCH = (
     AppendConfig,
     CombineConfig,
     MergeConfig,
+    AdditionConfig,
 )
 """Configs that say what they are compiled for."""
 
@@ -45,6 +47,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     AppendConfig: ("cute_kernels.append.compile", "compile_append"),
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     MergeConfig: ("cute_kernels.merge.compile", "compile_merge"),
+    AdditionConfig: ("cute_kernels.addition.compile", "compile_addition"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),

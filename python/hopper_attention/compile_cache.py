@@ -26,6 +26,7 @@ from typing import Any
 
 import platformdirs
 
+from cute_kernels.addition.config import AdditionConfig
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
@@ -227,7 +228,9 @@ def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_serving(config: AppendConfig | CombineConfig | DecodeConfig | MergeConfig | MlaConfig) -> Kernel:
+def get_serving(
+    config: AdditionConfig | AppendConfig | CombineConfig | DecodeConfig | MergeConfig | MlaConfig,
+) -> Kernel:
     """A kernel that works beside those of attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 

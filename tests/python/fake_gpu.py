@@ -12,6 +12,7 @@ import torch
 from hopper_attention import device_memory, fp8_at_once, quantizers
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
+    addition,
     append,
     backward,
     combine,
@@ -34,6 +35,7 @@ H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
 
 REMEMBERING = (
+    addition,
     append,
     backward,
     combine,

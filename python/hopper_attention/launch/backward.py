@@ -84,17 +84,28 @@ class BackwardLauncher(Launcher):
         self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
-        counter = backward_counter(self.config, sums)
+        self.start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, window, scores)
+        self.finish(sums, dq, softmax_scale)
+        return dq, dk, dv
+
+    def start(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        memory: tuple[Tensor, ...],
+        softmax_scale: float,
+        window: tuple[int, ...] = (),
+        scores: Scores = NO_SCORES,
+    ) -> None:
+        """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
+        base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
+        q, k, *_ = inputs
+        counter = backward_counter(self.config, memory[2])
         options: tuple[Any, ...] = ()
         if self.config.block_lists:
             options = listed_options(self.config, scores, q, k)
         elif window or scores is not NO_SCORES or not self.is_plain:
             options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
-        self.kernel(
-            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
-        )
-        self.finish(sums, dq, softmax_scale)
-        return dq, dk, dv
+        self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
 
     @cached_property
     def is_plain(self) -> bool:
