@@ -57,7 +57,9 @@ def test_results_and_gradients_are_those_of_float64(
 ) -> None:
     shape, options = CASES[case]
     leaves = [*draw(shape, dtype), torch.linspace(-1.0, 2.0, shape[2], requires_grad=True)]
-    found = with_gradients(partial(flash_attn_func, return_attn_probs=True, backend="torch"), leaves, **options)
+    found = with_gradients(
+        partial(flash_attn_func, return_attn_probs=True, backend="torch"), leaves, **options
+    )
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     exact = with_gradients(attention_naive, doubles, **of_naive(options))
     for a, b in zip(found, exact, strict=True):
@@ -80,7 +82,9 @@ def test_large_problems_are_done_by_blocks(has_bfloat16: bool, monkeypatch: pyte
     leaves = draw((40, 70, 4, 2, 32, 16), torch.bfloat16)
     ours = partial(flash_attn_func, return_attn_probs=True, backend="torch")
     found = with_gradients(ours, leaves, causal=True)
-    exact = with_gradients(attention_naive, [x.detach().double().requires_grad_() for x in leaves], causal=True)
+    exact = with_gradients(
+        attention_naive, [x.detach().double().requires_grad_() for x in leaves], causal=True
+    )
     assert calls == [1]
     for a, b in zip(found, exact, strict=True):
         close(a, b, 4 * BUDGET[torch.bfloat16])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hopper_attention.lengths import Lengths, read_sequences
-from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.masks import FULL_SIDES
+from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.scores import NO_SCORES, Scores
 from hopper_attention.sdpa.attention import attend, differentiate
 from hopper_attention.sdpa.terms import Terms
@@ -116,7 +116,9 @@ class TorchVarlenGradient:
             dlse_s = None if dlse is None else dlse[None, :, rows.slice]
             lse_s = lse[None, :, rows.slice]
             if keys.stop - keys.start == 1 and scores.sinks is None:
-                parts = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, scores.softcap)
+                parts = differentiate_one_key(
+                    dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, scores.softcap
+                )
             else:
                 tensors = dout_s, dlse_s, q_s, k_s, v_s, out_s, lse_s
                 parts = differentiate(*tensors, terms.of_sequence(b))

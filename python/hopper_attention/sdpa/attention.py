@@ -145,10 +145,16 @@ def differentiate(
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
     """
+    if 0 in (*out.shape, *k.shape):
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        return dq, dk, dv
     if are_unusable(q, k, v):
         return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
-    if suits_blocks(q, k, terms) and not are_unusable(dout):
-        return differentiate_in_blocks(dout, dlse, q, k, v, out, lse, terms)
+    if suits_blocks(q, k, terms):
+        # A row without keys has no gradient, whatever is given for it.
+        known = dlse if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
+        if not are_unusable(dout, *(() if known is None else (known,))):
+            return differentiate_in_blocks(dout, known, q, k, v, out, lse, terms)
     if not terms.is_plain:
         return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
     return _differentiate_in_pieces(dout, dlse, q, k, v, out, lse, terms)

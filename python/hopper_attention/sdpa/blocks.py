@@ -37,8 +37,10 @@ GRID = 64
 
 
 class Block(NamedTuple):
-    """Queries, the keys that some of them see, and limits of scores in parts of those keys: -inf for what is hidden, else
-    inf."""
+    """Queries, the keys that some of them see, and limits of the scores in parts of those keys.
+
+    A limit is -inf for what is hidden, else inf.
+    """
 
     rows: Span
     keys: Span

@@ -25,7 +25,7 @@ def has_onednn() -> bool:
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 by instructions of its own."""
-    return has_onednn() and bool(torch.cpu._is_avx512_bf16_supported())  # type: ignore[no-untyped-call]  # of torch
+    return has_onednn() and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def rows_by_rows(a: Tensor, b: Tensor) -> Tensor:
