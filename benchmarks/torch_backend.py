@@ -14,9 +14,10 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     kv_heads: int
     dtype: torch.dtype = torch.bfloat16
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 WIDE, CAUSAL = (1, 2048, 8, 64), {"causal": True}
