@@ -72,6 +72,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tenso
     has_work = 0 not in (*q.shape, k.shape[1])
     if has_work and are_unusable(q, k, v):
         return tiled_forward(q, k, v, **terms.options, sinks=terms.sinks)
+    if has_work and q.shape[1] == 1 and terms.alibi_slopes is None:
+        # A window of one query is a slice of the keys.
+        seen = terms.keys_of_one(k.shape[1])
+        k, v, terms = k[:, seen], v[:, seen], terms.without_mask
+        has_work = k.shape[1] > 0
     attend_now = attend_in_blocks if has_work and suits_blocks(q, k, terms) else _attend_in_pieces
     out, lse = attend_now(q, k, v, terms)
     if terms.sinks is not None:

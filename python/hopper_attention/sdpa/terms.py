@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.reference.tiles import Mask, Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,16 @@ class Terms:
         sides = dict(zip(("window_left", "window_right", "attention_chunk"), self.sides, strict=True))
         changes = {"softcap": self.softcap, "alibi_slopes": self.alibi_slopes}
         return {"causal": self.causal, "softmax_scale": self.scale, **sides, **changes}
+
+    def keys_of_one(self, seqlen_k: int) -> slice:
+        """The keys that the only query sees, of so many."""
+        spans = Mask(1, seqlen_k, self.causal, *self.sides).key_tiles(Span(0, 1), seqlen_k)
+        return spans[0].slice if spans else slice(0, 0)
+
+    @property
+    def without_mask(self) -> Terms:
+        """The same, with every key seen."""
+        return replace(self, causal=False, sides=FULL_SIDES)
 
     def of_sequence(self, b: int) -> Terms:
         """Those of one sequence of a batch: slopes of (batch, heads) become its own."""
