@@ -7,13 +7,13 @@ free one from a counter in global memory, so that a slow CTA simply gets fewer t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineState
 
-from cute_kernels.integers import maximum, minimum
+from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
 L2_BYTES_FOR_KV = 32 * 2**20
@@ -30,32 +30,94 @@ def heads_in_l2(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
     return minimum(maximum(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, 1), kv_heads)
 
 
+def heads_per_section(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
+    """Key/value heads of a section of a causal grid: sections are about as large as each other.
+
+    A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
+    them for all CTAs. An eighth more than ``heads_in_l2`` is let through, so that a few keys more than a round number
+    do not split all sections anew.
+    """
+    limit = heads_in_l2(bytes_per_key * 8 // 9, seqlen_k, kv_heads)
+    return ceil_div(kv_heads, ceil_div(kv_heads, limit))
+
+
+class TileDivisors(NamedTuple):
+    """What the numbers of tiles are divided by, each as something that makes its division cheap: a division by a plain
+    number takes some hundred cycles, and those of a tile wait for each other.
+
+    ``tiles`` are those of a head, or with ``longest_first`` of a section; ``section_heads`` and ``last_heads`` are the
+    heads of a section and of the last one; ``heads`` are those of a batch.
+    """
+
+    tiles: Any
+    section_heads: Any
+    last_heads: Any
+    heads: Any
+
+
 @dataclass(frozen=True)
 class TileOrder:
-    """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not."""
+    """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not.
+
+    ``divisors`` is empty, or has the ``TileDivisors`` of ``make_divisors``.
+    """
 
     num_m_blocks: Any
     num_heads: Any
     num_batches: Any
     heads_per_section: Any
     longest_first: bool
+    divisors: tuple[TileDivisors, ...] = ()
 
     @property
     def num_tiles(self) -> Any:
         return self.num_m_blocks * self.num_heads * self.num_batches
 
+    def make_divisors(self) -> TileDivisors:
+        """What ``coordinates`` divides by, made on the host, where a division is cheap."""
+        heads = self.num_heads * self.num_batches
+        per_section = minimum(self.heads_per_section, heads)
+        last = heads - (ceil_div(heads, per_section) - 1) * per_section
+        tiles = self.num_m_blocks * per_section if self.longest_first else self.num_m_blocks
+        return TileDivisors(
+            *(cute.FastDivmodDivisorV2(Int32(number)) for number in (tiles, per_section, last, self.num_heads))
+        )
+
     def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
         """(m_block, head, batch) of a tile number below ``num_tiles``."""
         if not self.longest_first:
-            head_batch = tile // self.num_m_blocks
-            m_block = tile % self.num_m_blocks
+            by = self.divisors[0].tiles if self.divisors else self.num_m_blocks
+            head_batch, m_block = divide_with_rest(tile, by)
         else:
             section_tiles = self.heads_per_section * self.num_m_blocks
-            first_head = tile // section_tiles * self.heads_per_section
-            heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
-            m_block = self.num_m_blocks - 1 - tile % section_tiles // heads
-            head_batch = first_head + tile % section_tiles % heads
-        return m_block, head_batch % self.num_heads, head_batch // self.num_heads
+            by = self.divisors[0].tiles if self.divisors else section_tiles
+            section, tile_in_section = divide_with_rest(tile, by)
+            first_head = section * self.heads_per_section
+            step, head_in_section = self._in_section(tile_in_section, first_head)
+            m_block = self.num_m_blocks - 1 - step
+            head_batch = first_head + head_in_section
+        batch, head = divide_with_rest(head_batch, self.divisors[0].heads if self.divisors else self.num_heads)
+        return m_block, head, batch
+
+    def _in_section(self, tile: Any, first_head: Any) -> tuple[Any, Any]:
+        """How many tiles of each head come before, and which head it is."""
+        heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
+        if not self.divisors:
+            return divide_with_rest(tile, heads)
+        of_any, of_last = (
+            divide_with_rest(tile, by) for by in (self.divisors[0].section_heads, self.divisors[0].last_heads)
+        )
+        is_last = minimum(self.heads_per_section - heads, 1)
+        step, head = (any_ + (last - any_) * is_last for any_, last in zip(of_any, of_last, strict=True))
+        return step, head
+
+
+def divide_with_rest(number: Any, by: Any) -> tuple[Any, Any]:
+    """number // by and number % by, of a number from 0 on; ``by`` is a number or what ``TileDivisors`` has."""
+    if isinstance(by, cute.FastDivmodDivisorV2):
+        quotient, rest = divmod(Int32(number), by)
+        return Int32(quotient), Int32(rest)
+    return number // by, number % by
 
 
 class TileScheduler(LoopInvariant):

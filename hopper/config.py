@@ -201,8 +201,8 @@ def validate_forward_config(config: ForwardConfig) -> None:
     c.validate_precision()
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
-        if value % 32 or not 32 <= value <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} is {value}, allowed: multiples of 32 from 32 to {MAX_HEAD_DIM}")
+        if value % 16 or not 32 <= value <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {value}, allowed: multiples of 16 from 32 to {MAX_HEAD_DIM}")
     if c.tile_m not in (64, 128, 192):
         raise ValueError(f"tile_m is {c.tile_m}, allowed: 64, 128 or 192 (one to three consumer warpgroups)")
     if c.ping_pong and c.consumers < 2:

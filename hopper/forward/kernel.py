@@ -186,8 +186,9 @@ class ForwardKernel:
             options.extras,
             scale * Float32(math.log2(math.e)),
             batch.lengths(mQ, mK, options.plan),
-            mQ.shape[2] // mK.shape[2],
+            cute.FastDivmodDivisorV2(Int32(mQ.shape[2] // mK.shape[2])),
             heads_per_section,
+            batch.divisors(mQ, heads_per_section),
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
@@ -213,8 +214,9 @@ class ForwardKernel:
         extras: tuple,
         scale_log2: Float32,
         lengths: tuple,
-        heads_per_kv_head: Int32,
+        heads_per_kv_head: cute.FastDivmodDivisorV2,
         heads_per_section: Int32,
+        divisors: tuple,
         sides: tuple,
         caps: tuple,
         slopes: tuple,
@@ -252,7 +254,8 @@ class ForwardKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
+        group = Int32(heads_per_kv_head.divisor)
+        order = self.parts.batch.order(lengths, mLSE, group, heads_per_section, divisors)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = self.parts.batch.seqlens(lengths)
         is_precise = self.dtype is cutlass.Float16
@@ -318,7 +321,7 @@ class ForwardKernel:
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
+            head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
             loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
@@ -331,7 +334,7 @@ class ForwardKernel:
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
-                row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
+                row, head_kv = m_block * c.tile_m + row_in_tile, work.head_kv(head)
                 seqlens = work.seqlens.of(batch)
             epilogue.finish(consumer, (m_block, head), seqlens, head_kv, row, q_phase)
             q_phase ^= 1

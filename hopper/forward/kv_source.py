@@ -113,7 +113,7 @@ class DenseTma(LoopInvariant):
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
+            head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
             kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
             q_phase ^= 1

@@ -13,7 +13,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.score_tile import ScoreRules, ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import TileOrder, TileScheduler, divide_with_rest
 from hopper.config import ForwardConfig
 
 
@@ -55,10 +55,14 @@ class Work(LoopInvariant):
     order: TileOrder | PackedTileOrder
     block_range: BlockRange
     seqlens: DenseSeqlens | PackedSeqlens
-    heads_per_kv_head: Int32
+    heads_per_kv_head: cute.FastDivmodDivisorV2 | Int32
     rules: ScoreRules
     lists: tuple = ()
     pages: tuple = ()
+
+    def head_kv(self, head: Int32) -> Int32:
+        """The head of K and V that a head of Q attends to."""
+        return divide_with_rest(head, self.heads_per_kv_head)[0]
 
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
         seqlens = self.seqlens.of(batch)

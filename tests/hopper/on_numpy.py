@@ -109,6 +109,15 @@ class Arguments:
         packing = {float: "<f", int: "<i"}
         self.values += [struct.pack(packing[type(v)], v) if type(v) in packing else v for v in values]
 
+    def divisors(self, *numbers: int) -> None:
+        """Numbers that are divided by, each with what makes its division a multiplication and two shifts (Granlund and
+        Montgomery, "Division by invariant integers using multiplication", figure 4.1)."""
+        for number in numbers:
+            bits = (number - 1).bit_length()
+            factor = ((2**bits - number) << 32) // number + 1
+            shifts = min(bits, 1), max(bits - 1, 0)
+            self.values += [struct.pack("<2I2B2x", number, factor, *shifts), struct.pack("<i", number)]
+
     def tensor(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """A pointer with the sizes and strides that are not fixed when compiling."""
         base = BUFFER_STEP * (len(self.memory) + 1)
@@ -170,7 +179,7 @@ def forward_on_numpy(
     arguments.values[:4] = maps
     if rules.sinks is not None:
         arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
-    _finish_forward(arguments, q, k, rules.softcap or softmax_scale)
+    _finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
     if rules.softcap:
         arguments.add(softmax_scale / rules.softcap)
@@ -209,7 +218,9 @@ def packed_forward_on_numpy(
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.add(sequences)
+    arguments.divisors(q.shape[1] // k.shape[1])
+    arguments.add(0, *sides)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
@@ -294,7 +305,7 @@ def fp8_forward_on_numpy(
     for scale in (q.scale, k.scale, v_scale, o_scale, mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
-    _finish_forward(arguments, q.data, k.data, softmax_scale)
+    _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
@@ -313,8 +324,15 @@ def _forward_arguments(
     return arguments, out, lse
 
 
-def _finish_forward(arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float) -> None:
-    arguments.add(softmax_scale * LOG2_E, q.shape[1], k.shape[1], q.shape[2] // k.shape[2], q.shape[2])
+def _finish_forward(
+    config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
+) -> None:
+    (batch, seqlen_q, heads, _), per_section = q.shape, q.shape[2]
+    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1])
+    arguments.divisors(heads // k.shape[2])
+    arguments.add(per_section)
+    tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
+    arguments.divisors(tiles, per_section, heads * batch % per_section or per_section, heads)
 
 
 def backward_on_numpy(
