@@ -24,13 +24,13 @@ MAILBOX_STAGES = 2
 CLAIMED_TILES, FINISHED_CTAS = 0, 1
 
 
-def heads_in_l2(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
+def heads_in_l2(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     """Key/value heads, at least one, whose K and V stay in L2 together; ``kv_heads`` are those of all batches."""
     # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
     return minimum(maximum(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, 1), kv_heads)
 
 
-def heads_per_section(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
+def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     """Key/value heads of a section of a causal grid: sections are about as large as each other.
 
     A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
@@ -46,13 +46,14 @@ class TileDivisors(NamedTuple):
     number takes some hundred cycles, and those of a tile wait for each other.
 
     ``tiles`` are those of a head, or with ``longest_first`` of a section; ``section_heads`` and ``last_heads`` are the
-    heads of a section and of the last one; ``heads`` are those of a batch.
+    heads of a section and of the last one; ``heads`` are those of a batch, ``group`` those that share K and V.
     """
 
     tiles: Any
     section_heads: Any
     last_heads: Any
     heads: Any
+    group: Any
 
 
 @dataclass(frozen=True)
@@ -73,51 +74,54 @@ class TileOrder:
     def num_tiles(self) -> Any:
         return self.num_m_blocks * self.num_heads * self.num_batches
 
-    def make_divisors(self) -> TileDivisors:
-        """What ``coordinates`` divides by, made on the host, where a division is cheap."""
+    def numbers_to_divide_by(self, group: Any) -> TileDivisors:
+        """As plain numbers; ``group`` heads share K and V."""
         heads = self.num_heads * self.num_batches
-        per_section = minimum(self.heads_per_section, heads)
-        last = heads - (ceil_div(heads, per_section) - 1) * per_section
-        tiles = self.num_m_blocks * per_section if self.longest_first else self.num_m_blocks
-        return TileDivisors(
-            *(cute.FastDivmodDivisorV2(Int32(number)) for number in (tiles, per_section, last, self.num_heads))
-        )
+        last = heads - (ceil_div(heads, self.heads_per_section) - 1) * self.heads_per_section
+        tiles = self.num_m_blocks * (self.heads_per_section if self.longest_first else 1)
+        return TileDivisors(tiles, self.heads_per_section, last, self.num_heads, group)
+
+    def make_divisors(self, group: Any) -> TileDivisors:
+        """The same so that division is cheap; made on the host."""
+        numbers = self.numbers_to_divide_by(group)
+        return TileDivisors(*(cute.FastDivmodDivisorV2(Int32(number)) for number in numbers))
 
     def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
         """(m_block, head, batch) of a tile number below ``num_tiles``."""
+        for divisors in self.divisors:
+            return self._coordinates_by(divisors, tile)
         if not self.longest_first:
-            by = self.divisors[0].tiles if self.divisors else self.num_m_blocks
-            head_batch, m_block = divide_with_rest(tile, by)
+            head_batch = tile // self.num_m_blocks
+            m_block = tile % self.num_m_blocks
         else:
             section_tiles = self.heads_per_section * self.num_m_blocks
-            by = self.divisors[0].tiles if self.divisors else section_tiles
-            section, tile_in_section = divide_with_rest(tile, by)
-            first_head = section * self.heads_per_section
-            step, head_in_section = self._in_section(tile_in_section, first_head)
-            m_block = self.num_m_blocks - 1 - step
-            head_batch = first_head + head_in_section
-        batch, head = divide_with_rest(head_batch, self.divisors[0].heads if self.divisors else self.num_heads)
-        return m_block, head, batch
+            first_head = tile // section_tiles * self.heads_per_section
+            heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
+            m_block = self.num_m_blocks - 1 - tile % section_tiles // heads
+            head_batch = first_head + tile % section_tiles % heads
+        return m_block, head_batch % self.num_heads, head_batch // self.num_heads
 
-    def _in_section(self, tile: Any, first_head: Any) -> tuple[Any, Any]:
-        """How many tiles of each head come before, and which head it is."""
-        heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
-        if not self.divisors:
-            return divide_with_rest(tile, heads)
-        of_any, of_last = (
-            divide_with_rest(tile, by) for by in (self.divisors[0].section_heads, self.divisors[0].last_heads)
-        )
-        is_last = minimum(self.heads_per_section - heads, 1)
-        step, head = (any_ + (last - any_) * is_last for any_, last in zip(of_any, of_last, strict=True))
-        return step, head
+    def _coordinates_by(self, divisors: TileDivisors, tile: Any) -> tuple[Any, Any, Any]:
+        """``coordinates``. A tile is divided by the heads of a section and by those of the last, and one result is taken."""
+        place, rest = divide_with_rest(tile, divisors.tiles)
+        m_block, head_batch = rest, place
+        if self.longest_first:
+            first_head = place * self.heads_per_section
+            missing = first_head + self.heads_per_section - self.num_heads * self.num_batches
+            is_last = minimum(maximum(missing, 0), 1)
+            of_any, of_last = (
+                divide_with_rest(rest, by) for by in (divisors.section_heads, divisors.last_heads)
+            )
+            step, head = (x + (last - x) * is_last for x, last in zip(of_any, of_last, strict=True))
+            m_block, head_batch = self.num_m_blocks - 1 - step, first_head + head
+        batch, head = divide_with_rest(head_batch, divisors.heads)
+        return m_block, head, batch
 
 
 def divide_with_rest(number: Any, by: Any) -> tuple[Any, Any]:
-    """number // by and number % by, of a number from 0 on; ``by`` is a number or what ``TileDivisors`` has."""
-    if isinstance(by, cute.FastDivmodDivisorV2):
-        quotient, rest = divmod(Int32(number), by)
-        return Int32(quotient), Int32(rest)
-    return number // by, number % by
+    """number // by and number % by, of a number from 0 on and a part of ``TileDivisors``."""
+    quotient, rest = divmod(number, by)
+    return (quotient, rest) if isinstance(by, int) else (Int32(quotient), Int32(rest))
 
 
 class TileScheduler(LoopInvariant):

@@ -49,9 +49,14 @@ class DenseBatch(LoopInvariant):
             num_ctas, cute.ceil_div(mQ.shape[0], self.config.tile_m) * mQ.shape[2] * mQ.shape[3]
         )
 
-    def divisors(self, mQ: cute.Tensor, heads_per_section: Int32) -> tuple[TileDivisors, ...]:
-        """Of ``order``, made on the host, for the view of Q."""
-        return (self._order(mQ.shape[0], mQ.shape[2], mQ.shape[3], heads_per_section).make_divisors(),)
+    def divisors(
+        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
+    ) -> tuple[TileDivisors, ...]:
+        """Of ``order``, for the views of Q and K; none where scales of e4m3 leave no registers for them."""
+        if self.config.element_bytes == 1:
+            return ()
+        order = self._order(mQ.shape[0], mQ.shape[2], mQ.shape[3], heads_per_section)
+        return (order.make_divisors(mQ.shape[2] // mK.shape[2]),)
 
     def order(
         self,
@@ -121,7 +126,9 @@ class PackedBatch(DenseBatch):
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
         return num_ctas
 
-    def divisors(self, mQ: cute.Tensor, heads_per_section: Int32) -> tuple[TileDivisors, ...]:
+    def divisors(
+        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
+    ) -> tuple[TileDivisors, ...]:
         """None: each sequence has other tiles."""
         return ()
 

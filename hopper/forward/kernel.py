@@ -124,7 +124,8 @@ class ForwardKernel:
         consumer 0  S ~~~~~~ [S O]~~~~~~~~~~~[S O]~~~~~~~~~~~ ... O, store
         consumer 1     S ~~~~~~   [S O]~~~~~~~~~~~[S O]~~~~~~ ...    O, store
 
-    The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``.
+    The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``. Barriers
+    and descriptors are made ready while the kernel before this one on the stream still runs.
     """
 
     def __init__(self, config: ForwardConfig, parts: KernelParts):
@@ -186,9 +187,9 @@ class ForwardKernel:
             options.extras,
             scale * Float32(math.log2(math.e)),
             batch.lengths(mQ, mK, options.plan),
-            cute.FastDivmodDivisorV2(Int32(mQ.shape[2] // mK.shape[2])),
+            mQ.shape[2] // mK.shape[2],
             heads_per_section,
-            batch.divisors(mQ, heads_per_section),
+            batch.divisors(mQ, mK, heads_per_section),
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
@@ -201,6 +202,7 @@ class ForwardKernel:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=c.ctas_per_sm,
+            use_pdl=self._starts_early,
             preferred_smem_carveout=self._smem_carveout(),
         )
 
@@ -214,7 +216,7 @@ class ForwardKernel:
         extras: tuple,
         scale_log2: Float32,
         lengths: tuple,
-        heads_per_kv_head: cute.FastDivmodDivisorV2,
+        heads_per_kv_head: Int32,
         heads_per_section: Int32,
         divisors: tuple,
         sides: tuple,
@@ -253,9 +255,11 @@ class ForwardKernel:
         pipes = self.parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self._starts_early):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
-        group = Int32(heads_per_kv_head.divisor)
-        order = self.parts.batch.order(lengths, mLSE, group, heads_per_section, divisors)
+        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = self.parts.batch.seqlens(lengths)
         is_precise = self.dtype is cutlass.Float16
@@ -348,6 +352,12 @@ class ForwardKernel:
             if warp == 0:
                 work.scheduler.finish()
         epilogue.drain()
+
+    @property
+    def _starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
+        read and write no global memory until then. e4m3 has not been measured so."""
+        return self.config.element_bytes == 2
 
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there

@@ -55,14 +55,16 @@ class Work(LoopInvariant):
     order: TileOrder | PackedTileOrder
     block_range: BlockRange
     seqlens: DenseSeqlens | PackedSeqlens
-    heads_per_kv_head: cute.FastDivmodDivisorV2 | Int32
+    heads_per_kv_head: Int32
     rules: ScoreRules
     lists: tuple = ()
     pages: tuple = ()
 
     def head_kv(self, head: Int32) -> Int32:
         """The head of K and V that a head of Q attends to."""
-        return divide_with_rest(head, self.heads_per_kv_head)[0]
+        for divisors in self.order.divisors:
+            return divide_with_rest(head, divisors.group)[0]
+        return head // self.heads_per_kv_head
 
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
         seqlens = self.seqlens.of(batch)

@@ -129,7 +129,7 @@ class PagedTma(DenseTma):
         tile = work.scheduler.first()
         # The number of tiles is read anew, and heads are divided anew: kept, each would take one of few registers.
         while tile < work.order.count(work.order.plan, work.order.num_heads):
-            group = pin(Int32(work.heads_per_kv_head.divisor), Int32)
+            group = pin(work.heads_per_kv_head, Int32)
             m_block, head, batch = replace(work.order, group=group).coordinates(tile)
             head_kv = head // group
             state = loader.load_tile(work.key_blocks(m_block, head, batch), batch, head_kv, state)

@@ -27,7 +27,7 @@ from hopper.decode.config import (
 )
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
-from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, select_forward_config
+from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, TUNED_HEAD_DIMS, select_forward_config
 from hopper.quantize.config import DEFAULT_BLOCK_Q, QuantizeConfig, validate_quantize_config
 from hopper_attention import _kernels, checks
 from hopper_attention.backends import HOPPER_CAPABILITY, MOST_MULTIPROCESSORS
@@ -70,7 +70,7 @@ def forward_rows() -> tuple[ForwardRow, ...]:
     rows: list[ForwardRow] = []
     for dtype in DTYPES:
         for layout in LAYOUTS:
-            for dims in NATIVE_HEAD_DIMS:
+            for dims in TUNED_HEAD_DIMS:
                 for causal in (False, True):
                     for window in (False, True):
                         rows += _rows_of(dtype, layout, dims, (causal, window), bounds)

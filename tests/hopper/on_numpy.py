@@ -218,9 +218,7 @@ def packed_forward_on_numpy(
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     arguments.add(softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(sequences)
-    arguments.divisors(q.shape[1] // k.shape[1])
-    arguments.add(0, *sides)
+    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
@@ -327,12 +325,13 @@ def _forward_arguments(
 def _finish_forward(
     config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
 ) -> None:
-    (batch, seqlen_q, heads, _), per_section = q.shape, q.shape[2]
-    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1])
-    arguments.divisors(heads // k.shape[2])
-    arguments.add(per_section)
-    tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
-    arguments.divisors(tiles, per_section, heads * batch % per_section or per_section, heads)
+    """The heads are in sections that are all alike but the last, which has one head, where there are several."""
+    (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
+    per_section = max(heads * batch - 1, 1)
+    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], group, per_section)
+    if config.element_bytes == 2:
+        tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
+        arguments.divisors(tiles, per_section, 1, heads, group)
 
 
 def backward_on_numpy(
@@ -465,7 +464,8 @@ def _launch_gradients(
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
-    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    sections = [max(kv_heads * batch - 1, 1)] if c.causal and not c.ordered else []
+    arguments.add(*sizes, n_blocks, kv_heads, batch, *sections, n_blocks * kv_heads * batch, m_blocks)
     _add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
 
