@@ -102,7 +102,7 @@ class TileOrder:
         return m_block, head_batch % self.num_heads, head_batch // self.num_heads
 
     def _coordinates_by(self, divisors: TileDivisors, tile: Any) -> tuple[Any, Any, Any]:
-        """``coordinates``. A tile is divided by the heads of a section and by those of the last, and one result is taken."""
+        """``coordinates``. A tile is divided by the heads of a section and by those of the last one."""
         place, rest = divide_with_rest(tile, divisors.tiles)
         m_block, head_batch = rest, place
         if self.longest_first:

@@ -45,8 +45,8 @@ class DenseBatch(LoopInvariant):
         return mQ.shape[0], mK.shape[0]
 
     def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
-        """Of the views of Q and K: (key tiles, key/value heads, batches, and with a causal mask the heads of a section),
-        and (key tiles of all of them, query tiles of a head)."""
+        """Of the views of Q and K: (key tiles, key/value heads, batches, and with a causal mask the heads of a
+        section), and (key tiles of all of them, query tiles of a head)."""
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
