@@ -7,13 +7,13 @@ free one from a counter in global memory, so that a slow CTA simply gets fewer t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineState
 
-from cute_kernels.integers import maximum, minimum
+from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
 L2_BYTES_FOR_KV = 32 * 2**20
@@ -24,28 +24,72 @@ MAILBOX_STAGES = 2
 CLAIMED_TILES, FINISHED_CTAS = 0, 1
 
 
-def heads_in_l2(bytes_per_key: int, seqlen_k: Any, kv_heads: Any) -> Any:
+def heads_in_l2(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     """Key/value heads, at least one, whose K and V stay in L2 together; ``kv_heads`` are those of all batches."""
     # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
     return minimum(maximum(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, 1), kv_heads)
 
 
+def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
+    """Key/value heads of a section of a causal grid: sections are about as large as each other.
+
+    A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
+    them for all CTAs. An eighth more than ``heads_in_l2`` is let through, so that a few keys more than a round number
+    do not split all sections anew.
+    """
+    limit = heads_in_l2(bytes_per_key * 8 // 9, seqlen_k, kv_heads)
+    return ceil_div(kv_heads, ceil_div(kv_heads, limit))
+
+
+class TileDivisors(NamedTuple):
+    """What the numbers of tiles are divided by, each as something that makes its division cheap: a division by a plain
+    number takes some hundred cycles, and those of a tile wait for each other.
+
+    ``tiles`` are those of a head, or with ``longest_first`` of a section; ``section_heads`` and ``last_heads`` are the
+    heads of a section and of the last one; ``heads`` are those of a batch, ``group`` those that share K and V.
+    """
+
+    tiles: Any
+    section_heads: Any
+    last_heads: Any
+    heads: Any
+    group: Any
+
+
 @dataclass(frozen=True)
 class TileOrder:
-    """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not."""
+    """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not.
+
+    ``divisors`` is empty, or has the ``TileDivisors`` of ``make_divisors``.
+    """
 
     num_m_blocks: Any
     num_heads: Any
     num_batches: Any
     heads_per_section: Any
     longest_first: bool
+    divisors: tuple[TileDivisors, ...] = ()
 
     @property
     def num_tiles(self) -> Any:
         return self.num_m_blocks * self.num_heads * self.num_batches
 
+    def numbers_to_divide_by(self, group: Any) -> TileDivisors:
+        """As plain numbers; ``group`` heads share K and V."""
+        heads = self.num_heads * self.num_batches
+        last = heads - (ceil_div(heads, self.heads_per_section) - 1) * self.heads_per_section
+        tiles = self.num_m_blocks * (self.heads_per_section if self.longest_first else 1)
+        return TileDivisors(tiles, self.heads_per_section, last, self.num_heads, group)
+
+    def make_divisors(self, group: Any) -> TileDivisors:
+        """The same so that division is cheap; made on the host."""
+        numbers = self.numbers_to_divide_by(group)
+        return TileDivisors(*(cute.FastDivmodDivisorV2(Int32(number)) for number in numbers))
+
     def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
         """(m_block, head, batch) of a tile number below ``num_tiles``."""
+        for divisors in self.divisors:
+            return self._coordinates_by(divisors, tile)
         if not self.longest_first:
             head_batch = tile // self.num_m_blocks
             m_block = tile % self.num_m_blocks
@@ -56,6 +100,28 @@ class TileOrder:
             m_block = self.num_m_blocks - 1 - tile % section_tiles // heads
             head_batch = first_head + tile % section_tiles % heads
         return m_block, head_batch % self.num_heads, head_batch // self.num_heads
+
+    def _coordinates_by(self, divisors: TileDivisors, tile: Any) -> tuple[Any, Any, Any]:
+        """``coordinates``. A tile is divided by the heads of a section and by those of the last one."""
+        place, rest = divide_with_rest(tile, divisors.tiles)
+        m_block, head_batch = rest, place
+        if self.longest_first:
+            first_head = place * self.heads_per_section
+            missing = first_head + self.heads_per_section - self.num_heads * self.num_batches
+            is_last = minimum(maximum(missing, 0), 1)
+            of_any, of_last = (
+                divide_with_rest(rest, by) for by in (divisors.section_heads, divisors.last_heads)
+            )
+            step, head = (x + (last - x) * is_last for x, last in zip(of_any, of_last, strict=True))
+            m_block, head_batch = self.num_m_blocks - 1 - step, first_head + head
+        batch, head = divide_with_rest(head_batch, divisors.heads)
+        return m_block, head, batch
+
+
+def divide_with_rest(number: Any, by: Any) -> tuple[Any, Any]:
+    """number // by and number % by, of a number from 0 on and a part of ``TileDivisors``."""
+    quotient, rest = divmod(number, by)
+    return (quotient, rest) if isinstance(by, int) else (Int32(quotient), Int32(rest))
 
 
 class TileScheduler(LoopInvariant):

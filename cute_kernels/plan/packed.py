@@ -53,6 +53,9 @@ class PackedTileOrder(LoopInvariant):
     longest_first: bool
     of_keys: bool = False
 
+    divisors = ()
+    """None: each sequence has other tiles."""
+
     @staticmethod
     def count(plan: cute.Tensor, num_heads: Int32) -> Int32:
         """``num_tiles``, read once and before the loop over tiles."""

@@ -10,7 +10,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
+from cute_kernels.tile_scheduler import TileDivisors, TileOrder, heads_per_section
 from hopper.config import ForwardConfig
 from hopper.forward.store import DenseTmaStore, PackedTmaStore
 from hopper.tiles import ragged_view
@@ -40,7 +40,7 @@ class DenseBatch(LoopInvariant):
     def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         """Of ``TileOrder``, for the views of Q and K."""
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
-        kv_heads = heads_in_l2(self._bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
+        kv_heads = heads_per_section(self._bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
         return kv_heads * (num_heads // num_heads_kv)
 
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
@@ -49,17 +49,42 @@ class DenseBatch(LoopInvariant):
             num_ctas, cute.ceil_div(mQ.shape[0], self.config.tile_m) * mQ.shape[2] * mQ.shape[3]
         )
 
+    def divisors(
+        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
+    ) -> tuple[TileDivisors, ...]:
+        """Of ``order``, for the views of Q and K; none where scales of e4m3 leave no registers for them."""
+        if self.config.element_bytes == 1:
+            return ()
+        order = self._order(mQ.shape[0], mQ.shape[2], mQ.shape[3], heads_per_section)
+        return (order.make_divisors(mQ.shape[2] // mK.shape[2]),)
+
     def order(
-        self, lengths: tuple, mLSE: cute.Tensor, heads_per_kv_head: Int32, heads_per_section: Int32
+        self,
+        lengths: tuple,
+        mLSE: cute.Tensor,
+        heads_per_kv_head: Int32,
+        heads_per_section: Int32,
+        divisors: tuple = (),
     ) -> TileOrder:
         """For the views of the kernel."""
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
+        return self._order(lengths[0], num_heads, num_batches, heads_per_section, divisors)
+
+    def _order(
+        self,
+        seqlen_q: Int32,
+        num_heads: Int32,
+        num_batches: Int32,
+        heads_per_section: Int32,
+        divisors: tuple = (),
+    ) -> TileOrder:
         return TileOrder(
-            cute.ceil_div(lengths[0], self.config.tile_m),
+            cute.ceil_div(seqlen_q, self.config.tile_m),
             num_heads,
             num_batches,
             heads_per_section,
             longest_first=self._longest_first,
+            divisors=divisors,
         )
 
     def seqlens(self, lengths: tuple) -> DenseSeqlens:
@@ -101,8 +126,19 @@ class PackedBatch(DenseBatch):
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
         return num_ctas
 
+    def divisors(
+        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
+    ) -> tuple[TileDivisors, ...]:
+        """None: each sequence has other tiles."""
+        return ()
+
     def order(
-        self, lengths: tuple, mLSE: cute.Tensor, heads_per_kv_head: Int32, heads_per_section: Int32
+        self,
+        lengths: tuple,
+        mLSE: cute.Tensor,
+        heads_per_kv_head: Int32,
+        heads_per_section: Int32,
+        divisors: tuple = (),
     ) -> PackedTileOrder:
         (plan, sequences), num_heads = lengths, mLSE.shape[1]
         return PackedTileOrder(

@@ -17,7 +17,7 @@ from hopper.forward.barriers import PingPong
 from hopper.forward.consumer_loads import NoConsumerLoads
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
-from hopper.wgmma import issue_gemm
+from hopper.wgmma import STEP_BYTES, issue_gemm
 
 
 class Consumer(LoopInvariant):
@@ -133,7 +133,7 @@ class Consumer(LoopInvariant):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self._issue_qk(acc_S, kv_state.index)
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
@@ -160,7 +160,7 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        self._issue_qk(acc_S, k_state.index)
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
@@ -220,7 +220,7 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self._issue_qk(acc_S, kv_state.index)
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()
@@ -240,6 +240,12 @@ class Consumer(LoopInvariant):
         self.output.collect()
         kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def _issue_qk(self, acc_S: cute.Tensor, stage: Int32):
+        """Start S = Q K^T of the block whose K lies in ``stage``."""
+        steps = self.config.head_dim * self.config.element_bytes // STEP_BYTES
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, stage], False, steps=steps)
 
     @cute.jit
     def _release_q(self, q_phase: Int32):

@@ -124,7 +124,8 @@ class ForwardKernel:
         consumer 0  S ~~~~~~ [S O]~~~~~~~~~~~[S O]~~~~~~~~~~~ ... O, store
         consumer 1     S ~~~~~~   [S O]~~~~~~~~~~~[S O]~~~~~~ ...    O, store
 
-    The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``.
+    The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``. Barriers
+    and descriptors are made ready while the kernel before this one on the stream still runs.
     """
 
     def __init__(self, config: ForwardConfig, parts: KernelParts):
@@ -170,7 +171,7 @@ class ForwardKernel:
 
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
+        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.stored_dim))
         atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
@@ -188,6 +189,7 @@ class ForwardKernel:
             batch.lengths(mQ, mK, options.plan),
             mQ.shape[2] // mK.shape[2],
             heads_per_section,
+            batch.divisors(mQ, mK, heads_per_section),
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
@@ -200,6 +202,7 @@ class ForwardKernel:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=c.ctas_per_sm,
+            use_pdl=self._starts_early,
             preferred_smem_carveout=self._smem_carveout(),
         )
 
@@ -215,6 +218,7 @@ class ForwardKernel:
         lengths: tuple,
         heads_per_kv_head: Int32,
         heads_per_section: Int32,
+        divisors: tuple,
         sides: tuple,
         caps: tuple,
         slopes: tuple,
@@ -251,8 +255,11 @@ class ForwardKernel:
         pipes = self.parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self._starts_early):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
-        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
+        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = self.parts.batch.seqlens(lengths)
         is_precise = self.dtype is cutlass.Float16
@@ -318,7 +325,7 @@ class ForwardKernel:
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
+            head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
             loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
             row = m_block * c.tile_m + row_in_tile
@@ -331,7 +338,7 @@ class ForwardKernel:
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
-                row, head_kv = m_block * c.tile_m + row_in_tile, head // work.heads_per_kv_head
+                row, head_kv = m_block * c.tile_m + row_in_tile, work.head_kv(head)
                 seqlens = work.seqlens.of(batch)
             epilogue.finish(consumer, (m_block, head), seqlens, head_kv, row, q_phase)
             q_phase ^= 1
@@ -346,6 +353,12 @@ class ForwardKernel:
                 work.scheduler.finish()
         epilogue.drain()
 
+    @property
+    def _starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
+        read and write no global memory until then. e4m3 has not been measured so."""
+        return self.config.element_bytes == 2
+
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there
         may be none when compiling."""
@@ -354,10 +367,10 @@ class ForwardKernel:
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
         c = self.config
-        o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
+        o_stride = WARPGROUP_ROWS * (c.stored_dim if c.o_shares_q else c.head_dim_v)
         return SmemLayouts(
-            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
-            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
+            q=swizzled_layout(WARPGROUP_ROWS, c.stored_dim, c.consumers, self.dtype),
+            k=swizzled_layout(c.tile_n, c.stored_dim, c.stages, self.dtype),
             vt=self.parts.kv_source.v_layout(self.dtype),
             o=swizzled_layout(
                 WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride

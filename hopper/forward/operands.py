@@ -13,7 +13,7 @@ from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.score_tile import ScoreRules, ScoreTile
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import TileOrder, TileScheduler, divide_with_rest
 from hopper.config import ForwardConfig
 
 
@@ -59,6 +59,12 @@ class Work(LoopInvariant):
     rules: ScoreRules
     lists: tuple = ()
     pages: tuple = ()
+
+    def head_kv(self, head: Int32) -> Int32:
+        """The head of K and V that a head of Q attends to."""
+        for divisors in self.order.divisors:
+            return divide_with_rest(head, divisors.group)[0]
+        return head // self.heads_per_kv_head
 
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
         seqlens = self.seqlens.of(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -24,6 +25,10 @@ Config = TypeVar("Config", bound=ForwardConfig)
 NATIVE_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """(head_dim, head_dim_v) pairs that have a kernel of their own; any other pair runs on the cheapest
 one that covers it, the tail of a row being zero-filled by TMA on load and clipped on store."""
+
+TUNED_HEAD_DIMS = (*NATIVE_HEAD_DIMS, (80, 80), (160, 160))
+"""The pairs where scores are not changed by a user's functions and no pages are read: what lies between 64 and 96, and
+between 128 and 192, would be a fifth zeros there."""
 
 ANY_LENGTH = 2**62
 
@@ -61,13 +66,38 @@ def small_tiling(tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH) -> Ti
     return tiling(WARPGROUP_ROWS, tile_n, stages, max_seqlen_k, **fields)
 
 
+BLOCK_KEYS = 16
+"""Keys that a block of keys costs beyond its own, about."""
+
+
+def least_padded(tilings: Sequence[Tiling], max_seqlen_k: int) -> tuple[Tiling, ...]:
+    """Rows up to ``max_seqlen_k``, a multiple of 16, each with the one of ``tilings`` whose blocks cost least there: a
+    key past the end costs as much as any other."""
+
+    def cost(tiling: Tiling, seqlen_k: int) -> int:
+        return -(-seqlen_k // tiling.tile_n) * (tiling.tile_n + BLOCK_KEYS)
+
+    # Blocks have multiples of 16 keys, so what lies between two multiples costs as much as the upper one.
+    lengths = range(16, max_seqlen_k + 1, 16)
+    chosen = [min(tilings, key=lambda tiling, n=n: cost(tiling, n)) for n in lengths]
+    return tuple(
+        replace(tiling, max_seqlen_k=n)
+        for n, tiling, after in zip(lengths, chosen, (*chosen[1:], None), strict=True)
+        if tiling is not after
+    )
+
+
 TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, False): (tiling(192, 128, 3),),
     (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), tiling(192, 128, 3)),
+    (80, 80, False): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
+    (80, 80, True): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (96, 96, False): (tiling(128, 192, 2),),
     (96, 96, True): (tiling(128, 128, 2),),
     (128, 128, False): (tiling(128, 128, 2, max_seqlen_k=1280), tiling(128, 176, 2)),
     (128, 128, True): (tiling(128, 128, 2, max_seqlen_k=6144), tiling(128, 176, 2)),
+    (160, 160, False): (tiling(128, 128, 2, late_rescale=True),),
+    (160, 160, True): (tiling(128, 128, 2, late_rescale=True),),
     (192, 128, False): (tiling(128, 128, 2),),
     (192, 128, True): (tiling(128, 128, 2),),
     (192, 192, False): (tiling(128, 112, 2, late_rescale=True),),
@@ -83,8 +113,16 @@ sequences want small tiles (fewer masked or padded scores), and at head_dim 64 s
 widest tile that fits, which reads shared memory least. Late rescaling pays where O has so many columns that rescaling
 them does not fit under the exponentials."""
 
+SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
+    (64, 64, False): least_padded((small_tiling(64, 3), small_tiling(96, 2)), 1280),
+    (128, 128, False): least_padded((tiling(128, 128, 2), tiling(128, 176, 2)), 1280),
+}
+"""Rows before those of ``TILINGS`` where all keys are seen. Of few keys a last block is a large part: 1025 are nine
+blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
+
 WINDOW_TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
-    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), tiling(192, 128, 3))
+    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), tiling(192, 128, 3)),
+    (80, 80): (tiling(128, 128, 3),),
 }
 """The same under a window, by (head_dim, head_dim_v); ``max_seqlen_k`` are the keys that a query sees. In narrow
 windows a tile is little more than its start and its end. Where there is no row, ``TILINGS`` has it."""
@@ -92,6 +130,8 @@ windows a tile is little more than its start and its end. Where there is no row,
 PACKED_TILINGS: dict[tuple[int, int, bool], Tiling] = {
     (64, 64, False): small_tiling(96, 2),
     (64, 64, True): small_tiling(96, 2),
+    (80, 80, False): tiling(128, 128, 3),
+    (80, 80, True): tiling(128, 128, 3),
     (128, 128, False): tiling(128, 128, 2),
 }
 """The tiles of packed sequences, where those of PACKED_SEQLEN keys lose more with short sequences than they win with
@@ -131,17 +171,19 @@ def select_forward_config(
     window: bool = False,
     layout: str = DENSE,
 ) -> ForwardConfig:
-    """The config that serves a problem. Reads sizes only, never a tensor; cached.
+    """The config that serves a problem, at one of TUNED_HEAD_DIMS. Reads sizes only, never a tensor; cached.
 
     ``seqlen_k`` are the keys that a query sees at most. With packed sequences, whose lengths are not known, it is not
     read: tiles that suit short sequences cost long ones less than the other way round.
     """
-    key = (*cover_head_dims(head_dim, head_dim_v), causal)
+    key = (*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)
     rows = TILINGS[key]
     if layout == VARLEN:
         rows, seqlen_k = (PACKED_TILINGS[key],) if key in PACKED_TILINGS else rows, PACKED_SEQLEN
     elif window:
         rows = WINDOW_TILINGS.get(key[:2], rows)
+    else:
+        rows = (*SHORT_TILINGS.get(key, ()), *rows)
     chosen = next(tiling for tiling in rows if seqlen_k <= tiling.max_seqlen_k)
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
 
@@ -203,9 +245,10 @@ def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardCon
 
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
     """Every config that ``select_forward_config`` can return, each once."""
-    return tuple(
-        _build(tiling, dtype, key)
-        for dtype in DTYPES
-        for key, tilings in TILINGS.items()
+    rows = [
+        (key, tiling)
+        for table in (TILINGS, SHORT_TILINGS)
+        for key, tilings in table.items()
         for tiling in tilings
-    )
+    ]
+    return tuple(dict.fromkeys(_build(tiling, dtype, key) for dtype in DTYPES for key, tiling in rows))

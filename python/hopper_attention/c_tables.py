@@ -47,6 +47,7 @@ from hopper.forward.tilings import (
     ONE_PAGE,
     PACKED_SEQLEN,
     PAGE_ROWS,
+    TUNED_HEAD_DIMS,
     select_forward_config,
     select_paged_config,
 )
@@ -108,7 +109,7 @@ def forward_rows() -> tuple[ForwardRow, ...]:
     rows: list[ForwardRow] = []
     for dtype in DTYPES:
         for layout in LAYOUTS:
-            for dims in NATIVE_HEAD_DIMS:
+            for dims in TUNED_HEAD_DIMS:
                 for causal, mask in product((False, True), MASKS):
                     rows += _rows_of(dtype, layout, dims, (causal, *mask), bounds)
         rows += _paged_rows(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
@@ -77,23 +77,63 @@ constants = Constants()
 
 _tile_counters: dict[tuple[int, int], Tensor] = {}
 
+GRAPH_COUNTERS, COUNTER_STEP = 2**15, 8
+"""Counters of a GPU for launches in graphs, and the int32 words from one to the next: one in each sector of memory."""
+
+
+class GraphCounters:
+    """Counters for the launches of captured graphs, each handed out once and never taken back.
+
+    A kernel leaves its counter zero, so a graph need not zero it at each replay, which would cost a node and as much
+    time as a launch.
+    """
+
+    def __init__(self, count: int = GRAPH_COUNTERS) -> None:
+        self._count = count
+        self._free: dict[int, Iterator[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, device_index: int) -> None:
+        """Make those of a GPU, which cannot be made while a graph is captured."""
+        with self._lock:
+            if device_index not in self._free:
+                zeros = _zeros_apart(self._count * COUNTER_STEP, device_index)
+                starts = range(0, zeros.numel(), COUNTER_STEP)
+                self._free[device_index] = (zeros[start : start + 2] for start in starts)
+
+    def take(self, device_index: int) -> Tensor | None:
+        """One that nothing else has; None if none was made, or all are in use."""
+        with self._lock:
+            return next(self._free.get(device_index, iter(())), None)
+
+
+_graph_counters = GraphCounters()
+
 
 def tile_counter(device_index: int) -> Tensor:
     """Two int32 zeros with which the CTAs of one launch share out the tiles; the kernel leaves them zero.
 
     Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
     memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
-    on any stream, alongside anything, so a launch in it gets a counter of its own, zeroed by the graph.
+    on any stream, alongside anything, so a launch in it gets a counter of its own. Where no kernel has run on this
+    GPU before the capture, or graphs have taken all, the graph zeroes one.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+        counter = _graph_counters.take(device_index)
+        if counter is None:
+            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+        return counter
     # torch.cuda.current_stream() builds an object around this number, which takes ten times as long.
     key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
     counter = _tile_counters.get(key)
     if counter is None:
-        made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
-        counter = _tile_counters.setdefault(key, made)
+        counter = _tile_counters.setdefault(key, _zeros_apart(2, device_index))
+        _graph_counters.prepare(device_index)
     return counter
+
+
+def _zeros_apart(words: int, device_index: int) -> Tensor:
+    return make_apart(lambda: torch.zeros(words, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
 
 
 class Piece(NamedTuple):

@@ -92,6 +92,7 @@ def length_bounds() -> tuple[int, ...]:
     """Every seqlen_k up to which some tiling of ``hopper`` serves, in ascending order."""
     tables: tuple[Mapping[Any, tuple[tilings.Tiling, ...]], ...] = (
         tilings.TILINGS,
+        tilings.SHORT_TILINGS,
         tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,

@@ -1,10 +1,12 @@
 """The order of tiles: every tile once, and the longest first where lengths differ."""
 
+import heapq
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from cute_kernels.tile_scheduler import TileOrder
+from cute_kernels.tile_scheduler import TileOrder, heads_per_section
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -16,6 +18,8 @@ def test_order_is_a_bijection(num_m_blocks, num_heads, num_batches, per_section,
     visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
     expected = itertools.product(range(num_m_blocks), range(num_heads), range(num_batches))
     assert sorted(visited) == sorted(expected)
+    divided = replace(order, divisors=(order.numbers_to_divide_by(group=1),))
+    assert [divided.coordinates(tile) for tile in range(order.num_tiles)] == visited
 
 
 def test_longest_first_descends_within_a_section_of_heads():
@@ -45,3 +49,34 @@ def test_a_head_too_large_for_the_l2_is_a_section_of_its_own():
     assert [order.coordinates(tile) for tile in range(6)] == [
         (2, 0, 0), (1, 0, 0), (0, 0, 0), (2, 1, 0), (1, 1, 0), (0, 1, 0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bytes_per_key,seqlen_k,kv_heads,expected",
+    [
+        (512, 4096, 32, 16),
+        (512, 4099, 32, 16),
+        (512, 16384, 16, 4),
+        (1024, 8193, 16, 4),
+        (512, 12000, 16, 6),
+        (512, 2**20, 3, 1),
+        (512, 10, 7, 7),
+    ],
+)
+def test_sections_are_about_as_large_as_each_other(bytes_per_key, seqlen_k, kv_heads, expected):
+    assert heads_per_section(bytes_per_key, seqlen_k, kv_heads) == expected
+
+
+@pytest.mark.parametrize(
+    "seqlen,heads,head_dim", [(4096, 32, 128), (4099, 32, 128), (8193, 16, 256), (2049, 64, 128)]
+)
+def test_a_few_keys_more_leave_no_long_tiles_for_the_end(seqlen, heads, head_dim):
+    """Time of the CTA that ends last over that of all on average, on 132 SMs; a tile takes as long as its blocks."""
+    num_m_blocks = -(-seqlen // 128)
+    per_section = heads_per_section(4 * head_dim, seqlen, heads)
+    order = TileOrder(num_m_blocks, heads, 1, per_section, longest_first=True)
+    lengths = [order.coordinates(tile)[0] + 2 for tile in range(order.num_tiles)]
+    ctas = [0] * 132
+    for length in lengths:
+        heapq.heappush(ctas, heapq.heappop(ctas) + length)
+    assert max(ctas) < 1.03 * sum(lengths) / 132

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from hopper_attention import (
     Fp8Quantization,
@@ -115,6 +117,50 @@ def test_a_graph_keeps_the_signs_of_its_rotation(draw) -> None:
         flash_attn_fp8_func(x.q, x.k, x.v, quantization=Fp8Quantization(seed=seed))
     for _ in range(5):
         out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_a_forward_in_a_graph_is_one_node(draw) -> None:
+    x = draw(torch.bfloat16, 1, (128, 300), (4, 2), 64)
+    expected = flash_attn_func(x.q, x.k, x.v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = [flash_attn_func(x.q, x.k, x.v, causal=True) for _ in range(3)]
+    for _ in range(4):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            graph.replay()
+            torch.cuda.synchronize()
+        ran = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+        assert len(ran) == 3 and not any("emset" in name for name in ran), ran
+        assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_a_kernel_that_starts_early_waits_for_what_it_reads(draw, captured: bool) -> None:
+    # Each call reads what the one before it writes, mostly into memory that the one before that has read.
+    x = draw(torch.bfloat16, 2, (700, 700), (8, 8), 64)
+
+    def chain(synchronize: bool) -> Tensor:
+        state = x.q
+        for step in range(40):
+            state = flash_attn_func(state, x.k, state, causal=step % 3 == 0)
+            if synchronize:
+                torch.cuda.synchronize()
+        return state
+
+    expected = chain(synchronize=True)
+    if not captured:
+        assert all(torch.equal(chain(synchronize=False), expected) for _ in range(5))
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(synchronize=False)
+    for _ in range(5):
         graph.replay()
         assert torch.equal(out, expected)
 

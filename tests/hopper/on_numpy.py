@@ -109,6 +109,15 @@ class Arguments:
         packing = {float: "<f", int: "<i"}
         self.values += [struct.pack(packing[type(v)], v) if type(v) in packing else v for v in values]
 
+    def divisors(self, *numbers: int) -> None:
+        """Numbers that are divided by, each with what makes its division a multiplication and two shifts (Granlund and
+        Montgomery, "Division by invariant integers using multiplication", figure 4.1)."""
+        for number in numbers:
+            bits = (number - 1).bit_length()
+            factor = ((2**bits - number) << 32) // number + 1
+            shifts = min(bits, 1), max(bits - 1, 0)
+            self.values += [struct.pack("<2I2B2x", number, factor, *shifts), struct.pack("<i", number)]
+
     def tensor(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """A pointer with the sizes and strides that are not fixed when compiling."""
         base = BUFFER_STEP * (len(self.memory) + 1)
@@ -162,15 +171,15 @@ def forward_on_numpy(
     c = config
     arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
     maps = (
-        row_map(q, WARPGROUP_ROWS, c.head_dim),
-        row_map(k, c.tile_n, c.head_dim),
-        row_map(v, c.tile_n, c.head_dim_v),
+        row_map(q, WARPGROUP_ROWS, c.stored_dim),
+        row_map(k, c.tile_n, c.stored_dim),
+        row_map(v, c.tile_n, c.stored_dim_v),
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values[:4] = maps
     if rules.sinks is not None:
         arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
-    _finish_forward(arguments, q, k, rules.softcap or softmax_scale)
+    _finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
     if rules.softcap:
         arguments.add(softmax_scale / rules.softcap)
@@ -199,9 +208,9 @@ def packed_forward_on_numpy(
     lse = torch.full((q.shape[1], q.shape[0]), math.nan)
     arguments = Arguments()
     arguments.add(
-        ragged_map(q, WARPGROUP_ROWS, c.head_dim),
-        ragged_map(k, c.tile_n, c.head_dim),
-        ragged_map(v, c.tile_n, c.head_dim_v),
+        ragged_map(q, WARPGROUP_ROWS, c.stored_dim),
+        ragged_map(k, c.tile_n, c.stored_dim),
+        ragged_map(v, c.tile_n, c.stored_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values += [b"\0" * 16] * 4
@@ -294,7 +303,7 @@ def fp8_forward_on_numpy(
     for scale in (q.scale, k.scale, v_scale, o_scale, mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
-    _finish_forward(arguments, q.data, k.data, softmax_scale)
+    _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
@@ -313,8 +322,16 @@ def _forward_arguments(
     return arguments, out, lse
 
 
-def _finish_forward(arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float) -> None:
-    arguments.add(softmax_scale * LOG2_E, q.shape[1], k.shape[1], q.shape[2] // k.shape[2], q.shape[2])
+def _finish_forward(
+    config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
+) -> None:
+    """The heads are in sections that are all alike but the last, which has one head, where there are several."""
+    (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
+    per_section = max(heads * batch - 1, 1)
+    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], group, per_section)
+    if config.element_bytes == 2:
+        tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
+        arguments.divisors(tiles, per_section, 1, heads, group)
 
 
 def backward_on_numpy(
@@ -447,7 +464,8 @@ def _launch_gradients(
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
-    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    sections = [max(kv_heads * batch - 1, 1)] if c.causal and not c.ordered else []
+    arguments.add(*sizes, n_blocks, kv_heads, batch, *sections, n_blocks * kv_heads * batch, m_blocks)
     _add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
 

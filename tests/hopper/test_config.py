@@ -51,6 +51,26 @@ def test_cover_is_the_pair_of_least_work():
         cover_head_dims(264, 64)
 
 
+def test_head_dims_that_would_be_a_fifth_zeros_have_kernels_of_their_own():
+    for head_dim, native in ((72, 80), (80, 80), (88, 96), (104, 128), (136, 160), (160, 160), (168, 192)):
+        for causal, layout in itertools.product((False, True), ("dense", "varlen")):
+            config = select_forward_config("float16", head_dim, head_dim, causal, 4096, layout=layout)
+            assert (config.head_dim, config.head_dim_v) == (native, native)
+            validate_forward_config(config)
+
+
+@pytest.mark.parametrize(
+    "head_dim,widths",
+    [
+        (64, {197: 64, 257: 96, 512: 64, 1024: 96}),
+        (128, {197: 128, 512: 128, 1024: 128, 1025: 176, 1280: 128, 1281: 176}),
+    ],
+)
+def test_few_keys_get_the_tiles_with_the_least_padding(head_dim, widths):
+    for seqlen_k, tile_n in widths.items():
+        assert select_forward_config("bfloat16", head_dim, head_dim, False, seqlen_k).tile_n == tile_n
+
+
 @pytest.mark.parametrize(
     "change,message",
     [

@@ -58,6 +58,7 @@ def check_forward(config, inputs: list[torch.Tensor], ctas: int = 1) -> None:
     "head_dim,causal,seqlens,heads",
     [
         (64, True, (150, 300), (2, 1)),
+        (72, True, (200, 130), (3, 1)),
         (104, True, (200, 130), (2, 2)),
         (256, True, (70, 170), (1, 1)),
     ],

@@ -439,7 +439,7 @@ def test_fp8_has_no_sinks(library: Library) -> None:
 def test_too_many_tiles_are_not_supported(library: Library) -> None:
     many = SOUND | {"batch": 2**31 - 1, "seqlen_q": 2**30}
     assert library.run(ForwardParams(**many)) == c.NOT_SUPPORTED
-    assert "tiles of 192 queries: split the batch" in library.message
+    assert "tiles of 64 queries: split the batch" in library.message
 
 
 def test_an_empty_problem_succeeds_without_a_gpu(library: Library) -> None:

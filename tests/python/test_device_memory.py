@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hopper_attention import device_memory
 from hopper_attention.device_memory import (
     Constants,
+    GraphCounters,
     Piece,
     Pieces,
     WorkMemory,
@@ -34,6 +35,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> State:
     monkeypatch.setattr(device_memory, "is_capturing", lambda device: answers["capturing"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: answers["stream"], raising=False)
     monkeypatch.setattr(device_memory, "_tile_counters", {})
+    monkeypatch.setattr(device_memory, "_graph_counters", GraphCounters(count=2))
     monkeypatch.setattr(device_memory, "constants", Constants())
     return answers
 
@@ -86,7 +88,8 @@ def test_tile_counters_are_kept_by_device_and_stream(state: State, monkeypatch: 
     state["stream"] = 12
     assert tile_counter(0) is not first
     state["stream"] = 11
-    assert tile_counter(0) is first and len(made) == 3
+    # Of each stream, and of each GPU those of graphs.
+    assert tile_counter(0) is first and len(made) == 3 + 2
 
 
 def test_a_captured_launch_shares_its_counter_with_none(
@@ -104,6 +107,22 @@ def test_a_captured_launch_shares_its_counter_with_none(
     counters = [tile_counter(0), tile_counter(0)]
     assert counters[0] is not counters[1] and device_memory._tile_counters == {}
     assert zeros == 2 * [{"dtype": torch.int32, "device": "cuda:0"}]
+
+
+def test_captured_launches_take_counters_that_lie_ready(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A graph that zeroed a counter for each launch would take a node more, and a microsecond, at every replay.
+    monkeypatch.setattr(device_memory, "_zeros_apart", lambda words, index: torch.zeros(words).int())
+    of_stream = tile_counter(0)
+    state["capturing"] = True
+    taken = [tile_counter(0), tile_counter(0)]
+    assert [x.tolist() for x in taken] == [[0, 0], [0, 0]] and taken[0].dtype == torch.int32
+    distance = taken[1].data_ptr() - taken[0].data_ptr()
+    assert distance == 4 * device_memory.COUNTER_STEP
+    assert of_stream.data_ptr() not in [x.data_ptr() for x in taken]
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: ["a node of the graph"])
+    assert tile_counter(0) == ["a node of the graph"] and tile_counter(1) == ["a node of the graph"]
 
 
 # constants

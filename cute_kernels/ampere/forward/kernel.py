@@ -8,7 +8,7 @@ from cute_kernels.ampere.forward.query_tile import QueryTile
 from cute_kernels.ampere.options import KernelOptions, read_options
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
+from cute_kernels.tile_scheduler import TileOrder, heads_per_section
 
 
 class AmpereForwardKernel:
@@ -66,7 +66,7 @@ class AmpereForwardKernel:
             cute.ceil_div(mQ.shape[1], c.tile_m),
             mQ.shape[2],
             mQ.shape[0],
-            heads_in_l2(bytes_per_key, mK.shape[1], mK.shape[0] * mK.shape[2]) * heads_per_kv_head,
+            heads_per_section(bytes_per_key, mK.shape[1], mK.shape[0] * mK.shape[2]) * heads_per_kv_head,
             longest_first=c.longest_first,
         )
         self.kernel(

@@ -101,7 +101,7 @@ class TransposingRows(TransposedTma):
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
-            head_kv = head // work.heads_per_kv_head
+            head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
             if warp == 0:
                 producer.load_queries(m_block, head, blocks.seqlens, q_phase)
