@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
@@ -21,6 +22,7 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
+from hopper_attention.launch.addition import MOST_PARTS
 from hopper_attention.masks import UNLIMITED
 
 RING, ALL_GATHER, ULYSSES, MESH, AUTO = "ring", "all_gather", "ulysses", "mesh", "auto"
@@ -31,11 +33,15 @@ METHODS = (RING, ALL_GATHER, ULYSSES, MESH, AUTO)
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 """Matrix products a score: Q K^T and P V; in the backward pass those of P, dP, dV, dK and dQ."""
 
-MERGED_BYTES, ADDED_BYTES, ENDS_BYTES = 10, 10, 12
-"""Read and written for an element: of a partial output that is merged, of a partial gradient that is added, and of both
-to begin with float32 and end with 16 bits."""
+ADDED_BYTES, ENDS_BYTES, ROUNDED_BYTES, SPAN_BYTES = 10, 12, 6, 16
+"""Read and written by a ring for an element: of a partial output, or of gradients that come back, to be added to
+float32; to begin with float32 and end with 16 bits; of the only partial output there is, which is added to 16 bits; and
+of rows that have sums of dQ beside those of all rows."""
 
-GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 30, 23, 30, 8
+OWN_BYTES, PART_OF_SUM_BYTES = 4, 2
+"""The same of gradients that come back from few ranks: of own ones, read and written, and of each part."""
+
+GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 34, 23, 22, 8
 """The same where K and V are gathered, counted from the copies in ``gather.py``: of K and V of the whole sequence, put
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
@@ -186,10 +192,12 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     rows = [max(map(_rows_merged, groups)) for groups in steps]
     keys = [max(map(_keys_taken, groups)) for groups in steps]
     incoming = [*keys[1:], 0]
-    total = machine.memory_s(ENDS_BYTES * problem.seqlen_q // world * (2 * sizes.q_row + sizes.kv_row))
-    for merged, taken in zip(rows, keys, strict=True):
-        total += machine.memory_s((MERGED_BYTES + ADDED_BYTES) * merged * sizes.q_row)
-        total += machine.memory_s(ADDED_BYTES * taken * sizes.kv_row)
+    own = problem.seqlen_q // world, problem.seqlen_k // world
+    total = machine.memory_s(
+        _merged(own[0], rows[1:]) * sizes.q_row + _summed(own[1], keys[1:]) * sizes.kv_row
+    )
+    spans = {group.rows for groups in chain(*steps) for group in groups if length(group.rows) < own[0]}
+    total += machine.memory_s(SPAN_BYTES * sum(map(length, spans)) * sizes.q_row)
     for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
         # A rank's own shard is done in two halves of the heads in the backward pass.
         total += (trips - 1) * max(sizes.tails_s(groups, products, machine) for groups in steps[0])
@@ -198,6 +206,20 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
             transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
             total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
     return total
+
+
+def _merged(own: int, parts: list[int]) -> int:
+    """Bytes a column to merge partial outputs of so many rows with those of the ``own`` keys."""
+    counts = [count for count in parts if count]
+    return ROUNDED_BYTES * sum(counts) if len(counts) == 1 else ENDS_BYTES * own + ADDED_BYTES * sum(counts)
+
+
+def _summed(own: int, parts: list[int]) -> int:
+    """Bytes a column to add gradients of so many keys to the ``own`` ones."""
+    counts = [count for count in parts if count]
+    if len(counts) > MOST_PARTS:
+        return ENDS_BYTES * own + ADDED_BYTES * sum(counts)
+    return OWN_BYTES * max(counts, default=0) + PART_OF_SUM_BYTES * sum(counts)
 
 
 def _rows_merged(groups: tuple[Group, ...]) -> int:
