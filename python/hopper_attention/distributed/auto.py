@@ -2,7 +2,7 @@
 
 Times are those of a forward and a backward pass of one rank. The model knows a GPU's speed in attention, what one rank
 sends a second, and what its memory moves. These are numbers that you give: the defaults are plain assumptions to
-compare methods by, not measurements.
+compare methods by, and what an exchange costs is from two reports (docs/distributed.md).
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 34, 23, 22, 8
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
 
+BOTH_PASSES = FORWARD_PRODUCTS, BACKWARD_PRODUCTS
+
+FP8_SPEED, FP8_STEP_US = 1.8, 700.0
+"""Of attention in FP8 over 16 bits, and what an exchange costs besides: calls for each pair of chunks, and more and
+smaller messages. From the reports of two and four GPUs (docs/distributed.md)."""
+
 TILE = 128
 """Rows of Q, or in the backward pass keys, that one SM works on at a time."""
 
@@ -64,6 +70,8 @@ class Machine:
         memory_gbytes_per_s: that a GPU reads and writes in its own memory.
         room_gbytes: that a method may take on a GPU beside the tensors of the rank.
         sms: streaming multiprocessors of a GPU, among which a kernel's tiles are shared out.
+        step_us: that an exchange of the ring costs beside its bytes, where ranks wait for the one that is late and
+            for hosts.
     """
 
     tflops: float = 600.0
@@ -72,6 +80,7 @@ class Machine:
     memory_gbytes_per_s: float = 2500.0
     room_gbytes: float = 16.0
     sms: int = 132
+    step_us: float = 200.0
 
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
@@ -81,6 +90,9 @@ class Machine:
 
     def memory_s(self, size: float) -> float:
         return size / (self.memory_gbytes_per_s * 1e9)
+
+    def step_s(self, exchanges: int) -> float:
+        return exchanges * self.step_us * 1e-6
 
     def tail_s(self, flops: float) -> float:
         """What a kernel loses at its end, where SMs run out of tiles: half of one tile's time, given its ``flops``."""
@@ -181,7 +193,7 @@ def why_not_all_gather(problem: Problem, sizes: Sizes, machine: Machine) -> str:
     return f"it takes {size:.0f} GB on each GPU, allowed: room_gbytes, {machine.room_gbytes:.0f}"
 
 
-def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
+def _ring_s(problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES) -> float:
     """The slowest rank of each step holds up all; while it works the keys of the next are on their way, and in the
     backward pass as many bytes of gradients."""
     world = problem.world
@@ -192,20 +204,38 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     rows = [max(map(_rows_merged, groups)) for groups in steps]
     keys = [max(map(_keys_taken, groups)) for groups in steps]
     incoming = [*keys[1:], 0]
+    exchanges = sum(1 for count in keys[1:] if count)
     own = problem.seqlen_q // world, problem.seqlen_k // world
-    total = machine.memory_s(
-        _merged(own[0], rows[1:]) * sizes.q_row + _summed(own[1], keys[1:]) * sizes.kv_row
-    )
-    spans = {group.rows for groups in chain(*steps) for group in groups if length(group.rows) < own[0]}
-    total += machine.memory_s(SPAN_BYTES * sum(map(length, spans)) * sizes.q_row)
-    for products, trips in ((FORWARD_PRODUCTS, 1), (BACKWARD_PRODUCTS, 2)):
-        # A rank's own shard is done in two halves of the heads in the backward pass.
-        total += (trips - 1) * max(sizes.tails_s(groups, products, machine) for groups in steps[0])
+    total = machine.memory_s(_merged(own[0], rows[1:]) * sizes.q_row)
+    if BACKWARD_PRODUCTS in passes:
+        spans = {group.rows for groups in chain(*steps) for group in groups if length(group.rows) < own[0]}
+        total += machine.memory_s(SPAN_BYTES * sum(map(length, spans)) * sizes.q_row)
+        total += machine.memory_s(_summed(own[1], keys[1:]) * sizes.kv_row)
+        # A rank's own shard is done in two halves, and gradients are sent after the last step too.
+        total += max(sizes.tails_s(groups, BACKWARD_PRODUCTS, machine) for groups in steps[0])
+        total += machine.step_s(exchanges and 1)
+    for products in passes:
+        trips = 1 if products == FORWARD_PRODUCTS else 2
+        total += machine.step_s(exchanges)
         for mine, coming, groups_of_ranks in zip(scores, incoming, steps, strict=True):
             total += max(sizes.tails_s(groups, products, machine) for groups in groups_of_ranks)
             transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
             total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
     return total
+
+
+def _fp8_plan(problem: Problem, sizes: Sizes, machine: Machine) -> ContextPlan:
+    """Of a forward pass, beside one in 16 bits."""
+    faster = replace(machine, tflops=FP8_SPEED * machine.tflops, step_us=machine.step_us + FP8_STEP_US)
+    seconds = _ring_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
+    of_16_bits = _ring_s(problem, replace(sizes, bytes_each=2), machine, (FORWARD_PRODUCTS,))
+    reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
+    if seconds < of_16_bits:
+        reason += f"in 16 bits it would take {of_16_bits * 1e3:.2f} ms"
+    else:
+        reason += f"quantization=None would be faster, {of_16_bits * 1e3:.2f} ms, as the sequence is short"
+    ideal = faster.compute_s(sizes.flops(_mean_scores(problem), FORWARD_PRODUCTS))
+    return ContextPlan(RING, reason, {RING: seconds}, ideal / seconds if seconds else 1.0)
 
 
 def _merged(own: int, parts: list[int]) -> int:
@@ -302,20 +332,18 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
     """
     check_divides(problem.seqlen_q, problem.world, problem.layout, "the length of the whole q")
     check_divides(problem.seqlen_k, problem.world, problem.layout, "the length of the whole k")
+    if sizes.bytes_each == 1:
+        return _fp8_plan(problem, sizes, machine)
     blocked = {
         ALL_GATHER: why_not_all_gather(problem, sizes, machine),
         ULYSSES: why_not_ulysses(sizes, problem.world),
     }
     models = {RING: _ring_s, ALL_GATHER: _all_gather_s, ULYSSES: _ulysses_s}
     allowed = [name for name in models if not blocked.get(name)]
-    reason = ""
-    if sizes.bytes_each == 1:
-        allowed, reason = [RING], "K and V travel in e4m3, which the ring does"
     seconds = {name: models[name](problem, sizes, machine) for name in allowed}
     method = min(seconds, key=seconds.__getitem__)
-    if not reason:
-        reason = f"the least time of {len(seconds)} methods by the model" + "".join(
-            f"; not {name}: {why}" for name, why in blocked.items() if why
-        )
+    reason = f"the least time of {len(seconds)} methods by the model" + "".join(
+        f"; not {name}: {why}" for name, why in blocked.items() if why
+    )
     ideal = machine.compute_s(sizes.flops(_mean_scores(problem)))
     return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)
