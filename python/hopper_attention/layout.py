@@ -32,6 +32,15 @@ class Repair(Enum):
         return tensor
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a new tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def contiguous_copy(tensor: Tensor) -> Tensor:
     """A copy in fresh memory, which is aligned; ``contiguous()`` may return a misaligned tensor as it is."""
     fresh = tensor.new_empty(tensor.shape)

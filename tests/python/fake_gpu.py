@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo import guards
 
-from hopper_attention import device_memory, fp8_at_once, quantizers
+from hopper_attention import device_memory, fp8_at_once, kvcache_again, kvcache_schedule, quantizers
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     append,
@@ -43,6 +44,8 @@ REMEMBERING = (
     fp8,
     fp8_at_once,
     kvcache,
+    kvcache_again,
+    kvcache_schedule,
     merge,
     packed_fp8,
     packed_quantize,
@@ -85,6 +88,7 @@ def pretend(
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
     for module in kinds:
         monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
+    monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
@@ -97,5 +101,5 @@ def forget_launchers() -> None:
     """Make every launcher be found anew."""
     for module in REMEMBERING:
         for function in vars(module).values():
-            if hasattr(function, "cache_clear"):
+            if hasattr(function, "cache_clear") and not isinstance(function, type):
                 function.cache_clear()

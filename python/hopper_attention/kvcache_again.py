@@ -1,0 +1,61 @@
+"""Decoding with tensors like those of an earlier call: what that found, its checks among it, is used again.
+
+A decode step makes the same call in every layer, with other tensors. One comparison in C++ (``like_calls``) says that
+they are like those that were checked, and the launch follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hopper_attention.checks import Result
+from hopper_attention.kvcache_call import CheckedCall
+from hopper_attention.kvcache_schedule import ATTRIBUTE, schedule_of
+from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.decode import find_decode
+from hopper_attention.launch.decode_call import DecodeCall, Decoded, is_launched_as_it_is
+from hopper_attention.launch.kvcache import find_way
+from hopper_attention.like_calls import Remembered, like, may_be_like
+
+remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
+"""By the key of a call and the shape of q."""
+
+
+def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
+    """The results, if an earlier call was like this one; None if it has to be read and checked.
+
+    Args:
+        options: all other arguments of the call. They count with their types, as True is no number of splits.
+    """
+    if not may_be_like() or type(tensors[0]) is not Tensor:
+        return None
+    key = tuple(map(type, tensors + options)), options
+    metadata = tensors[-1]
+    if type(metadata) is Tensor and ATTRIBUTE in metadata.__dict__:
+        for call in metadata.__dict__[ATTRIBUTE].calls:
+            if call.key == key:
+                return call(tensors)
+        return None
+    try:
+        found = remembered.get((tensors[0].shape, key))
+    except TypeError:
+        # An option that is not hashable, such as a list for a window.
+        return None
+    return None if found is None else found(tensors)
+
+
+def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
+    """Keep a call that was made, if ``decode_again`` can make others like it."""
+    call, read, scores, _ = checked
+    if find_way(call).path != "decode" or not is_launched_as_it_is(call.shape, read, tensors):
+        return
+    key = tuple(map(type, tensors + options)), options
+    is_like = like(*[x for x in tensors if x is not None])
+    found = DecodeCall(key, is_like, find_decode(call), scores.softcap or None)
+    schedule = schedule_of(tensors[-1])
+    if schedule is None:
+        remembered.put((tensors[0].shape, key), found)
+    else:
+        schedule.put(found)

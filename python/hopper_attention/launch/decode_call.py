@@ -1,0 +1,65 @@
+"""A call of the decode kernel that was checked, to be made again with tensors like its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
+from hopper_attention.kvcache_checks import CacheShape, CacheTensors
+from hopper_attention.launch.base import current_device
+from hopper_attention.launch.decode import DecodeLauncher, is_aligned
+from hopper_attention.layout import TMA_BYTES, Repair, repair_for
+from hopper_attention.like_calls import IsLike
+
+Decoded = tuple[Any, ...]
+"""q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, k_descale, v_descale and scheduler_metadata, as they
+were given, where a call has no other tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """A call that was checked, and its launcher.
+
+    ``key`` is what ``decode_again`` makes of such calls, ``is_like`` takes the tensors that there are.
+    """
+
+    key: tuple[Any, ...]
+    is_like: IsLike
+    launcher: DecodeLauncher
+    softcap: float | None
+
+    def __call__(self, tensors: Decoded) -> Result | None:
+        """The results of tensors like those of the call; None where these are not, or not on the current GPU."""
+        if not self.is_like(*[x for x in tensors if x is not None]):
+            return None
+        q, k_cache, v_cache, lengths, table, cu_seqlens_q, k_descale, v_descale, _ = tensors
+        launcher = self.launcher
+        if (
+            (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % TMA_BYTES
+            or current_device() != launcher.device_index
+        ):  # fmt: skip
+            return None
+        lists, descales = (lengths, table, None, cu_seqlens_q), (k_descale, v_descale)
+        out, lse = launcher.launch(q, k_cache, v_cache, *lists, *descales, self.softcap, None)
+        return (out, lse) if launcher.wants_lse else out
+
+
+def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded) -> bool:
+    """Whether the kernel gets the tensors of a call and no others, and nothing depends on the grad mode."""
+    q, k_cache, v_cache, lengths, table, _, k_descale, v_descale, _ = tensors
+    addressed = (q if shape.is_packed_q else q.flatten(0, 1), k_cache, v_cache)
+    facts = (TensorSpec.of(x.unsqueeze(0) if x.dim() == 3 else x) for x in addressed)
+    descales = (k_descale, v_descale) if shape.is_fp8_cache else ()
+    return (
+        read.q is q
+        and q.dtype != FP8_DTYPE
+        and type(lengths) is Tensor
+        and not any(x is not None and x.requires_grad for x in tensors)
+        and all(repair_for(spec) is Repair.NONE for spec in facts)
+        and is_aligned(read)
+        and (table is None or table.stride(1) == 1)
+        and all(x is not None and x.stride(1) == 1 for x in descales)
+    )
