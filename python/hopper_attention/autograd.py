@@ -9,13 +9,25 @@ from torch import Tensor
 
 from hopper_attention import ops, qv_ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.launch.forward import Launch
+from hopper_attention.launch.gradients_again import (
+    ForGradients,
+    GradientOptions,
+    differentiate_again,
+    remember,
+)
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.qv import NO_QV_GRADIENT
 from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
-from hopper_attention.transforms import differentiable
+from hopper_attention.transforms import differentiable, recorded
+
+NO_MORE_GRADIENTS = (None,) * 13
+"""Of what ``ops.forward`` takes beside q, k and v."""
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.sides = inputs[:11]
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[:8]
+    ctx.sides = inputs[8:11]
     ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[11:]
     ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks, philox)
     # An unused LSE has no gradient; None saves adding zeros.
@@ -28,7 +40,16 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
         dout = torch.zeros_like(out)
     scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
+    again = None
+    if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
+        tensors = ForGradients(dout, q, k, v, out, lse)
+        again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
+        found = differentiate_again(tensors, again)
+        if found is not None:
+            return *found, *NO_MORE_GRADIENTS
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
+    if again is not None:
+        remember(tensors, again)
     dsinks = _gradient_of_sinks(ctx.needs_input_grad[12:], dout, dlse, out, lse, sinks)
     return dq, dk, dv, *[None] * 10, dsinks, None, None
 
@@ -107,11 +128,42 @@ def _end_with_tensors_of_heads(*arguments: Any) -> bool:
     return alibi_slopes is not None or sinks is not None
 
 
+def _forward_by(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launch: Launch,
+    softmax_scale: float,
+    deterministic: bool,
+    causal: bool,
+    backend: str | None,
+    sides: Sides,
+) -> tuple[Tensor, Tensor]:
+    """``ops.forward`` of scores that nothing changes, by what serves them."""
+    out, lse = launch(q, k, v, softmax_scale, True, *(() if sides == FULL_SIDES else sides))
+    ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic = (
+        softmax_scale,
+        causal,
+        backend,
+        deterministic,
+    )
+    ctx.sides, ctx.softcap, ctx.dropout_p = sides, 0.0, 0.0
+    ctx.save_for_backward(q, k, v, out, lse, None, None, None)
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_forward_gradients(ctx, dout, dlse)[:3], None, None, None, None, None, None
+
+
 # What calls the operators, also under torch.func.
 backward = differentiable(ops.backward, refuse_second_derivative, mixes_samples=_have_tensors_without_batch)
 forward = differentiable(
     ops.forward, _forward_gradients, _save_for_backward, mixes_samples=_have_tensors_without_batch
 )
+forward_by = recorded("hopper_attention::forward", _forward_by, _gradients_by)
 backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_derivative, has_batch=False)
 forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False

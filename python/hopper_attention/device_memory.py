@@ -86,10 +86,12 @@ def tile_counter(device_index: int) -> Tensor:
     memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
     on any stream, alongside anything, so a launch in it gets a counter of its own, zeroed by the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
     # torch.cuda.current_stream() builds an object around this number, which takes ten times as long.
-    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    # As in ``WorkMemory.get``: a graph is never captured on stream 0.
+    if stream and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
+    key = device_index, stream
     counter = _tile_counters.get(key)
     if counter is None:
         made = make_apart(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))

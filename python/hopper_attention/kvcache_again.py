@@ -17,10 +17,10 @@ from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode import find_decode
 from hopper_attention.launch.decode_call import DecodeCall, Decoded, is_launched_as_it_is
 from hopper_attention.launch.kvcache import find_way
-from hopper_attention.like_calls import Remembered, like, may_be_like
+from hopper_attention.like_calls import Kept, Remembered, like, may_be_like
 
 remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
-"""By the key of a call and the shape of q."""
+"""By the shapes of q and k_cache, and ``_key_of``."""
 
 
 def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
@@ -29,21 +29,22 @@ def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
     Args:
         options: all other arguments of the call. They count with their types, as True is no number of splits.
     """
-    if not may_be_like() or type(tensors[0]) is not Tensor:
+    if not may_be_like() or type(tensors[0]) is not Tensor or type(tensors[1]) is not Tensor:
         return None
-    key = tuple(map(type, tensors + options)), options
-    metadata = tensors[-1]
+    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
+    metadata, call = tensors[-1], None
     if type(metadata) is Tensor and ATTRIBUTE in metadata.__dict__:
-        for call in metadata.__dict__[ATTRIBUTE].calls:
-            if call.key == key:
-                return call(tensors)
-        return None
-    try:
-        found = remembered.get((tensors[0].shape, key))
-    except TypeError:
-        # An option that is not hashable, such as a list for a window.
-        return None
-    return None if found is None else found(tensors)
+        for known, kept in metadata.__dict__[ATTRIBUTE].calls:
+            if known == key and kept.is_like(*given):
+                call = kept.call
+    else:
+        call = remembered.find((tensors[0].shape, tensors[1].shape, key), *given)
+    return None if call is None else call(tensors)
+
+
+def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What is compared of a call beside its tensors: which are given, and all else with its type."""
+    return tuple(map(type, tensors + options)), options
 
 
 def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
@@ -51,11 +52,10 @@ def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -
     call, read, scores, _ = checked
     if find_way(call).path != "decode" or not is_launched_as_it_is(call.shape, read, tensors):
         return
-    key = tuple(map(type, tensors + options)), options
-    is_like = like(*[x for x in tensors if x is not None])
-    found = DecodeCall(key, is_like, find_decode(call), scores.softcap or None)
+    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
+    found = DecodeCall(find_decode(call), scores.softcap or None)
     schedule = schedule_of(tensors[-1])
-    if schedule is None:
-        remembered.put((tensors[0].shape, key), found)
-    else:
-        schedule.put(found)
+    if schedule is not None:
+        schedule.keep(key, Kept(like(*given), found))
+    elif remembered.comes_again(sizes := (tensors[0].shape, tensors[1].shape, key)):
+        remembered.keep(sizes, found, *given)

@@ -7,7 +7,7 @@ call finds it and leaves it in the schedule, and the others take it from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.kvcache_checks import CacheOptions, CacheShape
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode_call import DecodeCall
+from hopper_attention.like_calls import Kept
 from hopper_attention.plain_calls import PLAIN_TENSORS, is_plain_moment
 
 ATTRIBUTE = "_hopper_attention_schedule"
@@ -37,7 +38,7 @@ class Schedule:
         all up to ``sm_margin``: arguments of ``get_scheduler_metadata``; window_size as two ints, page_size 0 for a
             cache without pages.
         has_cu_seqlens_q, has_cu_seqlens_k_new, has_leftpad: whether these are given.
-        calls: those that were made, of each kind one.
+        calls: what serves those that were made, of each kind one.
     """
 
     batch_size: int
@@ -59,15 +60,15 @@ class Schedule:
     has_cu_seqlens_q: bool
     has_cu_seqlens_k_new: bool
     has_leftpad: bool
-    calls: list[DecodeCall] = field(default_factory=list, init=False, repr=False)
+    calls: list[tuple[Hashable, Kept[DecodeCall]]] = field(default_factory=list, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in this process or another, is the schedule of the same arguments there."""
         return schedule_for, tuple(getattr(self, x.name) for x in fields(self) if x.init)
 
-    def put(self, call: DecodeCall) -> None:
-        """Keep a call in place of the one with the same arguments, if there is one."""
-        self.calls[:] = [call, *(x for x in self.calls if x.key != call.key)]
+    def keep(self, key: Hashable, kept: Kept[DecodeCall]) -> None:
+        """Serve calls of this key so."""
+        self.calls[:] = [(key, kept), *(x for x in self.calls if x[0] != key)]
 
     def with_hints(self, options: CacheOptions) -> CacheOptions:
         """The options of a call, with the schedule's own where the call has none.

@@ -7,6 +7,7 @@ in C++, for the code that torch.compile made for tensors of one kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,19 +42,45 @@ def may_be_like() -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[Call]):
+    """What serves calls with tensors like those of an earlier one."""
+
+    is_like: IsLike
+    call: Call
+
+
 class Remembered(Generic[Call]):
-    """What was made of earlier calls, by what is cheap to read of them; all forgotten where they become too many."""
+    """What serves calls, by what is cheap to read of them; all is forgotten where it becomes too much."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._calls: dict[Hashable, Call] = {}
-        self.get = self._calls.get
-        """The call of a key, or None."""
+        self._calls: dict[Hashable, Kept[Call]] = {}
+        self._once: set[Hashable] = set()
 
-    def put(self, key: Hashable, call: Call) -> None:
+    def find(self, key: Hashable, *tensors: Tensor) -> Call | None:
+        """What was kept under this key for tensors like these; None if nothing was, or the key has no hash."""
+        try:
+            kept = self._calls.get(key)
+        except TypeError:
+            return None
+        return kept.call if kept is not None and kept.is_like(*tensors) else None
+
+    def keep(self, key: Hashable, call: Call, *tensors: Tensor) -> None:
+        """Serve calls with tensors like these so."""
         if len(self._calls) >= self._limit:
             self._calls.clear()
-        self._calls[key] = call
+        self._calls[key] = Kept(like(*tensors), call)
+
+    def comes_again(self, key: Hashable) -> bool:
+        """Whether this was asked of the key before: what ``keep`` takes is lost on sizes that are new in every call."""
+        if key in self._once:
+            return True
+        if len(self._once) >= self._limit:
+            self._once.clear()
+        self._once.add(key)
+        return False
 
     def cache_clear(self) -> None:
         self._calls.clear()
+        self._once.clear()

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch._C._dynamo import guards
 
-from hopper_attention import device_memory, fp8_at_once, kvcache_again, kvcache_schedule, quantizers
+from hopper_attention import (
+    dense_again,
+    device_memory,
+    fp8_at_once,
+    fused_again,
+    kvcache_again,
+    kvcache_schedule,
+    quantizers,
+)
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     append,
@@ -20,6 +28,7 @@ from hopper_attention.launch import (
     dequantized,
     forward,
     fp8,
+    gradients_again,
     kvcache,
     merge,
     packed_fp8,
@@ -39,10 +48,13 @@ REMEMBERING = (
     backward,
     combine,
     decode,
+    dense_again,
     dequantized,
     forward,
     fp8,
     fp8_at_once,
+    fused_again,
+    gradients_again,
     kvcache,
     kvcache_again,
     kvcache_schedule,

@@ -82,7 +82,8 @@ def test_a_backward_call_makes_three_gradients_and_clears_one_sum() -> None:
     out = flash_attn_func(*leaves, causal=True)
     dout = torch.ones_like(out)
     names = operations(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    assert names == ["aten::zero_", *["aten::empty_like"] * 3]
+    # The gradients are not made by the dispatcher.
+    assert names == ["aten::zero_"]
 
 
 def test_no_operator_of_ours_is_between_packed_sequences_and_their_gradients() -> None:
@@ -122,9 +123,9 @@ def test_fp8_from_16_bits_makes_its_results_and_no_more() -> None:
     assert with_lse == ["aten::empty_like", "aten::empty"]
 
 
-def test_quantization_makes_six_tensors_and_attention_to_them_one() -> None:
+def test_quantization_asks_nothing_of_torch_and_attention_to_its_tensors_makes_one() -> None:
     inputs = qkv()
-    assert sorted(operations(lambda: quantize_qkv(*inputs))) == ["aten::empty"] * 3 + ["aten::empty_like"] * 3
+    assert operations(lambda: quantize_qkv(*inputs)) == []
     parts = quantize_qkv(*inputs)
     assert operations(lambda: flash_attn_quantized_func(parts)) == ["aten::empty"]
 

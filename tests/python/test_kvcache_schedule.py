@@ -170,7 +170,9 @@ def test_layers_of_a_step_share_what_the_first_one_found(
     for call in calls:
         out = flash_attn_with_kvcache(**call)
         assert out.shape == (2, 1, 8, 64) and out.dtype == BF16
-    assert len(reads) == 1 and len(seen) == 3
+    # Without a schedule what is found is kept once sizes come again.
+    found = 1 if with_schedule else 2
+    assert len(reads) == found and len(seen) == 3
     for call, arguments in zip(calls, seen, strict=True):
         q, k_cache, v_cache, _, _, lengths, table, *others = arguments
         assert q is call["q"] and k_cache is call["k_cache"] and v_cache is call["v_cache"]
@@ -184,7 +186,7 @@ def test_layers_of_a_step_share_what_the_first_one_found(
     # A batch of another size does not.
     more = {"scheduler_metadata": schedule_for_layers(3)} if with_schedule else {}
     assert flash_attn_with_kvcache(**layer(3, **more)).shape == (3, 1, 8, 64)
-    assert len(reads) == 2 and seen[-1][0].shape == (3, 1, 8, 64)
+    assert len(reads) == found + 1 and seen[-1][0].shape == (3, 1, 8, 64)
 
 
 @pytest.mark.parametrize("with_schedule", [False, True])

@@ -31,7 +31,7 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.layout import make_addressable
+from hopper_attention.layout import make_addressable, new_layout
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
@@ -76,25 +76,45 @@ class BackwardLauncher(Launcher):
         """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
-        pieces = work_pieces(self.dq_tile, q.shape)
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        sums.zero_()
-        dq, dk, dv = empty_gradients(q, k, v)
+        gradients = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
-        self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
-        if dlse is not None:
-            subtract_lse_gradient(delta, lse, dlse)
-        counter = backward_counter(self.config, sums)
         options: tuple[Any, ...] = ()
         if self.config.block_lists:
             options = listed_options(self.config, scores, q, k)
         elif window or scores is not NO_SCORES or not self.is_plain:
             options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
+        return gradients
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        """Queue the kernels on tensors that they can address, on the current GPU, which is that of this launcher.
+
+        ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
+        """
+        pieces = work_pieces(self.dq_tile, q.shape)
+        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
+        sums.zero_()
+        self.prepare(out, dout, lse, lse_log2, delta)
+        if dlse is not None:
+            subtract_lse_gradient(delta, lse, dlse)
+        counter = backward_counter(self.config, sums)
+        dq, dk, dv = gradients
         self.kernel(
             q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
         )
         self.finish(sums, dq, softmax_scale)
-        return dq, dk, dv
 
     @cached_property
     def is_plain(self) -> bool:
@@ -297,8 +317,9 @@ def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
 
 
 def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """New contiguous tensors of the shapes, dtype and device of the inputs."""
-    return tuple([torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs])
+    """New contiguous tensors of the shapes and dtypes of the inputs, on the current GPU."""
+    make = device_memory.empty_on_gpu
+    return tuple([make(*new_layout(x.shape), x.dtype) for x in inputs])
 
 
 def lse_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -19,9 +19,9 @@ from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import (
     TMA_BYTES,
-    contiguous_strides,
     make_addressable,
     make_packed_addressable,
+    new_layout,
     repair_for,
     repairs_for,
 )
@@ -105,11 +105,11 @@ class DecodeLauncher(Launcher):
 
     @cached_property
     def out_facts(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        return self.shape.out_shape, contiguous_strides(self.shape.out_shape), self.shape.out_dtype
+        return *new_layout(self.shape.out_shape), self.shape.out_dtype
 
     @cached_property
     def lse_facts(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        return self.shape.lse_shape, contiguous_strides(self.shape.lse_shape), torch.float32
+        return *new_layout(self.shape.lse_shape), torch.float32
 
     @cached_property
     def work(self) -> Pieces:

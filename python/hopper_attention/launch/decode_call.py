@@ -12,7 +12,6 @@ from hopper_attention.kvcache_checks import CacheShape, CacheTensors
 from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import DecodeLauncher, is_aligned
 from hopper_attention.layout import TMA_BYTES, Repair, repair_for
-from hopper_attention.like_calls import IsLike
 
 Decoded = tuple[Any, ...]
 """q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, k_descale, v_descale and scheduler_metadata, as they
@@ -21,20 +20,13 @@ were given, where a call has no other tensors."""
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """A call that was checked, and its launcher.
+    """What serves calls like one that was checked."""
 
-    ``key`` is what ``decode_again`` makes of such calls, ``is_like`` takes the tensors that there are.
-    """
-
-    key: tuple[Any, ...]
-    is_like: IsLike
     launcher: DecodeLauncher
     softcap: float | None
 
     def __call__(self, tensors: Decoded) -> Result | None:
-        """The results of tensors like those of the call; None where these are not, or not on the current GPU."""
-        if not self.is_like(*[x for x in tensors if x is not None]):
-            return None
+        """The results of tensors like those of the call; None if TMA cannot address them, or another GPU is current."""
         q, k_cache, v_cache, lengths, table, cu_seqlens_q, k_descale, v_descale, _ = tensors
         launcher = self.launcher
         if (
