@@ -25,7 +25,8 @@ def like(*tensors: Tensor) -> IsLike:
     """Whether tensors are of the class, dtype, device, shape, strides and requires_grad of these, each of its own.
 
     They are not, either, where autocast, inference mode, torch.jit.trace or a transform of torch.func is at work and
-    was not when this was called, or the other way round. Storage, and where in it a tensor begins, does not count.
+    was not when this was called, or the other way round. Storage, and where in it a tensor begins, does not count. Of
+    no tensors is it said where two of them are one object.
     """
     # Each a list a tensor, which is not what torch's declaration of it says.
     sizes: Any = [list(x.shape) for x in tensors]

@@ -18,6 +18,7 @@ from hopper_attention import (
     kvcache_again,
     kvcache_schedule,
     quantizers,
+    varlen_again,
 )
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
@@ -32,6 +33,7 @@ from hopper_attention.launch import (
     kvcache,
     merge,
     packed_fp8,
+    packed_gradients_again,
     packed_quantize,
     paged_forward,
     quantize,
@@ -64,11 +66,18 @@ REMEMBERING = (
     paged_forward,
     quantize,
     quantizers,
+    packed_gradients_again,
     qv,
     transpose,
     varlen,
+    varlen_again,
 )
 """Modules of launchers that are remembered."""
+
+
+def new_memory(device_index: int, pieces: device_memory.Pieces) -> tuple[torch.Tensor, ...]:
+    """Stands for ``device_memory.stream_memory``."""
+    return tuple(piece.empty("cpu") for piece in pieces)
 
 
 def pretend(
@@ -101,6 +110,7 @@ def pretend(
     for module in kinds:
         monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
     monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
+    monkeypatch.setattr(device_memory, "stream_memory", new_memory)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)

@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         device_memory, "_bytes_of_current_stream", lambda index, size: torch.zeros(size, dtype=torch.uint8)
     )
-    monkeypatch.setattr(device_memory, "_work_memory", memory)
+    monkeypatch.setattr(device_memory, "stream_memory", memory.get)
     for module in (device_memory, fp8_at_once):
         monkeypatch.setattr(module, "work_memory", lambda device, *request: memory.get(*request))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)

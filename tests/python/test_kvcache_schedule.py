@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hopper_attention import (
     compile_cache,
-    device_memory,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
     kvcache,
@@ -124,9 +123,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         monkeypatch.setattr(module, "index_of", lambda device: 0)
     kernel = lambda *arguments: found.append(arguments)  # noqa: E731
     monkeypatch.setattr(compile_cache, "get_serving", lambda config: kernel)
-    monkeypatch.setattr(
-        device_memory, "stream_memory", lambda index, pieces: tuple(piece.empty("cpu") for piece in pieces)
-    )
     yield found
     forget_launchers()
 
