@@ -17,6 +17,8 @@ from hopper_attention.masks import FULL_SIDES, Sides
 Flags = tuple[bool, "str | None", int, Sides]
 """causal, backend, sm_margin and the sides of a mask, all checked."""
 
+Key = tuple[Any, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class DenseCall:
@@ -44,16 +46,15 @@ class DenseCall:
 remembered: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
 
 
-def find_again(q: Any, k: Any, v: Any, flags: Flags) -> DenseCall | None:
-    """What serves a call of plain tensors without descales whose scores nothing changes, if one was like it."""
+def key_of(q: Any, k: Any, flags: Flags) -> Key | None:
+    """Under what calls are remembered whose tensors may be plain: without descales, and nothing changes scores."""
     if type(q) is not Tensor or type(k) is not Tensor or not may_be_like():
         return None
-    return remembered.find((q.shape, k.shape, flags, torch.is_grad_enabled()), q, k, v)
+    return q.shape, k.shape, flags, torch.is_grad_enabled()
 
 
-def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
-    """Keep such a call, which was made: of tensors of 16 bits on a GPU."""
-    key = q.shape, k.shape, flags, torch.is_grad_enabled()
+def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
+    """Keep a call that was made, of tensors of 16 bits on a GPU; ``key`` is that of ``key_of``."""
     if remembered.comes_again(key):
         causal, backend, sm_margin, sides = flags
         facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]

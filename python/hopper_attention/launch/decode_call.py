@@ -34,8 +34,19 @@ class DecodeCall:
             or current_device() != launcher.device_index
         ):  # fmt: skip
             return None
-        lists, descales = (lengths, table, None, cu_seqlens_q), (k_descale, v_descale)
-        out, lse = launcher.launch(q, k_cache, v_cache, *lists, *descales, self.softcap, None)
+        out, lse = launcher.launch(
+            q,
+            k_cache,
+            v_cache,
+            lengths,
+            table,
+            None,
+            cu_seqlens_q,
+            k_descale,
+            v_descale,
+            self.softcap,
+            None,
+        )
         return (out, lse) if launcher.wants_lse else out
 
 
