@@ -17,7 +17,7 @@ from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode import find_decode
 from hopper_attention.launch.decode_call import DecodeCall, Decoded, is_launched_as_it_is
 from hopper_attention.launch.kvcache import find_way
-from hopper_attention.like_calls import Kept, Remembered, like, may_be_like
+from hopper_attention.like_calls import Remembered, may_be_like
 
 remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
 """By the shapes of q and k_cache, and ``_key_of``."""
@@ -32,11 +32,9 @@ def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
     if not may_be_like() or type(tensors[0]) is not Tensor or type(tensors[1]) is not Tensor:
         return None
     key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
-    metadata, call = tensors[-1], None
+    metadata = tensors[-1]
     if type(metadata) is Tensor and ATTRIBUTE in metadata.__dict__:
-        for known, kept in metadata.__dict__[ATTRIBUTE].calls:
-            if known == key and kept.is_like(*given):
-                call = kept.call
+        call = metadata.__dict__[ATTRIBUTE].calls.find(key, *given)
     else:
         call = remembered.find((tensors[0].shape, tensors[1].shape, key), *given)
     return None if call is None else call(tensors)
@@ -56,6 +54,6 @@ def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -
     found = DecodeCall(find_decode(call), scores.softcap or None)
     schedule = schedule_of(tensors[-1])
     if schedule is not None:
-        schedule.keep(key, Kept(like(*given), found))
+        schedule.calls.keep(key, found, *given)
     elif remembered.comes_again(sizes := (tensors[0].shape, tensors[1].shape, key)):
         remembered.keep(sizes, found, *given)

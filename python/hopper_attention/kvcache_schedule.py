@@ -7,7 +7,7 @@ call finds it and leaves it in the schedule, and the others take it from there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -21,11 +21,14 @@ from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.kvcache_checks import CacheOptions, CacheShape
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode_call import DecodeCall
-from hopper_attention.like_calls import Kept
+from hopper_attention.like_calls import Remembered
 from hopper_attention.plain_calls import PLAIN_TENSORS, is_plain_moment
 
 ATTRIBUTE = "_hopper_attention_schedule"
 """Of the tensor that ``get_scheduler_metadata`` gives. Copies and views of it do not have it."""
+
+MAX_CALLS = 64
+"""Of different options that a schedule keeps."""
 
 INSTEAD = "make one with get_scheduler_metadata for this call, or leave scheduler_metadata out"
 
@@ -60,15 +63,13 @@ class Schedule:
     has_cu_seqlens_q: bool
     has_cu_seqlens_k_new: bool
     has_leftpad: bool
-    calls: list[tuple[Hashable, Kept[DecodeCall]]] = field(default_factory=list, init=False, repr=False)
+    calls: Remembered[DecodeCall] = field(
+        default_factory=lambda: Remembered(MAX_CALLS), init=False, repr=False
+    )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in this process or another, is the schedule of the same arguments there."""
         return schedule_for, tuple(getattr(self, x.name) for x in fields(self) if x.init)
-
-    def keep(self, key: Hashable, kept: Kept[DecodeCall]) -> None:
-        """Serve calls of this key so."""
-        self.calls[:] = [(key, kept), *(x for x in self.calls if x[0] != key)]
 
     def with_hints(self, options: CacheOptions) -> CacheOptions:
         """The options of a call, with the schedule's own where the call has none.

@@ -51,27 +51,37 @@ class Kept(Generic[Call]):
     call: Call
 
 
+KINDS = 4
+"""Of tensors under one key. Those that came first stay, so that calls with more kinds do not drive each other out."""
+
+
 class Remembered(Generic[Call]):
     """What serves calls, by what is cheap to read of them; all is forgotten where it becomes too much."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._calls: dict[Hashable, Kept[Call]] = {}
+        self._calls: dict[Hashable, list[Kept[Call]]] = {}
         self._once: set[Hashable] = set()
 
     def find(self, key: Hashable, *tensors: Tensor) -> Call | None:
         """What was kept under this key for tensors like these; None if nothing was, or the key has no hash."""
         try:
-            kept = self._calls.get(key)
+            kinds = self._calls.get(key)
         except TypeError:
             return None
-        return kept.call if kept is not None and kept.is_like(*tensors) else None
+        if kinds is not None:
+            for kept in kinds:
+                if kept.is_like(*tensors):
+                    return kept.call
+        return None
 
     def keep(self, key: Hashable, call: Call, *tensors: Tensor) -> None:
-        """Serve calls with tensors like these so."""
+        """Serve calls with tensors like these so. Nothing is like tensors of which two are one."""
         if len(self._calls) >= self._limit:
             self._calls.clear()
-        self._calls[key] = Kept(like(*tensors), call)
+        kinds = self._calls.setdefault(key, [])
+        if len(kinds) < KINDS and len(set(map(id, tensors))) == len(tensors):
+            kinds.append(Kept(like(*tensors), call))
 
     def comes_again(self, key: Hashable) -> bool:
         """Whether this was asked of the key before: what ``keep`` takes is lost on sizes that are new in every call."""

@@ -124,6 +124,16 @@ def test_no_more_is_remembered_than_the_limit() -> None:
     assert calls.comes_again(3)
 
 
+def test_tensors_of_several_kinds_have_one_key() -> None:
+    calls: Remembered[int] = Remembered(2)
+    kinds = [draw(n + 1) for n in range(6)]
+    for n, x in enumerate(kinds):
+        calls.keep("key", n, x)
+    assert [calls.find("key", x) for x in kinds] == [0, 1, 2, 3, None, None]
+    calls.keep("one twice", 7, kinds[0], kinds[0])
+    assert calls.find("one twice", kinds[0], kinds[0]) is None
+
+
 # forward and gradients
 
 

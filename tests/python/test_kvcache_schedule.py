@@ -218,6 +218,22 @@ def test_layers_with_other_options_take_turns(seen: Seen, reads: list[int]) -> N
     assert len(reads) == 2
 
 
+def test_layers_with_caches_of_other_strides_take_turns(seen: Seen, reads: list[int]) -> None:
+    schedule = schedule_for_layers()
+    wide = torch.zeros(8, 16, 2, 128).bfloat16()
+    for _ in range(3):
+        flash_attn_with_kvcache(**layer(scheduler_metadata=schedule))
+        flash_attn_with_kvcache(
+            **layer(scheduler_metadata=schedule, k_cache=wide[..., :64], v_cache=wide[..., 64:])
+        )
+    assert len(reads) == 2 and len(seen) == 6
+    # One cache for both is read anew each time, and served all the same.
+    for _ in range(2):
+        call = layer(scheduler_metadata=schedule)
+        flash_attn_with_kvcache(**call | {"v_cache": call["k_cache"]})
+        assert seen[-1][1] is seen[-1][2] is call["k_cache"]
+
+
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 UNLIKE: dict[str, tuple[Change, str]] = {
