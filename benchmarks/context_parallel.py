@@ -107,6 +107,7 @@ class Cell:
     seconds: list[float] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
     extra_bytes: int = 0
+    result_bytes: int = 0
 
 
 def both(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
@@ -195,8 +196,9 @@ def torchs_own(s: Setting, whole: list[Tensor], rotate: str, backend: str) -> It
         yield run
 
 
-def slowest(s: Setting, seconds: float) -> float:
-    worst = torch.tensor([seconds], dtype=torch.float64, device=s.device)
+def largest(s: Setting, value: float) -> float:
+    """Of all ranks."""
+    worst = torch.tensor([value], dtype=torch.float64, device=s.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
 
@@ -217,12 +219,12 @@ def measure(s: Setting, cell: Cell) -> None:
         cell.run()
         seconds = time.perf_counter() - began
     cell.spans.append((began, time.perf_counter()))
-    cell.seconds.append(slowest(s, seconds))
+    cell.seconds.append(largest(s, seconds))
 
 
 def warm_up(s: Setting, cell: Cell) -> None:
-    """Compile and connect; then the memory that a call needs beside what was there, results included."""
-    cell.run()
+    """Compile and connect; then the memory that a call needs beside what was there, results included, and theirs."""
+    cell.result_bytes = sum(x.numel() * x.element_size() for x in cell.run())
     s.wait()
     dist.barrier()
     if s.on_gpu:
@@ -230,7 +232,7 @@ def warm_up(s: Setting, cell: Cell) -> None:
         torch.cuda.reset_peak_memory_stats()
         cell.run()
         s.wait()
-        cell.extra_bytes = torch.cuda.max_memory_allocated() - before
+        cell.extra_bytes = int(largest(s, torch.cuda.max_memory_allocated() - before))
 
 
 def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler) -> list[dict[str, Any]]:
@@ -295,6 +297,7 @@ def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSample
         "spread": (max(cell.seconds) - min(cell.seconds)) / seconds,
         "tflops_a_gpu": shape.flops(cell.kind) / ranks / seconds * 1e-12,
         "extra_bytes": cell.extra_bytes,
+        "result_bytes": cell.result_bytes,
         "kv_shard_bytes": kv_shard,
         "out_bytes": 2 * shape.seqlen // ranks * shape.heads * shape.head_dim,
         "clock_mhz": clock,
@@ -347,6 +350,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--quick", action="store_true", help="32k tokens of 16 heads and few rounds")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 32_768], help="of the shapes")
+    parser.add_argument("--without-torch", action="store_true", help="leave torch's own context_parallel out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--margins", default="8", help="numbers of SMs to leave to transfers, to try beside 0"
@@ -358,8 +363,8 @@ def main(arguments: list[str]) -> int:
     rounds = 3 if options.quick else options.rounds
     margins = tuple(int(n) for n in options.margins.split(",") if n) if on_gpu else ()
     s = Setting(device, torch.bfloat16, mesh, rounds, margins)
-    shapes = [Shape(n, h, hk) for n in (131_072, 32_768) for h, hk in ((16, 16), (32, 8))]
-    shapes = shapes[2:3] if options.quick else shapes
+    shapes = [Shape(n, h, hk) for n in options.tokens for h, hk in ((16, 16), (32, 8))]
+    shapes = [Shape(32_768, 16, 16)] if options.quick else shapes
     shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
     backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if on_gpu else ("FLASH_ATTENTION",)
@@ -369,7 +374,8 @@ def main(arguments: list[str]) -> int:
         found_errors = errors(s, of_errors)
         for shape in shapes:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
-            rows += play_torch(s, shape, backends, sampler)
+            if not options.without_torch:
+                rows += play_torch(s, shape, backends, sampler)
             if dist.get_rank() == 0:
                 show([row for row in rows if row["shape"] == shape.name])
     if dist.get_rank() == 0:

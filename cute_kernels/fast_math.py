@@ -48,6 +48,13 @@ def maximum_of_halves(a: Int32, b: Int32) -> Int32:
     )
 
 
+def multiply_add_halves(a: Int32, b: Int32, c: Int32) -> Int32:
+    """a b + c of pairs of float16 in words, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
+    )
+
+
 def tanh_approx(x: Float32) -> Float32:
     """By one instruction, with a relative error of 2^-11."""
     return cute.arch.inline_ptx(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from cute_kernels.addition.config import AdditionConfig
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
@@ -16,6 +17,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
@@ -29,6 +31,7 @@ OF_ANY_ARCH = (
     AppendConfig,
     CombineConfig,
     MergeConfig,
+    AdditionConfig,
 )
 """Configs that say what they are compiled for."""
 
@@ -37,12 +40,14 @@ COMPILERS: dict[type, tuple[str, str]] = {
     ForwardConfig: ("hopper.forward.compile", "compile_forward"),
     WideForwardConfig: ("hopper.wide.compile", "compile_wide"),
     DecodeConfig: ("hopper.decode.compile", "compile_decode"),
+    MlaConfig: ("hopper.mla.compile", "compile_mla"),
     BackwardConfig: ("hopper.backward.compile", "compile_backward"),
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
     AppendConfig: ("cute_kernels.append.compile", "compile_append"),
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     MergeConfig: ("cute_kernels.merge.compile", "compile_merge"),
+    AdditionConfig: ("cute_kernels.addition.compile", "compile_addition"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),

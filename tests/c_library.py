@@ -15,7 +15,8 @@ INCLUDE = ROOT / "hopper" / "c" / "include"
 COMPILER = shutil.which("cc") or ""
 
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_BUILT, NO_DRIVER, NO_DEVICE, CUDA = range(7)
-FLOAT16, BFLOAT16, FLOAT8_E4M3 = range(3)
+FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT32 = range(4)
+NO_ROTARY, INTERLEAVED, HALVES = range(3)
 
 
 def link_library(folder: Path, objects: Sequence[Path] = ()) -> Path:
@@ -42,6 +43,25 @@ def _sizes(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _tensors(*names: str) -> list[tuple[str, type]]:
+    return [(name, TensorArgument) for name in names]
+
+
+class Scores(ctypes.Structure):
+    """``ha_scores``."""
+
+    _fields_ = [
+        ("softcap", ctypes.c_double),
+        ("alibi_slopes", ctypes.c_void_p),
+        ("alibi_stride_batch", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+    ]
+
+
 OPERANDS = [(name, TensorArgument) for name in ("q", "k", "v", "out")]
 LAST = [
     ("softmax_scale", ctypes.c_double),
@@ -53,6 +73,8 @@ LAST = [
     ("stream", ctypes.c_void_p),
 ]
 HEADS = _sizes("heads", "kv_heads", "head_dim", "head_dim_v")
+ADDED = [*_sizes("attention_chunk"), ("scores", Scores)]
+"""What came to a struct after its first version."""
 
 
 class ForwardParams(ctypes.Structure):
@@ -69,6 +91,7 @@ class ForwardParams(ctypes.Structure):
         *LAST[:-4],
         ("fp8_two_level", ctypes.c_int),
         *LAST[-4:],
+        *ADDED,
     ]
 
     def __init__(self, **fields: object) -> None:
@@ -89,6 +112,8 @@ class VarlenParams(ctypes.Structure):
         *OPERANDS,
         *((name, ctypes.c_void_p) for name in ("lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
         *LAST,
+        *ADDED,
+        ("fp8_two_level", ctypes.c_int),
     ]
 
     def __init__(self, **fields: object) -> None:
@@ -116,10 +141,102 @@ class DecodeParams(ctypes.Structure):
         ("softmax_scale", ctypes.c_double),
         ("causal", ctypes.c_int),
         *LAST[-4:],
+        *_sizes("window_left", "window_right"),
+        *ADDED,
+        ("cache_leftpad", ctypes.c_void_p),
     ]
 
     def __init__(self, **fields: object) -> None:
+        super().__init__(
+            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
+        )
+
+
+class PagedParams(ctypes.Structure):
+    """``ha_paged_params``, as its macro initialises it."""
+
+    name = "paged"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        *_sizes("batch", "total_q", "max_seqlen_q"),
+        *HEADS,
+        *_sizes("pages", "page_size"),
+        *_tensors("q", "k_cache", "v_cache", "out"),
+        *_pointers("lse", "cu_seqlens_q", "cache_seqlens", "cache_starts", "page_table"),
+        *_sizes("pages_of_sequence"),
+        *LAST[:-4],
+        *ADDED,
+        *LAST[-4:],
+    ]
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(
+            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
+        )
+
+
+class _Sized(ctypes.Structure):
+    """One whose macro sets its size and nothing else."""
+
+    def __init__(self, **fields: object) -> None:
         super().__init__(**{"struct_size": ctypes.sizeof(self)} | fields)
+
+
+class AppendParams(_Sized):
+    """``ha_append_params``, as its macro initialises it."""
+
+    name = "append"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        ("cache_dtype", ctypes.c_int),
+        *_sizes("batch", "seqlen_new", "kv_heads", "head_dim", "head_dim_v", "pages", "page_size"),
+        *_tensors("k", "v", "k_cache", "v_cache"),
+        *_pointers("cache_seqlens", "new_seqlens", "cu_seqlens_new", "page_table"),
+        *_sizes("pages_of_sequence"),
+        *_pointers("k_descale", "v_descale"),
+        ("rotary", ctypes.c_int),
+        ("rotary_dtype", ctypes.c_int),
+        *_sizes("rotary_dim", "rotary_rows"),
+        *_pointers("rotary_cos", "rotary_sin", "rotary_seqlens"),
+        *_sizes("seqlen_q", "heads"),
+        *_tensors("q", "q_out"),
+        *_pointers("cu_seqlens_q"),
+        ("same_position", ctypes.c_int),
+        *_pointers("stream"),
+    ]
+
+
+class CombineParams(_Sized):
+    """``ha_combine_params``, as its macro initialises it."""
+
+    name = "combine"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        *_sizes("num_splits", "batch", "seqlen", "heads", "head_dim_v"),
+        *_tensors("out_partial"),
+        *_sizes("out_partial_stride_split"),
+        *_pointers("lse_partial"),
+        *_tensors("out"),
+        *_pointers("lse", "stream"),
+    ]
+
+
+class MergeParams(_Sized):
+    """``ha_merge_params``, as its macro initialises it."""
+
+    name = "merge"
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int),
+        *_sizes("batch", "seqlen", "heads", "head_dim_v"),
+        *_tensors("out"),
+        *_pointers("lse"),
+        *_tensors("part"),
+        *_pointers("part_lse", "stream"),
+    ]
 
 
 class Library:

@@ -59,6 +59,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_backward_compile": ("WINDOWS_AND_PACKED", "CHANGED_SCORES", "PACKED_STEPS"),
     "tests.hopper.test_wide": ("COMPILED",),
     "tests.hopper.test_decode_compile": ("COMPILED",),
+    "tests.hopper.test_mla": ("COMPILED",),
     "tests.hopper.test_quantize_compile": ("CONFIGS",),
     "tests.cute_kernels.test_append": ("COMPILED",),
     "tests.cute_kernels.test_combine": ("COMPILED",),

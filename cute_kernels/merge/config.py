@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cute_kernels.problem import DTYPES, SHORT_NAMES
 
 VECTOR = 4
-"""Columns of a lane, 16 bytes of float32."""
+"""Columns of a lane: 16 bytes of float32, 8 of 16 bits."""
 
 LANES, WARPS = 32, 4
 COLUMNS = VECTOR * LANES
@@ -16,10 +16,12 @@ COLUMNS = VECTOR * LANES
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Everything that is fixed when the kernel is compiled. ``dtype`` is that of the part."""
+    """Everything that is fixed when the kernel is compiled. ``dtype`` is that of the part, and of the sum too where it
+    is not ``sums_in_float32``."""
 
     arch: str
     dtype: str
+    sums_in_float32: bool = True
 
     @property
     def smem_bytes(self) -> int:
@@ -29,7 +31,8 @@ class MergeConfig:
     @property
     def name(self) -> str:
         """Unique among kernels."""
-        return f"merge_{self.arch}_{SHORT_NAMES[self.dtype]}"
+        suffix = "" if self.sums_in_float32 else "_rounded"
+        return f"merge_{self.arch}_{SHORT_NAMES[self.dtype]}{suffix}"
 
 
 def validate_merge_config(config: MergeConfig) -> None:

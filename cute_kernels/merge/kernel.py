@@ -17,12 +17,14 @@ LOG2_E = math.log2(math.e)
 class MergeKernel:
     """A warp a row: sum = share of the sum * sum + share of the part * part, with shares exp(lse - lse of both).
 
-    A row that the part has no keys for (lse -inf) is left as it is, and the part not read.
+    It is computed in float32, and rounded once where the sum has 16 bits. A row that the part has no keys for (lse
+    -inf) is left as it is, and the part not read.
     """
 
     def __init__(self, config: MergeConfig):
         validate_merge_config(config)
         self.dtype = DSL_DTYPES[config.dtype]
+        self.sum_dtype = Float32 if config.sums_in_float32 else self.dtype
 
     @cute.jit
     def __call__(
@@ -74,9 +76,10 @@ class MergeKernel:
             chunk = first // VECTOR + lane
             if chunk * VECTOR < columns:
                 here = cute.local_tile(sums, (VECTOR,), (chunk,))
-                total = cute.make_rmem_tensor(VECTOR, Float32)
+                total = cute.make_rmem_tensor(VECTOR, self.sum_dtype)
                 more = cute.make_rmem_tensor(VECTOR, self.dtype)
                 cute.autovec_copy(here, total)
                 cute.autovec_copy(cute.local_tile(part, (VECTOR,), (chunk,)), more)
-                total.store(total.load() * keep + more.load().to(Float32) * share)
+                moved = total.load().to(Float32) * keep + more.load().to(Float32) * share
+                total.store(moved.to(self.sum_dtype))
                 cute.autovec_copy(total, here)

@@ -20,6 +20,9 @@ from hopper.decode.rows import TileRows
 COLUMNS = 4
 """Of O, that a thread adds up: 16 bytes of a partial result."""
 
+COLUMNS_OF_A_CTA = 128
+"""Of a row, that a CTA adds up at a time."""
+
 AT_A_TIME = 8
 """Partial results whose loads a thread has under way together."""
 
@@ -47,8 +50,9 @@ class Combine(LoopInvariant):
     lane: Int32
 
     @cute.jit
-    def run(self, by_tile: Boolean, first_row: Int32, row_step: Int32):
-        """Every ``row_step``-th row from ``first_row`` on. What is known without the parts is worked out before they
+    def run(self, by_tile: Boolean, first_row: Int32, row_step: Int32, columns: tuple):
+        """Every ``row_step``-th row from ``first_row`` on, and of it COLUMNS_OF_A_CTA columns from each of ``columns``
+        on. What is known without the parts is worked out before they
         are waited for; every CTA waits, so that this kernel does not end before the one that it depends on."""
         work, c = self.work, self.config
         sequence, number, start = Int32(0), Int32(0), Int32(0)
@@ -81,7 +85,7 @@ class Combine(LoopInvariant):
         if first_cta >= 0 and last_cta >= 0 and end_row >= 0:
             cute.arch.griddepcontrol_wait()
         for row in cutlass.range(first_row, end_row, row_step, unroll=1):
-            for first in cutlass.range_constexpr(0, c.head_dim_v, COLUMNS * LANES):
+            for first in columns:
                 self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
         if const_expr(c.layout == VARLEN):
             ctas = cute.arch.grid_dim()[0] * row_step

@@ -16,7 +16,7 @@ from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine
+from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
     BOX_COLUMNS,
     PRODUCER_WARPS,
@@ -232,7 +232,8 @@ class DecodeKernel:
         combine = Combine(
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
-        combine.run(by_tile, row, cute.arch.grid_dim()[1])
+        columns = tuple(range(0, c.head_dim_v, COLUMNS_OF_A_CTA))
+        combine.run(by_tile, row, cute.arch.grid_dim()[1], columns)
 
     @cute.jit
     def _consume(

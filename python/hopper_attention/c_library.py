@@ -13,33 +13,47 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from cute_kernels.append.config import AppendConfig
 from cute_kernels.problem import VARLEN
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import _kernels, compile_cache
-from hopper_attention.c_tables import PLAN, constants_header, kernel_table, library_kernels
+from hopper_attention.c_tables import (
+    PLAN,
+    constants_header,
+    kernel_table,
+    library_kernels,
+    library_variants,
+)
 
 DEFAULT, ALL, NONE = "default", "all", "none"
-"""Sets of kernels: those of most models; every kernel of the tables; none, for selection and errors alone."""
+"""Sets of kernels: those of most models; every kernel of the tables, which has no variants; none, for selection and
+errors alone."""
 
-DEFAULT_DECODE_HEAD_DIMS = (64, 128)
+DEFAULT_CACHE_HEAD_DIMS = (64, 128)
 DEFAULT_DECODE_BOX_ROWS = (128, 64, 16)
+DEFAULT_PAGE_BOXES = (128, 64, 32, 16)
 
 
 def is_default(config: _kernels.KernelConfig) -> bool:
     """Whether a kernel is in the set that is built unless another is asked for.
 
-    Those are the forward kernels without a window and with one level of sums; and of decode kernels, which come in very
-    many kinds, those of 16-bit caches, head_dims of most models, up to 32 rows of queries a K/V head, and pages of the
-    usual sizes.
+    Those are the forward kernels without a window and with one level of sums; of kernels that read caches, which come
+    in very many kinds, those of 16 bits, head_dims of most models and pages of the usual sizes, to decode up to 32 rows
+    of queries a K/V head; and what appends to such caches.
     """
+    if isinstance(config, AppendConfig):
+        return not config.is_scaled
+    if isinstance(config, ForwardConfig) and config.page_box:
+        is_usual = config.page_box in DEFAULT_PAGE_BOXES and config.head_dim == config.head_dim_v
+        return is_usual and config.head_dim in DEFAULT_CACHE_HEAD_DIMS and not config.window
     if isinstance(config, DecodeConfig):
         return (
             not config.is_widened
             and config.tile_m < WARPGROUP_ROWS
             and config.head_dim == config.head_dim_v
-            and config.head_dim in DEFAULT_DECODE_HEAD_DIMS
+            and config.head_dim in DEFAULT_CACHE_HEAD_DIMS
             and config.box_rows in DEFAULT_DECODE_BOX_ROWS
         )
     if isinstance(config, Fp8ForwardConfig) and config.two_level:
@@ -51,29 +65,34 @@ def chosen_kernels(patterns: str) -> tuple[_kernels.KernelConfig, ...]:
     """The kernels to build.
 
     Args:
-        patterns: a set (``DEFAULT``, ``ALL`` or ``NONE``), or shell patterns of names, separated by commas. With any
-            kernel of packed sequences comes the one that plans them.
+        patterns: sets (``DEFAULT``, ``ALL`` or ``NONE``) and shell patterns of names, separated by commas. A pattern
+            that fits a kernel of the tables adds these, else those of the variants that it fits. With any kernel of
+            packed sequences comes the one that plans them.
 
     Raises:
         ValueError: a pattern fits no name.
     """
-    kernels = library_kernels()
-    if patterns == NONE:
-        return ()
-    if patterns in (DEFAULT, ALL):
-        return tuple(config for config in kernels if patterns == ALL or is_default(config))
     chosen: dict[_kernels.KernelConfig, None] = {}
     for pattern in patterns.split(","):
-        fitting = [config for config in kernels if fnmatch(config.name, pattern.strip())]
-        if not fitting:
+        fitting = _fitting(pattern.strip())
+        if not fitting and pattern.strip() != NONE:
             raise ValueError(
-                f"kernels is {pattern!r}, allowed: {DEFAULT}, {ALL}, {NONE}, or patterns of names as "
-                f"{kernels[1].name!r} and 'hopper_fwd_bf16_d128_*'"
+                f"kernels is {patterns!r}, allowed: {DEFAULT}, {ALL}, {NONE}, or patterns of names as "
+                f"{library_kernels()[1].name!r} and 'hopper_fwd_bf16_d128_*', separated by commas"
             )
         chosen |= dict.fromkeys(fitting)
     if any(isinstance(config, ForwardConfig) and config.layout == VARLEN for config in chosen):
         chosen[PLAN] = None
     return tuple(chosen)
+
+
+def _fitting(pattern: str) -> list[_kernels.KernelConfig]:
+    """The kernels of a set or a pattern."""
+    kernels = library_kernels()
+    if pattern in (DEFAULT, ALL, NONE):
+        return [config for config in kernels if pattern == ALL or (pattern == DEFAULT and is_default(config))]
+    fitting = [config for config in kernels if fnmatch(config.name, pattern)]
+    return fitting or [each.config for name, each in library_variants().items() if fnmatch(name, pattern)]
 
 
 def write_sources(folder: Path, built: Iterable[_kernels.KernelConfig]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import platformdirs
 
+from cute_kernels.addition.config import AdditionConfig
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
@@ -36,6 +37,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
 from hopper.transpose.config import TransposeConfig
@@ -226,7 +228,9 @@ def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_serving(config: AppendConfig | CombineConfig | DecodeConfig | MergeConfig) -> Kernel:
+def get_serving(
+    config: AdditionConfig | AppendConfig | CombineConfig | DecodeConfig | MergeConfig | MlaConfig,
+) -> Kernel:
     """A kernel that works beside those of attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 

@@ -46,7 +46,7 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there are alibi_slopes"
     if not shape.has_keys or not shape.total_q:
         return "there is no query or no key"
-    if shape.has_leftpad and _pages(call)[1] > 1:
+    if shape.has_leftpad and pages_of(call)[1] > 1:
         # A box that begins at any row of a page may end in another one.
         return "there is a leftpad, which its kernel takes for caches of one page a sequence"
     rows = shape.rows_a_kv_head
@@ -67,7 +67,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         shape.head_dim,
         shape.head_dim_v,
         call.mask.causal,
-        *_pages(call),
+        *pages_of(call),
         rows=shape.rows_a_kv_head,
         window=call.mask.has_window,
         chunk=call.mask.attention_chunk > 0,
@@ -83,7 +83,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
     return config
 
 
-def _pages(call: CacheCall) -> tuple[int, int]:
+def pages_of(call: CacheCall) -> tuple[int, int]:
     """Rows of a page, and pages of a sequence."""
     shape = call.shape
     page_size = shape.page_size or shape.capacity
@@ -93,7 +93,7 @@ def _pages(call: CacheCall) -> tuple[int, int]:
 def _box_rows(call: CacheCall) -> int | None:
     shape = call.shape
     tile_n = tile_n_of(shape.head_dim, shape.head_dim_v, shape.rows_a_kv_head, _cache_dtype(call))
-    return box_rows_of(tile_n, *_pages(call))
+    return box_rows_of(tile_n, *pages_of(call))
 
 
 def _cache_dtype(call: CacheCall) -> str:

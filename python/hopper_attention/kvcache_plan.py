@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper_attention.api import Window
 from hopper_attention.backends import KERNELS, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
@@ -46,7 +47,7 @@ class CachePlan:
     what: str
     refused: tuple[str, ...]
     backend: str
-    config: Config | DecodeConfig
+    config: Config | DecodeConfig | MlaConfig
     reason: str
     steps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

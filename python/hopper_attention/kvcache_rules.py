@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from cute_kernels.plan.config import check_packed_size
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper_attention.backends import Choice, Target
 from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.paged_forward import page_rows_of, why_not_in_place
+from hopper_attention.mla_rules import select_mla, why_not_mla
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import needs_parts, part_widths
@@ -24,7 +26,7 @@ class Selection:
     """What a way runs: the problem of a launch, whose values may be a part of them, and the config that serves it."""
 
     problem: AttentionProblem
-    config: Config | DecodeConfig
+    config: Config | DecodeConfig | MlaConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selec
     return Selection(problem, select_decode(call))
 
 
+def select_mla_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
+    """The kernel for decoding over a latent."""
+    problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
+    return Selection(problem, select_mla(call))
+
+
 def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
     """What keeps the kernel that reads a cache where it lies from serving."""
     shape = call.shape
@@ -138,6 +146,13 @@ RULES = (
         "query heads of a K/V head as the rows of a tile",
         why_not_decode,
         select_decode_kernel,
+    ),
+    Rule(
+        "mla",
+        "a kernel for qv shares all keys out over the GPU, as decode does, and reads every value once for the scores "
+        "and the output of all query heads",
+        why_not_mla,
+        select_mla_kernel,
     ),
     Rule(
         "paged",

@@ -42,7 +42,7 @@ def exact(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[T
 
 def on_numpy(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """By the kernel, in place."""
-    config = MergeConfig("sm_90a", str(part.dtype).removeprefix("torch."))
+    config = MergeConfig("sm_90a", str(part.dtype).removeprefix("torch."), total.dtype == torch.float32)
     arguments = Arguments()
     for x, logs in ((total, lse), (part, part_lse)):
         arguments.tensor(x, tuple(x.shape), x.stride()[:-1])
@@ -86,7 +86,27 @@ def test_a_row_of_nan_is_nan_and_no_other() -> None:
     assert bool(given[1][0, 0, 1].isnan()) and not bool(given[1][0, 0, 0].isnan())
 
 
-COMPILED = [MergeConfig("sm_80", "float16"), MergeConfig("sm_90a", "bfloat16")]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
+    total, lse, part, part_lse = draw((1, 3, 2), 72, dtype)
+    total = total.to(dtype)
+    wanted, _ = exact(total, lse, part, part_lse)
+    of_torch = Merged(total.clone(), lse, dtype)
+    of_torch.add(Span(0, 3), part, part_lse)
+    on_numpy(total, lse, part, part_lse)
+    for out in (total, of_torch.out):
+        assert out.dtype == dtype
+        # Half a unit in the last place, and what float32 adds to it.
+        assert bool(
+            ((out - wanted).abs() <= (0.5 * torch.finfo(dtype).eps + 4e-6) * wanted.abs() + 1e-7).all()
+        )
+
+
+COMPILED = [
+    MergeConfig("sm_80", "float16"),
+    MergeConfig("sm_90a", "bfloat16"),
+    MergeConfig("sm_90a", "bfloat16", sums_in_float32=False),
+]
 
 
 def test_kernels_compile_without_spills() -> None:
@@ -96,7 +116,8 @@ def test_kernels_compile_without_spills() -> None:
 
 
 def test_configs() -> None:
-    assert [arch_of(config) for config in COMPILED] == ["sm_80", "sm_90a"]
-    assert [config.name for config in COMPILED] == ["merge_sm_80_fp16", "merge_sm_90a_bf16"]
+    assert [arch_of(config) for config in COMPILED] == ["sm_80", "sm_90a", "sm_90a"]
+    names = ["merge_sm_80_fp16", "merge_sm_90a_bf16", "merge_sm_90a_bf16_rounded"]
+    assert [config.name for config in COMPILED] == names
     with pytest.raises(ValueError, match="dtype is 'float32', allowed: 'float16', 'bfloat16'"):
         validate_merge_config(replace(COMPILED[0], dtype="float32"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.addition.config import PARTS, AdditionConfig
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
+from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import compile_cache, flash_attn_func
@@ -27,6 +29,8 @@ from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.launch import backward, packed_forward, packed_fp8
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
+from tests.c_library import Library
+from tests.gpu.c_calls import open_library
 
 WATCHDOG_S = 240
 """A test that takes this long hangs: its traceback is printed and the run ends."""
@@ -51,12 +55,25 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_kernels(device: str) -> None:
-    """All shipped kernels, compiled in parallel before the first test needs one."""
-    jobs = min(os.cpu_count() or 1, 16)
-    hopper = *shipped_forward_configs(), *shipped_backward_kernels()
+    """All shipped kernels, compiled in parallel before the first test needs one. A file whose tests need few of them
+    has a fixture of this name."""
     archs = ("sm_90a",)
     ampere = *shipped_ampere_forward_configs(archs), *shipped_ampere_backward_kernels(archs)
-    results = compile_cache.compile_all((*hopper, *ampere), jobs)
+    compile_together((*shipped_forward_configs(), *shipped_backward_kernels(), *ampere))
+
+
+def compile_for_ranks(dtype: str, head_dim: int) -> None:
+    """The shipped kernels of a dtype and head_dim, and those that merge partial results and add up gradients."""
+    shipped = *shipped_forward_configs(), *shipped_backward_kernels()
+    sizes = dtype, head_dim, head_dim
+    kinds = [(config, getattr(config, "config", config)) for config in shipped]
+    wanted = [config for config, of in kinds if (of.dtype, of.head_dim, of.head_dim_v) == sizes]
+    merges = [MergeConfig("sm_90a", dtype, in_float32) for in_float32 in (True, False)]
+    compile_together([*wanted, *merges, *(AdditionConfig("sm_90a", dtype, parts) for parts in PARTS)])
+
+
+def compile_together(configs: Sequence[Any]) -> None:
+    results = compile_cache.compile_all(tuple(configs), min(os.cpu_count() or 1, 16))
     assert {result.config.name: result.error for result in results if result.error} == {}
 
 
@@ -88,6 +105,12 @@ def poisoned_results(
     empty_results: Callable[..., tuple[Tensor, Tensor]], *options: Any
 ) -> tuple[Tensor, ...]:
     return tuple(x.fill_(math.nan) for x in empty_results(*options))
+
+
+@pytest.fixture(scope="session")
+def library(compiled_kernels: None, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The C library."""
+    return open_library(tmp_path_factory.mktemp("c_library"))
 
 
 @dataclass(frozen=True)

@@ -15,52 +15,21 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings import driver
-from torch import Tensor
 
 from hopper_attention import (
-    c_library,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
 from tests import c_library as c
-from tests.c_library import DecodeParams, ForwardParams, Library, TensorArgument, VarlenParams
+from tests.c_library import DecodeParams, Library, VarlenParams
+from tests.gpu.c_calls import Call, argument, assert_same, dense_call
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = {torch.float16: c.FLOAT16, torch.bfloat16: c.BFLOAT16}
-KERNELS = ",".join(
-    (
-        "hopper_fwd_*_d128_*_24",
-        "hopper_fwd_fp16_d64_causal_m64n64*_x3",
-        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_varlen",
-        "hopper_fwd_bf16_d128_*_m128n128s2_r240_24_window",
-        "hopper_quantize_bf16_d128_*",
-        "hopper_fwd_e4m3_bf16_d128_*_m*",
-        "hopper_decode_bf16_d128_*_m32n128s3b64_paged",
-        "hopper_decode_bf16_d128_full_m32n128s3b128",
-        "hopper_decode_bf16_d128_full_m32n128s2b128_e4m3cache2",
-    )
-)
-"""Those that the tests need; a library with others is used as it is, and what it lacks is skipped."""
-
 CALL_US = 4.0
 """What a call may cost on the host."""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    built = sorted((c.ROOT / "build").glob("libhopper_attention.so.*.*.*"))
-    if built:
-        return Library(built[-1])
-    if not c.COMPILER:
-        pytest.skip("there is neither build/libhopper_attention.so nor a C compiler to link one")
-    folder = tmp_path_factory.mktemp("c_library")
-    configs = c_library.chosen_kernels(KERNELS)
-    c_library.write_sources(folder, configs)
-    assert c_library.write_objects(folder, configs, jobs=8) == []
-    return Library(c.link_library(folder, [folder / f"{config.name}.o" for config in configs]))
 
 
 def cuda(result: tuple[Any, ...]) -> Any:
@@ -68,52 +37,6 @@ def cuda(result: tuple[Any, ...]) -> Any:
     code, *values = result
     assert code == driver.CUresult.CUDA_SUCCESS, code
     return values[0] if values else None
-
-
-def argument(x: Tensor) -> TensorArgument:
-    *strides, last = x.stride()
-    assert last == 1
-    return TensorArgument(x.data_ptr(), *((0,) * (3 - len(strides))), *strides)
-
-
-class Call:
-    """A problem of the C library whose outputs and workspace are filled with NaN; ``kind`` may be "_fp8"."""
-
-    def __init__(
-        self,
-        library: Library,
-        params: ctypes.Structure,
-        out: Tensor,
-        lse_shape: tuple[int, ...],
-        kind: str = "",
-    ) -> None:
-        self.library, self.params, self.kind = library, params, kind
-        kernel = library.kernel_of(params, kind)
-        if not library.kernels()[kernel]:
-            pytest.skip(f"the library was built without {kernel}")
-        self.out = out.fill_(float("nan"))
-        self.lse = torch.full(lse_shape, float("nan"), dtype=torch.float32, device=out.device)
-        size = library.workspace_size_of(params, kind)
-        self.workspace = torch.full((size,), 255, dtype=torch.uint8, device=out.device)
-        params.out, params.lse = argument(out), self.lse.data_ptr()
-        params.workspace, params.workspace_size = self.workspace.data_ptr(), size
-        params.stream = torch.cuda.current_stream().cuda_stream
-        assert library.c.ha_workspace_init(params.workspace, size, params.stream) == c.SUCCESS
-
-    def run(self, function: str = "") -> None:
-        status = self.library.run(self.params, self.kind + function)
-        assert status == c.SUCCESS, self.library.message
-
-
-def dense_call(library: Library, q: Tensor, k: Tensor, v: Tensor, kind: str = "", **options: Any) -> Call:
-    batch, seqlen_q, heads, head_dim = q.shape
-    _, seqlen_k, kv_heads, head_dim_v = v.shape
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
-    sizes |= {"kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    tensors = {"q": argument(q), "k": argument(k), "v": argument(v)}
-    params = ForwardParams(dtype=DTYPES[q.dtype], **sizes, **tensors, **options)
-    out = torch.empty(batch, seqlen_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
-    return Call(library, params, out, (batch, heads, seqlen_q), kind)
 
 
 DENSE = [
@@ -138,7 +61,8 @@ def test_dense_outputs_are_those_of_python(
     call = dense_call(library, x.q, x.k, x.v, causal=causal, **sides)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
     assert not call.workspace[:16].any(), "the tile counter is left as it was found"
 
 
@@ -149,7 +73,7 @@ def test_strided_inputs_and_a_scale(library: Library, draw) -> None:
     expected = flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, backend="hopper")
     call = dense_call(library, q, k, v, causal=True, softmax_scale=0.3)
     call.run()
-    assert torch.equal(call.out, expected)
+    assert_same(call.out, expected)
 
 
 FP8 = [
@@ -179,7 +103,8 @@ def test_fp8_outputs_are_those_of_python(
     call = dense_call(library, x.q, x.k, x.v, "_fp8", causal=causal, **given)
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 DECODE = [(1, 64, False), (3, 64, False), (1, 0, False), (1, 0, True)]
@@ -225,11 +150,12 @@ def test_a_decoding_step_is_that_of_python(
     call = Call(library, params, torch.empty_like(x.q), tuple(lse.shape))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
     without = torch.empty_like(x.q)
     call.params.out, call.params.lse = argument(without), None
     call.run()
-    assert torch.equal(without, expected)
+    assert_same(without, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -258,7 +184,8 @@ def test_packed_outputs_are_those_of_python(library: Library, draw, causal: bool
     call = Call(library, params, torch.empty_like(q), (4, sum(lengths)))
     for _ in range(2):
         call.run()
-    assert torch.equal(call.out, expected) and torch.equal(call.lse, lse)
+    assert_same(call.out, expected)
+    assert_same(call.lse, lse, "lse")
 
 
 def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
@@ -279,7 +206,7 @@ def test_a_call_is_captured_into_a_graph(library: Library, draw) -> None:
         torch.cuda.synchronize()
         cuda(driver.cuGraphLaunch(replay, stream))
         cuda(driver.cuStreamSynchronize(stream))
-        assert torch.equal(call.out, expected)
+        assert_same(call.out, expected)
     for end, handle in ((driver.cuGraphExecDestroy, replay), (driver.cuGraphDestroy, graph)):
         cuda(end(handle))
     cuda(driver.cuStreamDestroy(stream))

@@ -15,14 +15,22 @@ from hopper_attention import (
     flash_attn_quantized_func,
     flash_attn_varlen_func,
 )
-from hopper_attention.distributed.attend import Call, Saved, add_group, attend, sums_for
+from hopper_attention.distributed.attend import Call, Saved, attend
+from hopper_attention.distributed.gradients import (
+    EVERYTHING,
+    KeyGradients,
+    differentiate_keys,
+    parts_of_work,
+    row_gradients,
+)
 from hopper_attention.distributed.layout import shard, unshard
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.pieces import Problem, groups_between
+from hopper_attention.distributed.pieces import Problem, groups_between, hull
 from hopper_attention.distributed.wire import quantize_chunks, travelling, visible_chunks, with_keys
 from hopper_attention.quantized import DEFAULT_QUANTIZATION
 from hopper_attention.reference import attention_naive
 from hopper_attention.reference.tiles import Span
+from tests.gpu.conftest import compile_for_ranks
 
 DEVICE = "cuda"
 ODD = (0, 1, 300, 301, 777, 1500, 1500, 1980)
@@ -39,6 +47,12 @@ PROBLEMS = {
 Parts = list[tuple[Tensor, ...]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """Those of the problems. What is not shipped compiles as it is met."""
+    compile_for_ranks("bfloat16", 128)
+
+
 def forward(p: Problem, call: Call, parts: Parts) -> list[Merged]:
     """What each rank has in the end; ``parts`` are q, k, v and dout of each."""
     found = []
@@ -53,15 +67,25 @@ def forward(p: Problem, call: Call, parts: Parts) -> list[Merged]:
 
 
 def backward(p: Problem, call: Call, parts: Parts, found: list[Merged]) -> list[list[Tensor]]:
-    """Float32 gradients of q, k and v of each rank."""
-    sums = [[sums_for(x) for x in tensors[:3]] for tensors in parts]
-    for rank, (q, _, _, dout) in enumerate(parts):
+    """Gradients of q, k and v of each rank, as the ring adds them up."""
+    keys, dqs = [KeyGradients((k, v), WORLD - 1) for _, k, v, _ in parts], []
+    for rank, (q, own_k, own_v, dout) in enumerate(parts):
         saved = Saved(q, found[rank].out.to(q.dtype), found[rank].lse, dout, None)
-        for other, (_, k, v, _) in enumerate(parts):
-            for group in groups_between(p, rank, other):
-                to = sums[rank][0], sums[other][1], sums[other][2]
-                add_group(to, saved, (k, v), Span(0, k.shape[1]), group, call)
-    return sums
+        met = {other: groups_between(p, rank, other) for other in range(WORLD)}
+        own, halves = (own_k, own_v), parts_of_work(q, own_k, 2)
+        groups = [group for other in met for group in met[other] * (len(halves) if other == rank else 1)]
+        rows = row_gradients(saved, own, groups, call)
+        for part in halves:
+            into, held = part.of_keys(keys[rank].own), Span(0, own_k.shape[1])
+            differentiate_keys(rows, met[rank], part, part.of_keys(own), held, into)
+        for other in (other for other in met if met[other] and other != rank):
+            held = hull([group.keys for group in met[other]])
+            k, v = (x[:, held.start : held.stop].clone() for x in parts[other][1:3])
+            into = (k, v) if rows.may_replace_keys else (torch.empty_like(k), torch.empty_like(v))
+            differentiate_keys(rows, met[other], EVERYTHING, (k, v), held, into)
+            keys[other].add(held, into)
+        dqs.append(rows.finish())
+    return [[dq, *of_keys.finish()] for dq, of_keys in zip(dqs, keys, strict=True)]
 
 
 def one_call(p: Problem, whole: list[Tensor], **options: Any) -> list[Tensor]:

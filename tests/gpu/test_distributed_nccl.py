@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.conftest import compile_for_ranks
 from tests.python.distributed_ranks import Case, Pool, members
 from tests.python.test_distributed import GATHER, RING, ULYSSES, compare, in_one_process
 
@@ -15,6 +16,12 @@ pytestmark = pytest.mark.gpu
 
 BUDGET = 3e-3
 """As on CPUs, with P in 16 bits."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """Those of the cases, for all ranks. What is not shipped compiles as it is met."""
+    compile_for_ranks("float16", 64)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA, DecodeConfig
+from hopper.mla.config import MlaConfig
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
 from tests.hopper.paged_on_numpy import Cache
@@ -65,7 +66,7 @@ class Launch:
 
 
 @kept
-def programs_of(config: DecodeConfig) -> tuple[Program, Program]:
+def programs_of(config: DecodeConfig | MlaConfig) -> tuple[Program, Program]:
     """Of the kernel, and of the one that puts parts together."""
     entries = ptx_of(config).split(ENTRY)[1:]
     combine, kernel = sorted(entries)
@@ -111,23 +112,23 @@ def decode_on_numpy(
     arguments = Arguments()
     arguments.add(*_maps(config, cache))
     arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)]
-    _add_tensors(arguments, q, *([cache.table] if config.paged else []))
-    _add_lists(arguments, config, *lists)
-    _add_tensors(arguments, *outputs)
-    _add_parts(arguments, parts)
+    add_tensors(arguments, q, *([cache.table] if config.paged else []))
+    add_lists(arguments, config, *lists)
+    add_tensors(arguments, *outputs)
+    add_parts(arguments, parts)
     arguments.add((rules.softcap or softmax_scale) * LOG2_E)
     if rules.softcap:
         arguments.add(softmax_scale / rules.softcap)
-    _add_tensors(arguments, *descales.k)
+    add_tensors(arguments, *descales.k)
     arguments.launch(kernel, (launch.ctas, 1, 1), launch.timing)
 
     arguments = Arguments()
-    _add_tensors(arguments, q)
-    _add_lists(arguments, config, *lists)
-    _add_tensors(arguments, *outputs)
-    _add_parts(arguments, parts)
+    add_tensors(arguments, q)
+    add_lists(arguments, config, *lists)
+    add_tensors(arguments, *outputs)
+    add_parts(arguments, parts)
     arguments.add(launch.ctas)
-    arguments.launch(combine, (_combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
+    arguments.launch(combine, (combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
     return out, lse
 
 
@@ -152,7 +153,7 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     return found
 
 
-def _combining_ctas(config: DecodeConfig, queries: Queries, cache: Cache, launch: Launch) -> int:
+def combining_ctas(config: DecodeConfig | MlaConfig, queries: Queries, cache: Cache, launch: Launch) -> int:
     """One for each piece, or for each tile if these are fewer: as ``DecodeKernel`` launches them."""
     if queries.packed is not None:
         return launch.ctas
@@ -161,15 +162,15 @@ def _combining_ctas(config: DecodeConfig, queries: Queries, cache: Cache, launch
     return min(launch.ctas, batch * kv_heads * -(-rows // config.tile_m))
 
 
-def _add_tensors(arguments: Arguments, *tensors: Tensor) -> None:
+def add_tensors(arguments: Arguments, *tensors: Tensor) -> None:
     """Whose last strides are 1."""
     for tensor in tensors:
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
 
 
-def _add_lists(
+def add_lists(
     arguments: Arguments,
-    config: DecodeConfig,
+    config: DecodeConfig | MlaConfig,
     queries: Queries,
     cache: Cache,
     filled: Tensor,
@@ -177,14 +178,14 @@ def _add_lists(
     sides: tuple[int, ...],
 ) -> None:
     """``CacheLists``"""
-    _add_tensors(arguments, filled, *([cache.leftpad] if config.leftpad else []))
+    add_tensors(arguments, filled, *([cache.leftpad] if config.leftpad else []))
     if queries.packed is not None:
-        _add_tensors(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
+        add_tensors(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
     arguments.add(cache.capacity, cache.k.shape[2])
     if config.limits_splits:
         arguments.add(max_splits)
     arguments.add(*sides)
 
 
-def _add_parts(arguments: Arguments, parts: Tensor) -> None:
+def add_parts(arguments: Arguments, parts: Tensor) -> None:
     arguments.tensor(parts, (parts.shape[0],), (parts.stride(0),))

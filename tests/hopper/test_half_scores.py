@@ -40,6 +40,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     test_the_bits_do_not_depend_on_timing,
     test_two_keys_whose_sum_float32_lacks,
     test_units_of_o_that_change_with_jumps,
+    test_warps_that_are_wary,
 )
 
 lagging_config = test_lagging_softmax.config_of

@@ -114,6 +114,14 @@ def attend(case: Case) -> dict[str, np.ndarray]:
     return {name: x.float().cpu().numpy() for name, x in found.items()}
 
 
+def attend_with_kernels(case: Case) -> tuple[dict[str, np.ndarray], int]:
+    """``attend`` with stand-ins for the kernels of the backward pass, and how often these were launched."""
+    from tests.python.summing_kernels import kernels_on_a_cpu
+
+    with kernels_on_a_cpu() as kernels:
+        return attend(case), len(kernels.passes)
+
+
 def attend_twice(case: Case) -> bool:
     """Whether two runs have the same bits."""
     first, second = attend(case), attend(case)

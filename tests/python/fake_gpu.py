@@ -22,6 +22,7 @@ from hopper_attention import (
 )
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
+    addition,
     append,
     backward,
     combine,
@@ -46,6 +47,7 @@ H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
 
 REMEMBERING = (
+    addition,
     append,
     backward,
     combine,

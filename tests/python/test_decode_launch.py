@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, flash_attn_with_kvcache
 from hopper_attention.decode_rules import MAX_PARTS, ctas_of_pieces
 from hopper_attention.launch import decode
@@ -27,30 +28,36 @@ NAMES = (
 )  # fmt: skip
 """Arguments of the kernel in their order."""
 
+QV_NAMES = tuple(name for name in ("q", "qv", *NAMES[1:]) if "descale" not in name)
+"""Those of the kernel of ``qv``."""
+
+Config = DecodeConfig | MlaConfig
+
 UNLIMITED = -1
 
 
 class DecodeKernels:
-    """In place of the decode kernel: notes what it is given, and attends by plain indexing."""
+    """In place of both decode kernels: notes what they are given, and attends by plain indexing."""
 
     def __init__(self) -> None:
-        self.loaded: list[DecodeConfig] = []
+        self.loaded: list[Config] = []
         self.calls: list[dict[str, Any]] = []
 
-    def load(self, config: DecodeConfig) -> Any:
+    def load(self, config: Config) -> Any:
         self.loaded.append(config)
-        return lambda *given: self.attend(config, dict(zip(NAMES, given, strict=True)))
+        names = QV_NAMES if isinstance(config, MlaConfig) else NAMES
+        return lambda *given: self.attend(config, dict(zip(names, given, strict=True)))
 
-    def attend(self, config: DecodeConfig, given: dict[str, Any]) -> None:
+    def attend(self, config: Config, given: dict[str, Any]) -> None:
         self.calls.append(given)
         g = given
         for b in range(g["lengths"].shape[0]):
             rows: Any = b
             if g["cu_seqlens_q"] is not None:
                 rows = slice(*g["cu_seqlens_q"][b : b + 2].tolist())
-            q = g["q"][rows]
+            q, qv = g["q"][rows][None], g["qv"][rows][None] if "qv" in g else None
             out, lse = attention_naive(
-                q[None], *self.keys(g, b), causal=config.causal, **self.options(config, g)
+                q, *self.keys(g, b), causal=config.causal, qv=qv, **self.options(config, g)
             )
             g["out"][rows] = out[0].to(g["out"].dtype)
             if config.layout == "varlen":
@@ -65,11 +72,11 @@ class DecodeKernels:
         pages = torch.full_like(rows, b) if g["table"] is None else g["table"][b, rows // size].long()
         found = []
         for name in ("k", "v"):
-            descale, x = g[f"{name}_descale"], g[name][pages, rows % size].to(g["q"].dtype)
+            descale, x = g.get(f"{name}_descale"), g[name][pages, rows % size].to(g["q"].dtype)
             found.append((x if descale is None else (x * descale[b][:, None]).to(x.dtype))[None])
         return found
 
-    def options(self, config: DecodeConfig, g: dict[str, Any]) -> dict[str, Any]:
+    def options(self, config: Config, g: dict[str, Any]) -> dict[str, Any]:
         """Of the oracle. What the config does not have must be None."""
         assert config.window == (g["left"] is not None) == (g["right"] is not None)
         assert config.chunk == (g["chunk"] is not None) and config.softcap == (g["softcap"] is not None)
@@ -77,7 +84,8 @@ class DecodeKernels:
         assert (config.layout == "varlen") == (g["cu_seqlens_q"] is not None)
         assert config.paged == (g["table"] is not None)
         assert config.limits_splits == (g["max_splits"] is not None)
-        assert config.is_widened == (g["k_descale"] is not None) == (g["v_descale"] is not None)
+        is_widened = isinstance(config, DecodeConfig) and config.is_widened
+        assert is_widened == (g.get("k_descale") is not None) == (g.get("v_descale") is not None)
         left, right = (UNLIMITED if side in (None, NO_LIMIT) else side for side in (g["left"], g["right"]))
         return {
             "window_left": left,
@@ -189,3 +197,28 @@ def test_calls_that_are_alike_have_one_launcher(kernels: DecodeKernels) -> None:
     assert len(kernels.loaded) == 1 and len(kernels.calls) == 2
     flash_attn_with_kvcache(**PAGES.build(torch.bfloat16), causal=True)
     assert [config.causal for config in kernels.loaded] == [False, True]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_second_query(packed: bool, kernels: DecodeKernels) -> None:
+    """That begins with the other in rows of both, as in models; so do the caches."""
+    queries = (2, 0, 3) if packed else (2, 2, 2)
+    case = CacheCase(page_size=8, queries=queries, heads=(40, 1), packed_q=packed)
+    call = case.build(torch.bfloat16, causal=True, sinks=torch.linspace(-1.0, 1.0, 40))
+    rows = torch.randn(*call["q"].shape[:-1], 56).bfloat16()
+    caches = torch.cat((call["v_cache"], call["k_cache"]), -1)
+    call |= {
+        "q": rows[..., 24:],
+        "qv": rows[..., :24],
+        "k_cache": caches[..., 24:],
+        "v_cache": caches[..., :24],
+    }
+    out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+    exact, exact_lse = case.expected(call)
+    assert (out - exact).abs().max() <= 1.6e-2
+    assert (lse - exact_lse).nan_to_num(0.0, neginf=0.0).abs().max() <= 1e-3
+    (seen,), (config,) = kernels.calls, kernels.loaded
+    assert isinstance(config, MlaConfig) and config.cluster == 2
+    assert seen["q"] is call["q"] and seen["qv"] is call["qv"] and seen["v"] is call["v_cache"]
+    assert seen["num_ctas"] == ctas_of_pieces(SMS // 2, 3)
+    assert seen["parts"].shape == (PARTS_PER_CTA * seen["num_ctas"], 128 * (256 + 4))

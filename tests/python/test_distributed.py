@@ -143,6 +143,25 @@ def test_all_gather_is_attention_of_the_whole_forward_and_backward(pool: Pool) -
     attend_and_compare(pool, GATHER)
 
 
+@pytest.mark.parametrize(
+    ("case", "launches"),
+    [
+        (Case(2, "ring", CAUSAL), [3, 3]),
+        # Half the rows of a rank are whole tiles, whose sums of dQ go into those of all.
+        (Case(2, "ring", CAUSAL, batch=1, seqlen=512, seqlen_k=512), [3, 3]),
+        (Case(4, "ring", CAUSAL, batch=1, has_sinks=True, heads=(6, 2)), [5, 5, 5, 5]),
+        (Case(3, "ring", batch=3), [4, 4, 4]),
+        (Case(2, "all_gather", CAUSAL), [4, 2]),
+        (Case(2, "all_gather"), [2, 2]),
+    ],
+    ids=["causal", "whole tiles", "four ranks", "full", "gathered", "gathered and full"],
+)
+def test_kernels_add_dq_of_all_shards_to_the_same_sums(pool: Pool, case: Case, launches: list[int]) -> None:
+    found = pool(members(case.ranks), "attend_with_kernels", case)
+    compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+    assert [count for _, count in found] == launches
+
+
 def test_ulysses_and_meshes_are_attention_of_the_whole_forward_and_backward(pool: Pool) -> None:
     attend_and_compare(pool, ULYSSES)
 

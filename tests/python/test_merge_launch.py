@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,18 +23,21 @@ class StandIn:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.in_float32 = True
 
     def get(self, config: MergeConfig) -> StandIn:
-        assert config == MergeConfig("sm_90a", "bfloat16")
+        assert replace(config, sums_in_float32=True) == MergeConfig("sm_90a", "bfloat16")
+        self.in_float32 = config.sums_in_float32
         return self
 
     def __call__(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         self.calls += 1
+        assert out.dtype == (torch.float32 if self.in_float32 else part.dtype)
         assert out.shape == part.shape and lse.shape == part_lse.shape == out.shape[:-1]
         for x in (out, part):
             assert x.stride(-1) == 1 and x.data_ptr() % (4 * x.element_size()) == 0
             assert all(n % 4 == 0 for n in (x.shape[-1], *x.stride()[:-1]))
-        merged = Merged(out.clone(), lse.mT)
+        merged = Merged(out.clone(), lse.mT, out.dtype)
         merged.add(Span(0, out.shape[1]), part, part_lse.mT)
         out.copy_(merged.out)
         lse.copy_(merged.lse.mT)
@@ -57,21 +61,27 @@ def parts(columns: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[Tenso
     return total, lse, part.to(dtype), part_lse
 
 
-def test_rows_of_a_sum_are_added_to_in_place(kernel: StandIn) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_sum_are_added_to_in_place(kernel: StandIn, dtype: torch.dtype) -> None:
     total, lse, part, part_lse = parts()
-    wanted = Merged(total.clone(), lse)
+    total = total.to(dtype)
+    wanted = Merged(total.clone(), lse, dtype)
     wanted.add(Span(2, 5), part, part_lse)
     assert launch.merge(total[:, 2:5], lse[:, :, 2:5], part, part_lse) and kernel.calls == 1
     assert torch.equal(total, wanted.out) and torch.equal(lse, wanted.lse)
 
 
 @pytest.mark.parametrize(
-    "case", ["odd columns", "float32", "no rows", "odd address"], ids=lambda case: case.replace(" ", "_")
+    "case",
+    ["odd columns", "float32", "float16", "no rows", "odd address"],
+    ids=lambda case: case.replace(" ", "_"),
 )
 def test_what_the_kernel_cannot_address_is_left_alone(case: str, kernel: StandIn) -> None:
     total, lse, part, part_lse = parts(columns=62 if case == "odd columns" else 64)
     if case == "float32":
         part = part.float()
+    if case == "float16":
+        total = total.half()
     if case == "no rows":
         total, lse, part, part_lse = total[:, :0], lse[:, :, :0], part[:, :0], part_lse[:, :, :0]
     if case == "odd address":

@@ -45,7 +45,29 @@ struct varlen_params : ha_varlen_params {
 };
 
 struct decode_params : ha_decode_params {
-  decode_params() : ha_decode_params() { struct_size = sizeof(ha_decode_params); }
+  decode_params() : ha_decode_params() {
+    struct_size = sizeof(ha_decode_params);
+    window_left = window_right = -1;
+  }
+};
+
+struct paged_params : ha_paged_params {
+  paged_params() : ha_paged_params() {
+    struct_size = sizeof(ha_paged_params);
+    window_left = window_right = -1;
+  }
+};
+
+struct append_params : ha_append_params {
+  append_params() : ha_append_params() { struct_size = sizeof(ha_append_params); }
+};
+
+struct combine_params : ha_combine_params {
+  combine_params() : ha_combine_params() { struct_size = sizeof(ha_combine_params); }
+};
+
+struct merge_params : ha_merge_params {
+  merge_params() : ha_merge_params() { struct_size = sizeof(ha_merge_params); }
 };
 
 inline void forward(const ha_forward_params &p) { check(ha_forward(&p)); }
@@ -62,6 +84,33 @@ inline std::size_t workspace_size_fp8(const ha_forward_params &p) {
 
 inline void forward(const ha_varlen_params &p) { check(ha_varlen(&p)); }
 inline void prepare(const ha_varlen_params &p) { check(ha_varlen_prepare(&p)); }
+
+inline void forward_fp8(const ha_varlen_params &p) { check(ha_varlen_fp8(&p)); }
+inline void prepare_fp8(const ha_varlen_params &p) { check(ha_varlen_fp8_prepare(&p)); }
+
+inline std::size_t workspace_size_fp8(const ha_varlen_params &p) {
+  std::size_t size = 0;
+  check(ha_varlen_fp8_workspace_size(&p, &size));
+  return size;
+}
+
+inline void forward(const ha_paged_params &p) { check(ha_paged(&p)); }
+inline void prepare(const ha_paged_params &p) { check(ha_paged_prepare(&p)); }
+
+inline std::size_t workspace_size(const ha_paged_params &p) {
+  std::size_t size = 0;
+  check(ha_paged_workspace_size(&p, &size));
+  return size;
+}
+
+inline void append(const ha_append_params &p) { check(ha_append(&p)); }
+inline void prepare(const ha_append_params &p) { check(ha_append_prepare(&p)); }
+
+inline void combine(const ha_combine_params &p) { check(ha_combine(&p)); }
+inline void prepare(const ha_combine_params &p) { check(ha_combine_prepare(&p)); }
+
+inline void merge(const ha_merge_params &p) { check(ha_merge(&p)); }
+inline void prepare(const ha_merge_params &p) { check(ha_merge_prepare(&p)); }
 
 inline void forward(const ha_decode_params &p) { check(ha_decode(&p)); }
 inline void prepare(const ha_decode_params &p) { check(ha_decode_prepare(&p)); }
@@ -99,6 +148,42 @@ inline std::string kernel_of(const ha_varlen_params &p) {
 inline std::string kernel_of(const ha_decode_params &p) {
   const char *name = "";
   check(ha_decode_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of_fp8(const ha_forward_params &p) {
+  const char *name = "";
+  check(ha_forward_fp8_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of_fp8(const ha_varlen_params &p) {
+  const char *name = "";
+  check(ha_varlen_fp8_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_paged_params &p) {
+  const char *name = "";
+  check(ha_paged_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_append_params &p) {
+  const char *name = "";
+  check(ha_append_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_combine_params &p) {
+  const char *name = "";
+  check(ha_combine_kernel(&p, &name));
+  return name;
+}
+
+inline std::string kernel_of(const ha_merge_params &p) {
+  const char *name = "";
+  check(ha_merge_kernel(&p, &name));
   return name;
 }
 

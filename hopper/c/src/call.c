@@ -58,20 +58,21 @@ void ha_add_tensor(call *c, const void *data, element type, int dimensions, cons
   next(c, FFI_TENSOR)->value.pointer = &t->dl;
 }
 
-ha_status ha_run(const kernel *k, const call *c, void *stream, bool only_load) {
-  if (!k->entry) {
+ha_status ha_run(kernel_choice choice, const call *c, void *stream, bool only_load) {
+  ffi_function *const entry = ha_entry_of(choice);
+  if (!entry) {
     return ha_fail(HA_ERROR_NOT_BUILT,
-                   "the kernel %s is not in this build: configure it with -DHOPPER_ATTENTION_KERNELS=all, or a pattern "
-                   "of names that it matches",
-                   k->name);
+                   "the kernel %s is not in this build: configure it with -DHOPPER_ATTENTION_KERNELS=default,%s",
+                   ha_name_of(choice), ha_name_of(choice));
   }
   ffi_value result = {0};
   ha_enter(stream, c->device, only_load);
-  return ha_leave(k->entry(NULL, c->values, c->count, &result));
+  return ha_leave(entry(NULL, c->values, c->count, &result));
 }
 
 element ha_element_of(ha_dtype dtype) {
-  static const element ELEMENTS[] = {[HA_FLOAT16] = FLOAT16, [HA_BFLOAT16] = BFLOAT16, [HA_FLOAT8_E4M3] = FLOAT8_E4M3};
+  static const element ELEMENTS[] = {[HA_FLOAT16] = FLOAT16, [HA_BFLOAT16] = BFLOAT16, [HA_FLOAT8_E4M3] = FLOAT8_E4M3,
+                                     [HA_FLOAT32] = FLOAT32};
   return ELEMENTS[dtype];
 }
 
@@ -107,8 +108,8 @@ void ha_add_window(call *c, const mask *m) {
     ha_add_int(c, side_of(m->left));
     ha_add_int(c, side_of(m->right));
   } else {
-    ha_add_nothing(c);
-    ha_add_nothing(c);
+    ha_add_nothings(c, 2);
   }
-  ha_add_nothing(c);
+  if (m->chunk) ha_add_int(c, m->chunk);
+  else ha_add_nothing(c);
 }

@@ -1,9 +1,23 @@
 /* What arguments have to be, whatever the kernel. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "internal.h"
 
 enum { TMA_BYTES = 16 };
+
+ha_status ha_read_params(void *own, size_t size, size_t least, const void *given, const char *initialiser) {
+  size_t given_size = 0;
+  if (given) memcpy(&given_size, given, sizeof given_size);
+  if (given_size < least || given_size > size) {
+    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                   "params is not of this version of the library, struct_size is %zu, allowed: %zu to %zu; initialise "
+                   "it with %s",
+                   given_size, least, size, initialiser);
+  }
+  memcpy(own, given, given_size);
+  return HA_SUCCESS;
+}
 
 ha_status ha_check_range(const char *name, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return HA_SUCCESS;
@@ -54,9 +68,27 @@ ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed) 
   return HA_SUCCESS;
 }
 
+bool ha_fits(const int64_t *sizes, int count, int64_t most) {
+  int64_t product = 1;
+  for (int i = 0; i < count; i++) {
+    if (sizes[i] && product > most / sizes[i]) return false;
+    product *= sizes[i];
+  }
+  return true;
+}
+
+ha_status ha_check_array(const char *name, const void *data, const char *what) {
+  if (!data) return ha_fail(HA_ERROR_INVALID_ARGUMENT, "%s is NULL, allowed: %s on the GPU", name, what);
+  if ((uintptr_t)data % sizeof(int32_t) == 0) return HA_SUCCESS;
+  return ha_fail(HA_ERROR_INVALID_ARGUMENT, "%s is %p, allowed: %s on the GPU, at a multiple of 4 bytes", name, data,
+                 what);
+}
+
 ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
                           int64_t *strides) {
-  const int step = dtype == HA_FLOAT8_E4M3 ? TMA_BYTES : TMA_BYTES / 2;
+  static const int STEPS[] = {[HA_FLOAT16] = TMA_BYTES / 2, [HA_BFLOAT16] = TMA_BYTES / 2,
+                              [HA_FLOAT8_E4M3] = TMA_BYTES, [HA_FLOAT32] = TMA_BYTES / 4};
+  const int step = STEPS[dtype];
   static const char *const PLACES[] = {"batch", "row", "head"};
   const int64_t given[] = {t->stride_batch, t->stride_row, t->stride_head};
   const int first = 4 - dimensions; /* packed tensors have no batch */

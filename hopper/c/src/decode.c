@@ -6,9 +6,13 @@
 enum { Q, K, V, OUT, NUM_OPERANDS };
 enum { E4M3_STEP = 16 };
 
+#define DESCALES "with a cache of e4m3 (batch, kv_heads) float32"
+
 typedef struct plan {
   double scale;
   const decode_row *row;
+  mask mask;
+  unsigned features; /* of the kernel */
   bool is_empty;
 } plan;
 
@@ -54,29 +58,62 @@ static ha_status check_cache(const ha_decode_params *p) {
   return HA_SUCCESS;
 }
 
+static int64_t capacity_of(const ha_decode_params *p) {
+  return p->page_size * (p->page_table ? p->pages_of_sequence : 1);
+}
+
 static ha_status check_params(const ha_decode_params *p, plan *made) {
-  if (!p || p->struct_size != sizeof *p) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                   "params is not of this version of the library: initialise it with HA_DECODE_PARAMS_INIT");
-  }
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_range("seqlen_q", p->seqlen_q, 0, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_scale(p->softmax_scale, p->head_dim, &made->scale);
-  return status == HA_SUCCESS ? check_cache(p) : status;
+  if (status == HA_SUCCESS) status = ha_check_scores(&p->scores, p->heads);
+  if (status == HA_SUCCESS) status = check_cache(p);
+  /* A single query is the last one, and sees all keys. */
+  const mask given = {p->causal && p->seqlen_q > 1, p->window_left, p->window_right, p->attention_chunk};
+  return status == HA_SUCCESS ? ha_canonical_mask(&made->mask, &given, p->seqlen_q, capacity_of(p)) : status;
 }
 
-static ha_status make_plan(const ha_decode_params *p, plan *made) {
+/* What of a sound problem no decode kernel has. */
+static ha_status check_features(const ha_decode_params *p) {
+  if (p->scores.alibi_slopes) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                   "scores.alibi_slopes is given, which decode kernels do not have; use ha_paged");
+  }
+  if (p->scores.softcap != 0 && is_e4m3(p)) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                   "scores.softcap is %g, allowed with a cache of e4m3: 0; use a cache of 16 bits", p->scores.softcap);
+  }
+  if (p->cache_leftpad && p->page_table && p->pages_of_sequence > 1) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED,
+                   "cache_leftpad is given with %" PRId64 " pages a sequence, allowed: 1; leave out pages instead",
+                   p->pages_of_sequence);
+  }
+  return HA_SUCCESS;
+}
+
+static unsigned features_of(const ha_decode_params *p, const mask *m) {
+  return ha_features_of(&p->scores) | (ha_has_window(m) ? FEATURE_WINDOW : 0) | (m->chunk ? FEATURE_CHUNK : 0) |
+         (p->cache_leftpad ? FEATURE_LEFTPAD : 0);
+}
+
+static ha_status make_plan(ha_decode_params *own, const ha_decode_params *given, plan *made) {
   static const int HEAD_DIMS[] = DECODE_HEAD_DIMS;
-  const ha_status status = check_params(p, made);
+  const ha_decode_params *const p = own;
+  *own = (ha_decode_params)HA_DECODE_PARAMS_INIT;
+  ha_status status = ha_read_params(own, sizeof *own, offsetof(ha_decode_params, window_left), given,
+                                    "HA_DECODE_PARAMS_INIT");
+  if (status == HA_SUCCESS) status = check_params(p, made);
+  if (status == HA_SUCCESS) status = check_features(p);
   if (status != HA_SUCCESS) return status;
+  made->features = features_of(p, &made->mask);
   made->is_empty = !p->batch || !p->seqlen_q;
   const int64_t rows = p->seqlen_q * (p->heads / p->kv_heads);
   if (rows > DECODE_MOST_ROWS) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
-                   "%" PRId64 " query rows share a K/V head, allowed: up to %d; use ha_varlen", rows, DECODE_MOST_ROWS);
+                   "%" PRId64 " query rows share a K/V head, allowed: up to %d; use ha_paged", rows, DECODE_MOST_ROWS);
   }
   const int box = box_of(p);
   if (box == DECODE_NUM_BOX_ROWS) {
@@ -86,11 +123,9 @@ static ha_status make_plan(const ha_decode_params *p, plan *made) {
   }
   const int d = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim);
   const int dv = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim_v);
-  /* A single query is the last one, and sees all keys. */
-  const bool causal = p->causal && p->seqlen_q > 1;
   size_t index = p->dtype * 2 + is_e4m3(p);
   index = (index * DECODE_NUM_HEAD_DIMS + d) * DECODE_NUM_HEAD_DIMS + dv;
-  index = ((index * 2 + causal) * 2 + (p->page_table != NULL)) * 2 + (rows > DECODE_SHORT_ROWS);
+  index = ((index * 2 + made->mask.causal) * 2 + (p->page_table != NULL)) * 2 + (rows > DECODE_SHORT_ROWS);
   made->row = &ha_decode_rows[index * DECODE_NUM_BOX_ROWS + box];
   if (made->row->kernel >= 0) return HA_SUCCESS;
   return ha_fail(HA_ERROR_NOT_SUPPORTED,
@@ -120,7 +155,9 @@ static void add_tables(call *c, const ha_decode_params *p) {
   } else {
     ha_add_nothing(c);
   }
-  ha_add_nothings(c, 2); /* left pads, cu_seqlens_q */
+  if (p->cache_leftpad) ha_add_tensor(c, p->cache_leftpad, INT32, 1, (const int64_t[]){p->batch}, NULL);
+  else ha_add_nothing(c);
+  ha_add_nothing(c); /* cu_seqlens_q */
 }
 
 static void add_descales(call *c, const ha_decode_params *p) {
@@ -134,14 +171,10 @@ static void add_descales(call *c, const ha_decode_params *p) {
 }
 
 static ha_status check_pointers(const ha_decode_params *p, const plan *made) {
-  if (!p->cache_seqlens) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_seqlens is NULL, allowed: (batch,) int32 on the GPU");
-  }
-  if (is_e4m3(p) && (!p->k_descale || !p->v_descale)) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                   "%c_descale is NULL, allowed with a cache of e4m3: (batch, kv_heads) float32 on the GPU",
-                   p->k_descale ? 'v' : 'k');
-  }
+  ha_status status = ha_check_array("cache_seqlens", p->cache_seqlens, "(batch,) int32");
+  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("k_descale", p->k_descale, DESCALES);
+  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("v_descale", p->v_descale, DESCALES);
+  if (status != HA_SUCCESS) return status;
   return ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(p, made));
 }
 
@@ -162,15 +195,19 @@ static ha_status launch(const ha_decode_params *p, const plan *made, const opera
   add_tables(&c, p);
   ha_add_tensor(&c, memory, FLOAT32, 2, parts, NULL);
   ha_add_real(&c, made->scale);
-  ha_add_nothings(&c, 6); /* most splits; sides of a window and a chunk; softcap and sinks */
+  ha_add_nothing(&c); /* most splits */
+  ha_add_window(&c, &made->mask);
+  ha_add_softcap(&c, &p->scores);
+  ha_add_sinks(&c, &p->scores, p->heads);
   add_descales(&c, p);
   ha_add_int(&c, num_ctas);
-  return ha_run(&ha_kernels[made->row->kernel], &c, p->stream, only_load);
+  return ha_run((kernel_choice){made->row->kernel, made->features}, &c, p->stream, only_load);
 }
 
-static ha_status run(const ha_decode_params *p, bool only_load) {
+static ha_status run(const ha_decode_params *given, bool only_load) {
+  ha_decode_params own, *const p = &own;
   plan made;
-  ha_status status = make_plan(p, &made);
+  ha_status status = make_plan(p, given, &made);
   if (status != HA_SUCCESS || made.is_empty) return status;
   const int64_t shapes[NUM_OPERANDS][4] = {[Q] = {p->batch, p->seqlen_q, p->heads, p->head_dim},
                                            [K] = {p->pages, p->page_size, p->kv_heads, p->head_dim},
@@ -196,15 +233,17 @@ ha_status ha_decode(const ha_decode_params *params) { return run(params, false);
 ha_status ha_decode_prepare(const ha_decode_params *params) { return run(params, true); }
 
 ha_status ha_decode_kernel(const ha_decode_params *params, const char **name) {
+  ha_decode_params own;
   plan made;
-  const ha_status status = make_plan(params, &made);
-  if (status == HA_SUCCESS && name) *name = ha_kernels[made.row->kernel].name;
+  const ha_status status = make_plan(&own, params, &made);
+  if (status == HA_SUCCESS && name) *name = ha_name_of((kernel_choice){made.row->kernel, made.features});
   return status;
 }
 
 ha_status ha_decode_workspace_size(const ha_decode_params *params, size_t *size) {
+  ha_decode_params own;
   plan made;
-  const ha_status status = make_plan(params, &made);
-  if (status == HA_SUCCESS && size) *size = workspace_size_of(params, &made);
+  const ha_status status = make_plan(&own, params, &made);
+  if (status == HA_SUCCESS && size) *size = workspace_size_of(&own, &made);
   return status;
 }

@@ -14,11 +14,12 @@ ha_status ha_check_tiles(const ha_forward_params *p, int tile_m) {
                  p->batch, p->heads, p->seqlen_q, (int64_t)MAX_TILES, tile_m);
 }
 
+ha_status ha_read_forward(ha_forward_params *own, const ha_forward_params *given) {
+  *own = (ha_forward_params)HA_FORWARD_PARAMS_INIT;
+  return ha_read_params(own, sizeof *own, offsetof(ha_forward_params, attention_chunk), given, "HA_FORWARD_PARAMS_INIT");
+}
+
 ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made) {
-  if (!p || p->struct_size != sizeof *p) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                   "params is not of this version of the library: initialise it with HA_FORWARD_PARAMS_INIT");
-  }
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX);
@@ -26,8 +27,11 @@ ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made) {
   if (status == HA_SUCCESS) status = ha_check_range("seqlen_k", p->seqlen_k, 1, MAX_SEQLEN);
   if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_scale(p->softmax_scale, p->head_dim, &made->scale);
-  const int64_t sides[] = {p->window_left, p->window_right};
-  if (status == HA_SUCCESS) status = ha_canonical_mask(&made->mask, p->causal, sides, p->seqlen_q, p->seqlen_k);
+  if (status == HA_SUCCESS) status = ha_check_scores(&p->scores, p->heads);
+  mask given = {p->causal, p->window_left, p->window_right, p->attention_chunk};
+  /* All keys are in a chunk, and so are all queries. */
+  if (p->seqlen_q <= p->seqlen_k && p->seqlen_k <= given.chunk) given.chunk = 0;
+  if (status == HA_SUCCESS) status = ha_canonical_mask(&made->mask, &given, p->seqlen_q, p->seqlen_k);
   made->is_empty = status == HA_SUCCESS && (!p->batch || !p->seqlen_q);
   return status;
 }
@@ -48,19 +52,26 @@ ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], ope
   return HA_SUCCESS;
 }
 
-static ha_status make_plan(const ha_forward_params *p, dense_problem *made, const forward_row **row) {
-  const ha_status status = ha_check_dense(p, made);
+static ha_status make_plan(ha_forward_params *own, const ha_forward_params *given, dense_problem *made,
+                           const forward_row **row) {
+  ha_status status = ha_read_forward(own, given);
+  if (status == HA_SUCCESS) status = ha_check_dense(own, made);
   if (status != HA_SUCCESS) return status;
-  const int64_t dims[] = {p->head_dim, p->head_dim_v};
-  *row = ha_select_forward(p->dtype, LAYOUT_DENSE, &made->mask, dims, ha_most_keys(&made->mask, p->seqlen_k));
+  const forward_kind kind = {own->dtype, LAYOUT_DENSE, {own->head_dim, own->head_dim_v}, 0};
+  *row = ha_select_forward(&kind, &made->mask, ha_most_keys(&made->mask, own->seqlen_k));
   if (!*row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
-  return ha_check_tiles(p, (*row)->tile_m);
+  return ha_check_tiles(own, (*row)->tile_m);
 }
 
-static ha_status run(const ha_forward_params *p, bool only_load) {
+static kernel_choice choose(const ha_forward_params *p, const forward_row *row) {
+  return (kernel_choice){row->kernel, ha_features_of(&p->scores)};
+}
+
+static ha_status run(const ha_forward_params *given, bool only_load) {
+  ha_forward_params own, *const p = &own;
   dense_problem made;
   const forward_row *row;
-  ha_status status = make_plan(p, &made, &row);
+  ha_status status = make_plan(p, given, &made, &row);
   if (status != HA_SUCCESS || made.is_empty) return status;
   int64_t shapes[4][4];
   operand operands[4];
@@ -70,15 +81,20 @@ static ha_status run(const ha_forward_params *p, bool only_load) {
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status != HA_SUCCESS) return status;
   const lse_argument lse = {p->lse, 3, {p->batch, p->heads, p->seqlen_q}};
+  const kernel_choice choice = choose(p, row);
   call c;
   ha_call_begin(&c, here.index);
   ha_add_operands(&c, p->dtype, operands, 4, &lse, p->workspace, made.scale);
-  if (ha_has_window(&made.mask)) {
+  if (choice.features || ha_has_window(&made.mask)) {
     ha_add_window(&c, &made.mask);
-    ha_add_nothings(&c, PLAN_ARGUMENTS + PAGE_ARGUMENTS + SCORE_ARGUMENTS);
+    ha_add_nothings(&c, PLAN_ARGUMENTS + PAGE_ARGUMENTS);
+    ha_add_softcap(&c, &p->scores);
+    ha_add_slopes(&c, &p->scores, p->batch, p->heads);
+    ha_add_sinks(&c, &p->scores, p->heads);
+    ha_add_nothings(&c, DROPOUT_ARGUMENTS);
   }
   ha_add_int(&c, (int64_t)here.multiprocessors * row->ctas_per_sm);
-  return ha_run(&ha_kernels[row->kernel], &c, p->stream, only_load);
+  return ha_run(choice, &c, p->stream, only_load);
 }
 
 ha_status ha_forward(const ha_forward_params *params) { return run(params, false); }
@@ -86,17 +102,19 @@ ha_status ha_forward(const ha_forward_params *params) { return run(params, false
 ha_status ha_forward_prepare(const ha_forward_params *params) { return run(params, true); }
 
 ha_status ha_forward_kernel(const ha_forward_params *params, const char **name) {
+  ha_forward_params own;
   dense_problem made;
   const forward_row *row;
-  const ha_status status = make_plan(params, &made, &row);
-  if (status == HA_SUCCESS && name) *name = ha_kernels[row->kernel].name;
+  const ha_status status = make_plan(&own, params, &made, &row);
+  if (status == HA_SUCCESS && name) *name = ha_name_of(choose(&own, row));
   return status;
 }
 
 ha_status ha_forward_workspace_size(const ha_forward_params *params, size_t *size) {
+  ha_forward_params own;
   dense_problem made;
   const forward_row *row;
-  const ha_status status = make_plan(params, &made, &row);
+  const ha_status status = make_plan(&own, params, &made, &row);
   if (status == HA_SUCCESS && size) *size = WORKSPACE_HEAD_BYTES;
   return status;
 }

@@ -77,21 +77,37 @@ typedef struct ffi_value {
 
 typedef int ffi_function(void *self, const ffi_value *arguments, int32_t count, ffi_value *result);
 
-typedef enum layout { LAYOUT_DENSE = 0, LAYOUT_VARLEN = 1 } layout;
+typedef enum layout { LAYOUT_DENSE = 0, LAYOUT_VARLEN = 1, LAYOUT_PAGED = 2 } layout;
 
-/* A kernel of the table. `entry` is NULL where it was left out of the build. */
+/* A kernel of the table. `entry` is NULL where it was left out of the build. Features stand in its name before the last
+ * `tail` bytes. */
 typedef struct kernel {
   const char *name;
   ffi_function *entry;
+  int tail;
 } kernel;
+
+/* A kernel of the table with more than that one has. */
+typedef struct kernel_choice {
+  int kernel;        /* index in ha_kernels */
+  unsigned features; /* a bit each, FEATURE_...; they name a kernel in this order */
+} kernel_choice;
+
+/* A kernel with features that is in this build. */
+typedef struct variant {
+  kernel_choice choice;
+  kernel own;
+} variant;
 
 /* One choice of a 16-bit forward kernel: of the rows with the problem's dtype, layout, causal and window, and with the
  * cheapest head_dims that cover its own, the first whose max_seqlen_k is not exceeded serves. */
 typedef struct forward_row {
   ha_dtype dtype;
   layout layout;
+  int64_t page_rows; /* one of PAGE_ROWS that divides the size of a page, ONE_PAGE, or 0 without pages */
   bool causal;
-  bool window;
+  bool window; /* or a chunk */
+  bool chunk;
   int head_dim;
   int head_dim_v;
   int64_t max_seqlen_k;
@@ -102,18 +118,28 @@ typedef struct forward_row {
 
 extern const kernel ha_kernels[];
 extern const size_t ha_num_kernels;
+extern const variant ha_variants[]; /* by ascending choices */
+extern const size_t ha_num_variants;
+/* Rows of a table from `first` on, before `end`. */
+typedef struct group {
+  int first;
+  int end;
+} group;
+
 extern const forward_row ha_forward_rows[];
-extern const size_t ha_num_forward_rows;
+extern const group ha_forward_groups[2][3]; /* by dtype and layout */
 extern const int ha_plan_kernel; /* index of the kernel that plans packed sequences */
 
 /* One choice of an FP8 kernel and of the quantizer before it: of the rows with what the problem has of the fields before
  * max_seqlen_k, the first where that is not exceeded serves. */
 typedef struct fp8_row {
   ha_dtype dtype; /* of the inputs and of the output */
+  layout layout;
   int head_dim;
   int head_dim_v;
   bool causal;
-  bool window;
+  bool window; /* or a chunk */
+  bool chunk;
   bool two_level;
   bool one_block; /* all keys share a scale: there are no more of them than block_k */
   int64_t max_seqlen_k;
@@ -127,7 +153,7 @@ typedef struct fp8_row {
 } fp8_row;
 
 extern const fp8_row ha_fp8_rows[];
-extern const size_t ha_num_fp8_rows;
+extern const group ha_fp8_groups[2][3]; /* by dtype and layout */
 
 /* What a workspace begins with: the tile counter, zeros; 1.0f; the signs of the rotation. */
 extern const uint32_t ha_workspace_head[WORKSPACE_HEAD_BYTES / sizeof(uint32_t)];
@@ -143,32 +169,67 @@ typedef struct decode_row {
  * queries; the rows of a page that lie together in DECODE_BOX_ROWS. */
 extern const decode_row ha_decode_rows[];
 
-/* A mask as kernels take it: a causal one, and a window with sides of -1 where nothing is hidden. */
+/* Kernels that append to a cache, by dtype, whether the cache is of e4m3, and what is turned, by tables of which dtype:
+ * nothing, pairs or halves by tables of dtype, pairs or halves by tables of float32. */
+extern const int ha_append_kernels[2][2][5];
+
+/* Kernels that merge parts, by the dtype of the result, float32 behind the 16-bit ones, and whether there are more than
+ * COMBINE_FEW_SPLITS of them; and those that add a part of a dtype. */
+extern const int ha_combine_kernels[3][2];
+extern const int ha_merge_kernels[2];
+
+/* A mask as kernels take it: a causal one; a window with sides of -1 where nothing is hidden; keys of a chunk, or 0. */
 typedef struct mask {
   bool causal;
   int64_t left;
   int64_t right;
+  int64_t chunk;
 } mask;
 
-/* The one form of a mask on sequences of at most these lengths. */
-ha_status ha_canonical_mask(mask *made, bool causal, const int64_t sides[2], int64_t seqlen_q, int64_t seqlen_k);
+/* The one form of the mask that a caller describes, on sequences of at most these lengths. */
+ha_status ha_canonical_mask(mask *made, const mask *given, int64_t seqlen_q, int64_t seqlen_k);
 
+/* Whether a side of a window hides keys, or a chunk does. */
 bool ha_has_window(const mask *m);
 
 /* Of so many keys, those that a query sees at most. */
 int64_t ha_most_keys(const mask *m, int64_t seqlen_k);
 
+/* 16-bit problems that differ in masks and lengths alone; `page_rows` are those of a row. */
+typedef struct forward_kind {
+  ha_dtype dtype;
+  layout layout;
+  int64_t head_dims[2];
+  int64_t page_rows;
+} forward_kind;
+
 /* The row for a problem with legal head_dims; `seen` are the keys that a query sees at most. */
-const forward_row *ha_select_forward(ha_dtype dtype, layout layout, const mask *m, const int64_t head_dims[2],
-                                     int64_t seen);
+const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen);
+
+/* FP8 problems that differ in lengths alone. */
+typedef struct fp8_kind {
+  ha_dtype dtype;
+  layout layout;
+  int64_t head_dims[2];
+  bool two_level;
+} fp8_kind;
+
+/* The same for FP8; NULL after ha_fail. All keys of a row with one_block are of a block. */
+const fp8_row *ha_select_fp8(const fp8_kind *kind, const mask *m, bool one_block, int64_t seen);
+
+/* The name of a kernel; of one that is not built, valid until the next such call of this thread. */
+const char *ha_name_of(kernel_choice choice);
+
+/* Its entry; NULL if it is not built. */
+ffi_function *ha_entry_of(kernel_choice choice);
 
 /* ---- calls (call.c) ---- */
 
 enum { MOST_DIMENSIONS = 5, MOST_ARGUMENTS = 32 };
 
-/* Arguments of a general forward kernel: a plan and its sequences; a table of pages and left pads; softcap, slopes,
- * sinks, and two of dropout. */
-enum { PLAN_ARGUMENTS = 2, PAGE_ARGUMENTS = 2, SCORE_ARGUMENTS = 5 };
+/* Arguments of a general forward kernel: a plan and its sequences; a table of pages and left pads; and after softcap,
+ * slopes and sinks two of dropout. */
+enum { PLAN_ARGUMENTS = 2, PAGE_ARGUMENTS = 2, DROPOUT_ARGUMENTS = 2 };
 
 typedef enum element { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT32, INT32 } element;
 
@@ -215,7 +276,7 @@ void ha_add_tensor(call *c, const void *data, element type, int dimensions, cons
 typedef struct operand {
   const void *data;
   const int64_t *shape;
-  int64_t strides[4];
+  int64_t strides[MOST_DIMENSIONS];
 } operand;
 
 /* Where the LSE goes: `rows` are 0 where it is not wanted. */
@@ -226,7 +287,7 @@ typedef struct lse_argument {
 } lse_argument;
 
 /* Run a kernel on `stream` of the current GPU, or with `only_load` load it. */
-ha_status ha_run(const kernel *k, const call *c, void *stream, bool only_load);
+ha_status ha_run(kernel_choice choice, const call *c, void *stream, bool only_load);
 
 /* The element of a tensor. */
 element ha_element_of(ha_dtype dtype);
@@ -239,10 +300,57 @@ void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dim
 void ha_add_lse(call *c, const lse_argument *lse);
 void ha_add_counter(call *c, const void *workspace);
 
-/* Append the sides of a window, and nothing for a chunk; or nothing for all three. */
+/* Append the sides of a window and a chunk, with nothing for what there is not. */
 void ha_add_window(call *c, const mask *m);
 
+/* ---- what is done to scores (scores.c) ---- */
+
+ha_status ha_check_scores(const ha_scores *s, int64_t heads);
+
+/* That nothing is done, which a kernel, whose `name` this is, cannot do. */
+ha_status ha_check_no_scores(const char *name, const ha_scores *s);
+
+/* What a kernel has for it. */
+unsigned ha_features_of(const ha_scores *s);
+
+/* Append softcap and sinks, and of a forward kernel slopes between them. */
+void ha_add_softcap(call *c, const ha_scores *s);
+void ha_add_slopes(call *c, const ha_scores *s, int64_t batch, int64_t heads);
+void ha_add_sinks(call *c, const ha_scores *s, int64_t heads);
+
+/* ---- memory of FP8 parts (fp8_parts.c) ---- */
+
+/* What the quantizer leaves in the workspace: at which bytes, and where they end. */
+typedef struct fp8_parts {
+  size_t q, k, vt, q_scale, k_scale, v_scale;
+  size_t end;
+  int64_t keys;     /* of V transposed, in whole steps */
+  int64_t blocks_q; /* of Q, and of K and V, that have a scale each */
+  int64_t blocks_k;
+} fp8_parts;
+
+/* Rows of Q and of K, of `batch` sequences together; heads and head_dims are those of the problem. */
+typedef struct fp8_sizes {
+  int64_t rows_q, rows_k, heads, kv_heads, head_dim, head_dim_v;
+  int64_t scale_batch; /* first size of scales: batch, or 1 where sequences are packed */
+} fp8_sizes;
+
+/* Places from `begin` on; `made` has keys and blocks, of a sequence or of all that are packed. */
+void ha_place_parts(fp8_parts *made, size_t begin, const fp8_sizes *sizes);
+
+int64_t ha_ceil_div(int64_t x, int64_t y);
+
+/* Append scales of Q and K, of V and of the output, and no mean of V. `batch` counts what o_scale is of. */
+void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes, bool one_block,
+                       int64_t batch);
+
+/* Append the signs of the rotation, and nothing for those of V and for means. */
+void ha_add_signs(call *c, const void *workspace, const fp8_row *row);
+
 /* ---- problems of sequences of one length (forward.c) ---- */
+
+/* The caller's struct, with defaults for fields that it does not have. */
+ha_status ha_read_forward(ha_forward_params *own, const ha_forward_params *given);
 
 /* What is known of a checked problem before its pointers are looked at. */
 typedef struct dense_problem {
@@ -262,7 +370,58 @@ ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], ope
 /* The GPU that is current, with sm_margin multiprocessors taken from it. */
 ha_status ha_device_with_margin(int sm_margin, device *found);
 
+/* ---- packed sequences (varlen.c) ---- */
+
+/* What is known of a checked problem before its pointers are looked at. */
+typedef struct packed_problem {
+  mask mask;
+  double scale;
+  bool is_empty;
+} packed_problem;
+
+ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given);
+ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made);
+
+/* What the GPU plans: int32 on the GPU of batch + 1 starts of Q and of K, and of the keys of each sequence that count, or
+ * NULL for all; and rows of Q and of K. */
+typedef struct packed_rows {
+  const int32_t *starts_q, *starts_k, *used_k;
+  int64_t batch, total_q, total_k;
+} packed_rows;
+
+packed_rows ha_rows_of(const ha_varlen_params *p);
+
+/* int32 of a plan for tiles of so many queries; fails if there are more than a kernel counts. */
+ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int64_t *words);
+
+/* Units of so many rows at most, each of one sequence: those of all rows, and one more for each sequence and for rows of
+ * none. */
+int64_t ha_count_units(int64_t total, int64_t batch, int64_t rows);
+
+/* q, k, v and out of a problem, and cu_seqlens; `shapes` stay with the caller. */
+ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operand operands[4]);
+
+/* Append starts of Q and K, nothing of which queries count, and which keys do. */
+void ha_add_lengths(call *c, const packed_rows *rows);
+
+/* A plan, behind the head of a workspace. */
+typedef struct plan_place {
+  void *workspace;
+  int64_t words;
+  int tile_m;
+} plan_place;
+
+/* Have it made on `stream`. */
+ha_status ha_run_planner(const packed_rows *rows, const plan_place *place, int device, void *stream, bool only_load);
+
+/* Append it and the number of its sequences. */
+void ha_add_plan(call *c, const packed_rows *rows, const plan_place *place);
+
 /* ---- checks (checks.c) ---- */
+
+/* Copy the struct that a caller gave to `own`, which has defaults. Structs of older versions are shorter, and have at
+ * least the fields of the first one. */
+ha_status ha_read_params(void *own, size_t size, size_t least, const void *given, const char *initialiser);
 
 typedef struct problem_sizes {
   int64_t heads, kv_heads, head_dim, head_dim_v;
@@ -277,6 +436,12 @@ ha_status ha_check_range(const char *name, int64_t value, int64_t least, int64_t
 ha_status ha_check_scale(double given, int64_t head_dim, double *scale);
 
 ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed);
+
+/* That sizes, each up to INT32_MAX, have a product of at most `most`. */
+bool ha_fits(const int64_t *sizes, int count, int64_t most);
+
+/* That an array of the GPU is there, and begins where its elements of 4 bytes may. */
+ha_status ha_check_array(const char *name, const void *data, const char *what);
 
 /* The strides of a tensor whose `dimensions` sizes are `shape`, the last one the columns; fails unless a kernel can
  * address it. `dtype` is that of its elements. */

@@ -1,26 +1,25 @@
 /* Attention of packed sequences, in 16 bits: the GPU plans the tiles, then the kernel goes by the plan. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "internal.h"
 
 enum { TILES_OF_QUERIES = 0 };
 
 typedef struct plan {
-  mask mask;
-  double scale;
+  packed_problem problem;
   const forward_row *row;
   int64_t words; /* of the plan that the GPU makes */
-  bool is_empty;
 } plan;
 
-/* Tiles of one head at most: those of all rows, and one more for each sequence and for the rows of none. */
-static int64_t most_tiles(int64_t total, int64_t batch, int64_t tile) { return total / tile + batch + 1; }
+ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given) {
+  *own = (ha_varlen_params)HA_VARLEN_PARAMS_INIT;
+  return ha_read_params(own, sizeof *own, offsetof(ha_varlen_params, attention_chunk), given, "HA_VARLEN_PARAMS_INIT");
+}
 
-static ha_status check_params(const ha_varlen_params *p, plan *made) {
-  if (!p || p->struct_size != sizeof *p) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                   "params is not of this version of the library: initialise it with HA_VARLEN_PARAMS_INIT");
-  }
+int64_t ha_count_units(int64_t total, int64_t batch, int64_t rows) { return total / rows + batch + 1; }
+
+ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made) {
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX - 1);
@@ -30,88 +29,130 @@ static ha_status check_params(const ha_varlen_params *p, plan *made) {
   if (status == HA_SUCCESS) status = ha_check_range("max_seqlen_k", p->max_seqlen_k, 1, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_range("sm_margin", p->sm_margin, 0, INT32_MAX);
   if (status == HA_SUCCESS) status = ha_check_scale(p->softmax_scale, p->head_dim, &made->scale);
+  if (status == HA_SUCCESS) status = ha_check_scores(&p->scores, p->heads);
+  const mask given = {p->causal, p->window_left, p->window_right, p->attention_chunk};
+  if (status == HA_SUCCESS) status = ha_canonical_mask(&made->mask, &given, p->max_seqlen_q, p->max_seqlen_k);
+  made->is_empty = status == HA_SUCCESS && (!p->batch || !p->total_q);
   return status;
 }
 
-static ha_status make_plan(const ha_varlen_params *p, plan *made) {
-  ha_status status = check_params(p, made);
-  if (status != HA_SUCCESS) return status;
-  const int64_t sides[] = {p->window_left, p->window_right}, dims[] = {p->head_dim, p->head_dim_v};
-  status = ha_canonical_mask(&made->mask, p->causal, sides, p->max_seqlen_q, p->max_seqlen_k);
-  if (status != HA_SUCCESS) return status;
-  made->is_empty = !p->batch || !p->total_q;
-  /* Lengths are not known here: tiles are the same for all. */
-  made->row = ha_select_forward(p->dtype, LAYOUT_VARLEN, &made->mask, dims, 0);
-  if (!made->row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
-  const int64_t tiles = most_tiles(p->total_q, p->batch, made->row->tile_m);
-  made->words = PLAN_HEADER + PLAN_RECORD * (p->batch + 1) + PLAN_ENTRY * tiles;
-  if (tiles <= MAX_TILES / p->heads) return HA_SUCCESS;
+packed_rows ha_rows_of(const ha_varlen_params *p) {
+  return (packed_rows){p->cu_seqlens_q, p->cu_seqlens_k, p->seqused_k, p->batch, p->total_q, p->total_k};
+}
+
+ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int64_t *words) {
+  const int64_t tiles = ha_count_units(rows->total_q, rows->batch, tile_m);
+  *words = PLAN_HEADER + PLAN_RECORD * (rows->batch + 1) + PLAN_ENTRY * tiles;
+  if (tiles <= MAX_TILES / heads) return HA_SUCCESS;
   return ha_fail(HA_ERROR_NOT_SUPPORTED,
                  "heads %" PRId64 " x total_q %" PRId64 " in %" PRId64 " sequences may be more than %" PRId64
                  " tiles of %d queries: split the batch",
-                 p->heads, p->total_q, p->batch, (int64_t)MAX_TILES, made->row->tile_m);
+                 heads, rows->total_q, rows->batch, (int64_t)MAX_TILES, tile_m);
+}
+
+static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, plan *made) {
+  ha_status status = ha_read_varlen(own, given);
+  if (status == HA_SUCCESS) status = ha_check_packed(own, &made->problem);
+  if (status != HA_SUCCESS) return status;
+  const forward_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, 0};
+  /* Lengths are not known here: tiles are the same for all. */
+  made->row = ha_select_forward(&kind, &made->problem.mask, 0);
+  if (!made->row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
+  const packed_rows rows = ha_rows_of(own);
+  return ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
 }
 
 static size_t workspace_size_of(const plan *made) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words; }
 
-static void *plan_in(const ha_varlen_params *p) { return (char *)p->workspace + WORKSPACE_HEAD_BYTES; }
+void ha_add_lengths(call *c, const packed_rows *rows) {
+  const int64_t ends = rows->batch + 1, none = 0, used = rows->used_k ? rows->batch : 0;
+  ha_add_tensor(c, rows->starts_q, INT32, 1, &ends, NULL);
+  ha_add_tensor(c, rows->starts_k, INT32, 1, &ends, NULL);
+  ha_add_tensor(c, NULL, INT32, 1, &none, NULL);
+  ha_add_tensor(c, rows->used_k, INT32, 1, &used, NULL);
+}
 
-static ha_status run_planner(const ha_varlen_params *p, const plan *made, int device, bool only_load) {
-  const int64_t ends[] = {p->batch + 1}, none[] = {0}, used[] = {p->seqused_k ? p->batch : 0};
+static void add_words(call *c, const plan_place *place) {
+  ha_add_tensor(c, (const char *)place->workspace + WORKSPACE_HEAD_BYTES, INT32, 1, &place->words, NULL);
+}
+
+ha_status ha_run_planner(const packed_rows *rows, const plan_place *place, int device, void *stream, bool only_load) {
   call c;
   ha_call_begin(&c, device);
-  ha_add_tensor(&c, p->cu_seqlens_q, INT32, 1, ends, NULL);
-  ha_add_tensor(&c, p->cu_seqlens_k, INT32, 1, ends, NULL);
-  ha_add_tensor(&c, NULL, INT32, 1, none, NULL);
-  ha_add_tensor(&c, p->seqused_k, INT32, 1, used, NULL);
-  ha_add_tensor(&c, plan_in(p), INT32, 1, &made->words, NULL);
-  ha_add_int(&c, p->total_q);
-  ha_add_int(&c, p->total_k);
-  ha_add_int(&c, made->row->tile_m);
+  ha_add_lengths(&c, rows);
+  add_words(&c, place);
+  ha_add_int(&c, rows->total_q);
+  ha_add_int(&c, rows->total_k);
+  ha_add_int(&c, place->tile_m);
   ha_add_int(&c, TILES_OF_QUERIES);
-  return ha_run(&ha_kernels[ha_plan_kernel], &c, p->stream, only_load);
+  return ha_run((kernel_choice){ha_plan_kernel, 0}, &c, stream, only_load);
+}
+
+void ha_add_plan(call *c, const packed_rows *rows, const plan_place *place) {
+  add_words(c, place);
+  ha_add_int(c, rows->batch + 1);
 }
 
 static ha_status check_lengths(const ha_varlen_params *p) {
-  if (!p->cu_seqlens_q || !p->cu_seqlens_k) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cu_seqlens_%c is NULL, allowed: (batch + 1,) int32 on the GPU",
-                   p->cu_seqlens_q ? 'k' : 'q');
-  }
-  return HA_SUCCESS;
+  ha_status status = ha_check_array("cu_seqlens_q", p->cu_seqlens_q, "(batch + 1,) int32");
+  if (status == HA_SUCCESS) status = ha_check_array("cu_seqlens_k", p->cu_seqlens_k, "(batch + 1,) int32");
+  if (status == HA_SUCCESS && p->seqused_k) status = ha_check_array("seqused_k", p->seqused_k, "(batch,) int32");
+  return status;
 }
 
-static ha_status run(const ha_varlen_params *p, bool only_load) {
-  plan made;
-  ha_status status = make_plan(p, &made);
-  if (status != HA_SUCCESS || made.is_empty) return status;
-  const int64_t shapes[4][3] = {{p->total_q, p->heads, p->head_dim},
-                                {p->total_k, p->kv_heads, p->head_dim},
-                                {p->total_k, p->kv_heads, p->head_dim_v},
-                                {p->total_q, p->heads, p->head_dim_v}};
+ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operand operands[4]) {
+  const int64_t sizes[4][3] = {{p->total_q, p->heads, p->head_dim},
+                               {p->total_k, p->kv_heads, p->head_dim},
+                               {p->total_k, p->kv_heads, p->head_dim_v},
+                               {p->total_q, p->heads, p->head_dim_v}};
   const ha_tensor *tensors[] = {&p->q, &p->k, &p->v, &p->out};
   static const char *const NAMES[] = {"q", "k", "v", "out"};
-  operand operands[4];
+  memcpy(shapes, sizes, sizeof sizes);
   for (int i = 0; i < 4; i++) {
     operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 3, shapes[i], operands[i].strides);
+    const ha_status status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 3, shapes[i], operands[i].strides);
     if (status != HA_SUCCESS) return status;
   }
-  status = check_lengths(p);
-  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
-  device here;
-  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
-  if (status == HA_SUCCESS) status = run_planner(p, &made, here.index, only_load);
-  if (status != HA_SUCCESS) return status;
+  return check_lengths(p);
+}
+
+static kernel_choice choose(const ha_varlen_params *p, const plan *made) {
+  return (kernel_choice){made->row->kernel, ha_features_of(&p->scores)};
+}
+
+static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, const operand operands[4],
+                                 const device *here, bool only_load) {
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
+  const packed_rows rows = ha_rows_of(p);
+  const plan_place place = {p->workspace, made->words, made->row->tile_m};
+  const ha_status status = ha_run_planner(&rows, &place, here->index, p->stream, only_load);
+  if (status != HA_SUCCESS) return status;
   call c;
-  ha_call_begin(&c, here.index);
-  ha_add_operands(&c, p->dtype, operands, 3, &lse, p->workspace, made.scale);
-  ha_add_window(&c, &made.mask);
-  ha_add_tensor(&c, plan_in(p), INT32, 1, &made.words, NULL);
-  ha_add_int(&c, p->batch + 1);
-  ha_add_nothings(&c, PAGE_ARGUMENTS + SCORE_ARGUMENTS);
-  ha_add_int(&c, (int64_t)here.multiprocessors * made.row->ctas_per_sm);
-  return ha_run(&ha_kernels[made.row->kernel], &c, p->stream, only_load);
+  ha_call_begin(&c, here->index);
+  ha_add_operands(&c, p->dtype, operands, 3, &lse, p->workspace, made->problem.scale);
+  ha_add_window(&c, &made->problem.mask);
+  ha_add_plan(&c, &rows, &place);
+  ha_add_nothings(&c, PAGE_ARGUMENTS);
+  ha_add_softcap(&c, &p->scores);
+  ha_add_slopes(&c, &p->scores, p->batch, p->heads);
+  ha_add_sinks(&c, &p->scores, p->heads);
+  ha_add_nothings(&c, DROPOUT_ARGUMENTS);
+  ha_add_int(&c, (int64_t)here->multiprocessors * made->row->ctas_per_sm);
+  return ha_run(choose(p, made), &c, p->stream, only_load);
+}
+
+static ha_status run(const ha_varlen_params *given, bool only_load) {
+  ha_varlen_params own, *const p = &own;
+  plan made;
+  ha_status status = make_plan(p, given, &made);
+  if (status != HA_SUCCESS || made.problem.is_empty) return status;
+  int64_t shapes[4][3];
+  operand operands[4];
+  device here;
+  status = ha_read_packed(p, shapes, operands);
+  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  return status == HA_SUCCESS ? plan_and_attend(p, &made, operands, &here, only_load) : status;
 }
 
 ha_status ha_varlen(const ha_varlen_params *params) { return run(params, false); }
@@ -119,15 +160,17 @@ ha_status ha_varlen(const ha_varlen_params *params) { return run(params, false);
 ha_status ha_varlen_prepare(const ha_varlen_params *params) { return run(params, true); }
 
 ha_status ha_varlen_kernel(const ha_varlen_params *params, const char **name) {
+  ha_varlen_params own;
   plan made;
-  const ha_status status = make_plan(params, &made);
-  if (status == HA_SUCCESS && name) *name = ha_kernels[made.row->kernel].name;
+  const ha_status status = make_plan(&own, params, &made);
+  if (status == HA_SUCCESS && name) *name = ha_name_of(choose(&own, &made));
   return status;
 }
 
 ha_status ha_varlen_workspace_size(const ha_varlen_params *params, size_t *size) {
+  ha_varlen_params own;
   plan made;
-  const ha_status status = make_plan(params, &made);
+  const ha_status status = make_plan(&own, params, &made);
   if (status == HA_SUCCESS && size) *size = workspace_size_of(&made);
   return status;
 }

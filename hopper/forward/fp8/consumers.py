@@ -73,6 +73,7 @@ class LaggingConsumer(Consumer):
         warpgroup.wait_group(1)
         self._scores_have_come(k_state)
         scores.finish(acc_S, n_block, is_masked)
+        is_wary = self.softmax.begin_scores(acc_S)
         self.softmax.exponentiate_by_stale_maximum(acc_S, 0)
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
@@ -80,10 +81,16 @@ class LaggingConsumer(Consumer):
         self.softmax.store_P(self.tOrP, acc_S, 0)
         self.softmax.exponentiate_by_stale_maximum(acc_S, 1)
         self.softmax.store_P(self.tOrP, acc_S, 1)
-        if self.softmax.maximum_suffices():
+        if self.softmax.maximum_suffices(is_wary):
             self.softmax.add_totals()
         else:
-            self._recover(acc_S, k_state)
+            if is_wary > 0:
+                self.softmax.finish_wary(self.output.acc)
+            is_done = self.softmax.maximum_suffices(Int32(0))
+            if is_done:
+                self.softmax.add_totals()
+            else:
+                self._recover(acc_S, k_state)
         self._leave_block(k_state)
 
     def _scores_have_come(self, k_state: PipelineState):

@@ -21,7 +21,7 @@ def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
 
 def largest_bits(values: list) -> Int32:
     """Of signed integers, three at a time."""
-    return _reduce(values, cutlass.max)
+    return reduce_by_threes(values, cutlass.max)
 
 
 @cute.jit
@@ -32,7 +32,7 @@ def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32)
     """
     top = over_lanes(of_thread, cutlass.max)
     if cute.arch.vote_any_sync(top < 0):
-        of_negatives = over_lanes(_reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
+        of_negatives = over_lanes(reduce_by_threes(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
         top = Int32(of_negatives) if top < 0 else top
     return _as_float(top)
 
@@ -41,13 +41,22 @@ def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32)
 def thread_maximum_of_any(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
     """The bits of a thread's largest score in its row ``r``, positive or not, for twice as many instructions."""
     top = thread_maximum(acc_S, r)
-    of_negatives = _reduce(_bits_of_row(acc_S, r, Uint32), cutlass.min)
+    of_negatives = reduce_by_threes(_bits_of_row(acc_S, r, Uint32), cutlass.min)
     return Int32(of_negatives) if top < 0 else top
 
 
 def maximum_over_lanes(of_thread: Int32) -> Float32:
     """The largest of the scores whose bits the lanes of a row have, in all of them; NaN if one of them is."""
     return over_lanes(_as_float(of_thread), maximum_or_nan)
+
+
+def larger_as_integers(a: Int32, b: Int32) -> Int32:
+    """Of the halves of two words, which have the order of float16 where one of two is positive."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 b; mov.b32 b, {$r1}; max.s16x2 {$w0}, {$r0}, b; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
 
 
 def _as_float(bits: Int32) -> Float32:
@@ -59,8 +68,8 @@ def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> li
     return [dtype(rows[r, i]) for i in range(cute.size(rows, mode=[1]))]
 
 
-def _reduce(values: list, operation):
-    """A tree of threes."""
+def reduce_by_threes(values: list, operation):
+    """A tree of threes: Hopper takes the maximum of three words in one instruction, floats (FMNMX) excepted."""
     while len(values) > 1:
         values = [_reduce_three(values[i : i + 3], operation) for i in range(0, len(values), 3)]
     return values[0]

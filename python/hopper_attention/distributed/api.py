@@ -28,11 +28,12 @@ from hopper_attention.distributed.auto import (
     plan_mesh,
 )
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.gather import AllGatherAttention
+from hopper_attention.distributed.function import Passes, SharedAttention
+from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
-from hopper_attention.distributed.ring import RingAttention
+from hopper_attention.distributed.ring import ring_backward, ring_forward
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
 from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
 from hopper_attention.distributed.wire import ring_forward_fp8
@@ -42,6 +43,10 @@ from hopper_attention.varlen import flash_attn_varlen_func
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+PASSES = {RING: Passes(ring_forward, ring_backward), ALL_GATHER: Passes(gather_forward, gather_backward)}
+"""By method, of those that keep rows of Q where they are."""
 
 
 class ContextOptions(TypedDict, total=False):
@@ -257,8 +262,7 @@ def _run(
         return merged.out.to(q.dtype), merged.lse
     if method == ULYSSES:
         return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
-    function = AllGatherAttention if method == ALL_GATHER else RingAttention
-    out, lse = function.apply(q, k, v, sinks, ring, problem, call)
+    out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)
     return out, lse
 
 

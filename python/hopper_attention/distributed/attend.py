@@ -52,11 +52,11 @@ class Saved(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
 
-    def of_heads(self, heads: slice) -> Saved:
-        """Of some heads alone."""
-        dlse = None if self.dlse is None else self.dlse[:, heads].contiguous()
-        q, out, dout = (x[:, :, heads] for x in (self.q, self.out, self.dout))
-        return Saved(q, out, self.lse[:, heads].contiguous(), dout, dlse)
+    def of_part(self, batch: slice, heads: slice) -> Saved:
+        """Of some entries of the batch and some heads alone."""
+        dlse = None if self.dlse is None else self.dlse[batch, heads].contiguous()
+        q, out, dout = (x[batch, :, heads] for x in (self.q, self.out, self.dout))
+        return Saved(q, out, self.lse[batch, heads].contiguous(), dout, dlse)
 
     def of_rows(self, span: Span) -> Saved:
         here = slice(span.start, span.stop)
@@ -130,20 +130,3 @@ def differentiate_group(saved: Saved, k: Tensor, v: Tensor, group: Group, call: 
     options_2 = scale, mask.causal, backend, deterministic, *mask.sides, softcap, None, more
     dq, dk, dv = varlen_ops.backward_varlen(*tensors, *lengths, *options_2)
     return dq[None], dk[None], dv[None]
-
-
-def add_group(
-    sums: Gradients, saved: Saved, kv: tuple[Tensor, Tensor], held: Span, group: Group, call: Call
-) -> None:
-    """Add the gradients of a group to float32 sums of all local rows and of the keys ``held``, which kv are."""
-    keys = slice(group.keys.start - held.start, group.keys.stop - held.start)
-    k, v = (x[:, keys] for x in kv)
-    dq, dk, dv = differentiate_group(saved, k, v, group, call)
-    sums[0][:, group.rows.start : group.rows.stop].add_(dq)
-    sums[1][:, keys].add_(dk)
-    sums[2][:, keys].add_(dv)
-
-
-def sums_for(x: Tensor) -> Tensor:
-    """A float32 sum for the gradient of a tensor, contiguous."""
-    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)

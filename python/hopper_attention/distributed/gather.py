@@ -10,21 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hopper_attention.distributed.attend import Call, Gradients, Saved, add_group, attend, sums_for
+from hopper_attention.distributed.attend import Call, Gradients, Saved, attend
 from hopper_attention.distributed.exchange import Ranks, Transfer, all_gather, all_to_all, give_head_start
+from hopper_attention.distributed.gradients import EVERYTHING, Pair, differentiate_keys, row_gradients
 from hopper_attention.distributed.layout import parts_of, spans_of, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_with_all, length, rows_of_none
 from hopper_attention.reference.tiles import Span
-from hopper_attention.scores import sinks_gradient
 
-Pair = tuple[Tensor, Tensor]
 Gathering = tuple[Tensor, Tensor, Transfer, Transfer]
 
 
@@ -109,27 +106,25 @@ def gather_forward(
 def gather_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own: Pair) -> Gradients:
     """dq, dk and dv in the dtype of q."""
     groups = groups_with_all(problem, ranks.rank)
-    dtype, kv_heads = saved.q.dtype, own[0].shape[2]
+    kv_heads = own[0].shape[2]
     dq, dk, dv = (x.new_empty(x.shape) for x in (saved.q, *own))
     finish: list[tuple[slice, Callable[[], Pair]]] = []
     for part, pair in _gathered(ranks, own, problem.layout):
         heads = _heads_of_q(saved.q, kv_heads, part)
-        of_heads = saved.of_heads(heads)
-        sums = sums_for(of_heads.q), sums_for(pair[0]), sums_for(pair[1])
-        held = Span(0, problem.seqlen_k)
-        for group in groups:
-            add_group(sums, of_heads, pair, held, group, call)
-        dq[:, :, heads] = sums[0]
-        finish.append((part, _send_back(ranks, problem.layout, (sums[1], sums[2]), dtype)))
+        rows = row_gradients(saved.of_part(slice(None), heads), pair, groups, call)
+        into = pair if rows.may_replace_keys else (torch.empty_like(pair[0]), torch.empty_like(pair[1]))
+        differentiate_keys(rows, groups, EVERYTHING, pair, Span(0, problem.seqlen_k), into)
+        dq[:, :, heads] = rows.finish()
+        finish.append((part, _send_back(ranks, problem.layout, into)))
     for part, done in finish:
         dk[:, :, part], dv[:, :, part] = done()
     return dq, dk, dv
 
 
-def by_owner(x: Tensor, world: int, layout: str, dtype: torch.dtype) -> Tensor:
-    """(batch, positions, ...) -> (world, batch, rows, ...) in another dtype, in one copy."""
+def by_owner(x: Tensor, world: int, layout: str) -> Tensor:
+    """(batch, positions, ...) -> (world, batch, rows, ...), in one copy."""
     batch, positions, *others = x.shape
-    sorted_out = x.new_empty((world, batch, positions // world, *others), dtype=dtype)
+    sorted_out = x.new_empty((world, batch, positions // world, *others))
     for rank in range(world):
         row = 0
         for span in spans_of(rank, world, positions, layout):
@@ -138,12 +133,11 @@ def by_owner(x: Tensor, world: int, layout: str, dtype: torch.dtype) -> Tensor:
     return sorted_out
 
 
-def _send_back(ranks: Ranks, layout: str, sums: Pair, dtype: torch.dtype) -> Callable[[], Pair]:
-    """Post the gradients of all keys to their owners in ``dtype``; what comes back waits, and adds up this rank's in
-    float32."""
+def _send_back(ranks: Ranks, layout: str, gradients: Pair) -> Callable[[], Pair]:
+    """Post the gradients of all keys to their owners; what comes back waits, and adds up this rank's in float32."""
     posted = []
-    for x in sums:
-        parts = by_owner(x, ranks.size, layout, dtype)
+    for x in gradients:
+        parts = by_owner(x, ranks.size, layout)
         posted.append(all_to_all(ranks, parts, "gradients of K and V"))
 
     def wait() -> Pair:
@@ -153,36 +147,3 @@ def _send_back(ranks: Ranks, layout: str, sums: Pair, dtype: torch.dtype) -> Cal
         return dk, dv
 
     return wait
-
-
-class AllGatherAttention(torch.autograd.Function):
-    """``gather_forward`` with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        ranks: Ranks,
-        problem: Problem,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = gather_forward(ranks, problem, call, (q, k, v), sinks)
-        ctx.ranks, ctx.problem, ctx.call = ranks, problem, call
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dout, dlse = grads
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        saved = Saved(q, out, lse, dout, dlse)
-        dq, dk, dv = gather_backward(ctx.ranks, ctx.problem, ctx.call, saved, (k, v))
-        wants_sinks = sinks is not None and ctx.needs_input_grad[3]
-        dsinks = sinks_gradient(dout, dlse, out, lse, sinks) if wants_sinks else None
-        return dq, dk, dv, dsinks, None, None, None

@@ -1,4 +1,4 @@
-"""Partial results of attention, added up by their LSE in float32 as they come."""
+"""Partial results of attention, added up by their LSE as they come."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ class Merged:
     """Attention to all keys that were added so far.
 
     Attributes:
-        out: float32 (batch, rows, heads, head_dim_v), 0 for rows that saw no key.
+        out: (batch, rows, heads, head_dim_v), 0 for rows that saw no key.
         lse: float32 (batch, heads, rows), natural log, -inf for these.
     """
 
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
-        """``out`` of any float dtype and ``lse``: those of the first part, of all rows."""
-        self.out = out.float()
+    def __init__(self, out: Tensor, lse: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        """``out`` of any float dtype and ``lse``: those of the first part, of all rows.
+
+        Sums are kept in ``dtype``. In 16 bits they take half the memory and are rounded at every ``add``, which is as
+        exact as float32 for a single one. An ``out`` of this dtype is added to where it lies.
+        """
+        self.out = out.to(dtype)
         self.lse = lse.clone()
 
     @classmethod
@@ -43,7 +47,8 @@ class Merged:
         if out.is_cuda and merge(self.out[:, here], so_far, out, lse):
             return
         share = torch.sigmoid(lse - so_far).nan_to_num_(0.0)
-        self.out[:, here].lerp_(out.float(), share.mT.unsqueeze(-1))
+        sums = self.out[:, here]
+        sums.copy_(torch.lerp(sums.float(), out.float(), share.mT.unsqueeze(-1)))
         so_far.copy_(torch.logaddexp(so_far, lse))
 
     def add_sinks(self, sinks: Tensor, without: Iterable[Span] = ()) -> None:

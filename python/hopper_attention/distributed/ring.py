@@ -11,33 +11,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hopper_attention.distributed.attend import (
-    Call,
-    Gradients,
-    Saved,
-    add_group,
-    attend,
-    differentiate_group,
-    sums_for,
-)
+from hopper_attention.distributed.attend import Call, Gradients, Saved, attend
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
+from hopper_attention.distributed.gradients import (
+    EVERYTHING,
+    KeyGradients,
+    Pair,
+    Part,
+    RowGradients,
+    differentiate_keys,
+    parts_of_work,
+    row_gradients,
+)
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, groups_between, hull, length, rows_of_none
 from hopper_attention.reference.tiles import Span
-from hopper_attention.scores import sinks_gradient
 
 REMEMBERED = 1024
 
 NOTHING = Span(0, 0)
-
-Pair = tuple[Tensor, Tensor]
-"""K and V, or their gradients."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +137,17 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype and lse, of the local rows; ``tensors`` are q, k and v, the last two contiguous."""
     q, k, v = tensors
-    results = _Results(q, v.shape[3])
-    for step, pair, held in Shards(ranks, (k, v)).along(steps_of(problem, ranks.rank)):
+    steps = steps_of(problem, ranks.rank)
+    # One merge is rounded as often in 16 bits as in float32, and takes half the memory and less than half the traffic.
+    is_one_merge = sinks is None and sum(len(step.groups) for step in steps) <= 2
+    results = _Results(q, v.shape[3], q.dtype if is_one_merge else torch.float32)
+    for step, pair, held in Shards(ranks, (k, v)).along(steps):
         for group in step.groups:
             # That of the call before, now that the next transfer is posted.
             results.merge()
             results.put(group.rows, *attend(q, *_keys_of(pair, group, held), group, call))
+        # Or it would be kept until the step after the next has room.
+        del pair
     whole = results.finish()
     if sinks is not None:
         whole.add_sinks(sinks, rows_of_none(problem, ranks.rank))
@@ -154,11 +155,12 @@ def ring_forward(
 
 
 class _Results:
-    """Partial results, of which the last waits to be merged."""
+    """Partial results, of which the last waits to be merged. Sums are in ``dtype`` where the first has all rows."""
 
-    def __init__(self, q: Tensor, head_dim_v: int) -> None:
+    def __init__(self, q: Tensor, head_dim_v: int, dtype: torch.dtype) -> None:
         self.q = q
         self.head_dim_v = head_dim_v
+        self.dtype = dtype
         self.merged: list[Merged] = []
         self.waiting: list[tuple[Span, Tensor, Tensor]] = []
 
@@ -170,7 +172,7 @@ class _Results:
         while self.waiting:
             rows, out, lse = self.waiting.pop()
             if not self.merged and length(rows) == self.q.shape[1]:
-                self.merged.append(Merged(out, lse))
+                self.merged.append(Merged(out, lse, self.dtype))
                 continue
             if not self.merged:
                 self.merged.append(Merged.empty(self.q, self.head_dim_v))
@@ -183,52 +185,59 @@ class _Results:
 
 def ring_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own: Pair) -> Gradients:
     """dq, dk and dv in the dtype of q; ``own`` are K and V of this rank, contiguous."""
-    steps = steps_of(problem, ranks.rank)
-    dq, dk, dv = sums_for(saved.q), sums_for(own[0]), sums_for(own[1])
-    work = _BackwardRing(ranks, call, saved, own, (dq, dk, dv))
-    work.run(steps)
-    dtype = saved.q.dtype
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    local, *others = steps_of(problem, ranks.rank)
+    parts = parts_of_work(saved.q, own[0], 2 if others else 1)
+    groups = [*local.groups * len(parts), *(group for step in others for group in step.groups)]
+    rows = row_gradients(saved, own, groups, call)
+    keys = KeyGradients(own, sum(length(step.gives) > 0 for step in others))
+    work = _BackwardRing(Shards(ranks, own), parts, rows, keys)
+    work.run(local, others)
+    dk, dv = keys.finish()
+    return rows.finish(), dk, dv
+
+
+Returns = list[tuple[Step, Pair]]
+"""Steps, and where the gradients of what this rank gave for them arrive."""
 
 
 class _BackwardRing:
-    """The steps of a backward pass. Half of the heads of its own shard come first, the others last, so that a rank has
-    work while the first keys come and the last gradients go."""
+    """The steps of a backward pass. A half of what it does of its own shard comes first, the other last, so that a rank
+    has work while the first keys come and the last gradients go. The gradients of a shard take the place of its keys.
+    """
 
-    def __init__(self, ranks: Ranks, call: Call, saved: Saved, own: Pair, sums: Gradients) -> None:
-        self.ranks = ranks
-        self.call = call
-        self.saved = saved
-        self.shards = Shards(ranks, own)
-        self.sums = sums
+    def __init__(self, shards: Shards, parts: list[Part], rows: RowGradients, keys: KeyGradients) -> None:
+        self.shards = shards
+        self.parts = parts
+        self.rows = rows
+        self.keys = keys
 
-    def run(self, steps: tuple[Step, ...]) -> None:
-        local, *others = steps
-        kv_heads = self.shards.own[0].shape[2]
-        half = kv_heads // 2 if others else 0
-        arriving, transfer = self._post(others[:1], [])
-        self._own_heads(local, slice(half, kv_heads))
+    def run(self, local: Step, others: list[Step]) -> None:
+        first, *later = self.parts
+        arriving, posted = self._post(others[:1], [])
+        self._own(local, first)
         done: list[tuple[Step, Pair]] = []
         for number, step in enumerate(others):
-            pair, incoming = arriving, transfer
-            self._wait(incoming)
-            arriving, transfer = self._post(others[number + 1 : number + 2], done)
-            done = [(step, self._shard_gradients(step, pair))]
+            pair = arriving
+            self._wait(posted)
+            arriving, posted = self._post(others[number + 1 : number + 2], done)
+            done = [(step, self._gradients_of(step, pair))]
+            del pair
         _, last = self._post([], done)
-        if half:
-            self._own_heads(local, slice(0, half))
-        self._wait(transfer)
+        for part in later:
+            self._own(local, part)
+        self._wait(posted)
         self._wait(last)
 
     def _post(
         self, following: list[Step], done: list[tuple[Step, Pair]]
-    ) -> tuple[Pair, tuple[Transfer, list[tuple[Step, Pair]]]]:
+    ) -> tuple[Pair, tuple[Transfer, Returns]]:
         """Post keys of the step that follows, if there is one, and gradients of what is done.
 
         Returns:
             Where the keys arrive, and the transfer with where gradients of own keys arrive.
         """
-        rank, size = self.ranks.rank, self.ranks.size
+        ranks = self.shards.ranks
+        rank, size = ranks.rank, ranks.size
         sends: list[Message] = []
         receives: list[Message] = []
         arriving = self.shards.own
@@ -242,72 +251,28 @@ class _BackwardRing:
             sends.append(Message((rank - step.distance) % size, gradients, "gradients of K and V"))
             receives.append(Message((rank + step.distance) % size, back, "gradients of K and V"))
             returns.append((step, back))
-        transfer = exchange(self.ranks, sends, receives)
+        transfer = exchange(ranks, sends, receives)
         if sends:
             give_head_start(arriving[0].device)
         return arriving, (transfer, returns)
 
-    def _wait(self, posted: tuple[Transfer, list[tuple[Step, Pair]]]) -> None:
-        """Until a transfer is there; gradients of own keys are added up."""
+    def _wait(self, posted: tuple[Transfer, Returns]) -> None:
+        """Until a transfer is there; gradients of own keys are taken over."""
         transfer, returns = posted
         transfer.wait()
-        for step, pair in returns:
-            for total, part in zip(self.sums[1:], pair, strict=True):
-                total[:, step.gives.start : step.gives.stop].add_(part)
+        while returns:
+            step, pair = returns.pop()
+            if length(step.gives):
+                self.keys.add(step.gives, pair)
 
-    def _own_heads(self, step: Step, kv_heads: slice) -> None:
+    def _own(self, step: Step, part: Part) -> None:
+        """A part of this rank's own shard."""
         own = self.shards.own
-        each = self.saved.q.shape[2] // own[0].shape[2]
-        heads = slice(kv_heads.start * each, kv_heads.stop * each)
-        saved = self.saved.of_heads(heads)
-        sums = self.sums[0][:, :, heads], self.sums[1][:, :, kv_heads], self.sums[2][:, :, kv_heads]
-        pair = own[0][:, :, kv_heads], own[1][:, :, kv_heads]
-        for group in step.groups:
-            add_group(sums, saved, pair, Span(0, own[0].shape[1]), group, self.call)
+        into = part.of_keys(self.keys.own)
+        differentiate_keys(self.rows, step.groups, part, part.of_keys(own), Span(0, own[0].shape[1]), into)
 
-    def _shard_gradients(self, step: Step, pair: Pair) -> Pair:
-        """Those of the keys that a step took, as they travel: in the dtype of the keys."""
-        if len(step.groups) == 1:
-            # Its keys are all that the step took, and its gradients go as the kernel made them.
-            (group,) = step.groups
-            dq, *ours = differentiate_group(self.saved, *pair, group, self.call)
-            self.sums[0][:, group.rows.start : group.rows.stop].add_(dq)
-            return ours[0], ours[1]
-        dk, dv = sums_for(pair[0]), sums_for(pair[1])
-        for group in step.groups:
-            add_group((self.sums[0], dk, dv), self.saved, pair, step.takes, group, self.call)
-        return dk.to(pair[0].dtype), dv.to(pair[1].dtype)
-
-
-class RingAttention(torch.autograd.Function):
-    """``ring_forward`` with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        ranks: Ranks,
-        problem: Problem,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
-        k, v = k.contiguous(), v.contiguous()
-        out, lse = ring_forward(ranks, problem, call, (q, k, v), sinks)
-        ctx.ranks, ctx.problem, ctx.call = ranks, problem, call
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dout, dlse = grads
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        saved = Saved(q, out, lse, dout, dlse)
-        dq, dk, dv = ring_backward(ctx.ranks, ctx.problem, ctx.call, saved, (k, v))
-        wants_sinks = sinks is not None and ctx.needs_input_grad[3]
-        dsinks = sinks_gradient(dout, dlse, out, lse, sinks) if wants_sinks else None
-        return dq, dk, dv, dsinks, None, None, None
+    def _gradients_of(self, step: Step, pair: Pair) -> Pair:
+        """Those of the keys that a step took, as they travel: in the dtype of the keys, and where these were."""
+        into = pair if self.rows.may_replace_keys else _room(pair, Span(0, length(step.takes)))
+        differentiate_keys(self.rows, step.groups, EVERYTHING, pair, step.takes, into)
+        return into

@@ -78,11 +78,7 @@ class BackwardLauncher(Launcher):
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
         gradients = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
-        options: tuple[Any, ...] = ()
-        if self.config.block_lists:
-            options = listed_options(self.config, scores, q, k)
-        elif window or scores is not NO_SCORES or not self.is_plain:
-            options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        options = self._options(window, scores, q, k)
         self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
         return gradients
 
@@ -109,12 +105,39 @@ class BackwardLauncher(Launcher):
         self.prepare(out, dout, lse, lse_log2, delta)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
-        counter = backward_counter(self.config, sums)
         dq, dk, dv = gradients
-        self.kernel(
-            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, softmax_scale, *options, *self.grid
-        )
+        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
         self.finish(sums, dq, softmax_scale)
+
+    def start(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        memory: tuple[Tensor, ...],
+        softmax_scale: float,
+        window: tuple[int, ...] = (),
+        scores: Scores = NO_SCORES,
+    ) -> None:
+        """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
+        base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
+        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
+
+    def _start(
+        self,
+        inputs: tuple[Tensor, ...],
+        memory: tuple[Tensor, ...],
+        softmax_scale: float,
+        options: tuple[Any, ...],
+    ) -> None:
+        counter = backward_counter(self.config, memory[2])
+        self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
+
+    def _options(self, window: tuple[int, ...], scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        """What the kernel takes behind the scale."""
+        if self.config.block_lists:
+            return listed_options(self.config, scores, q, k)
+        if window or scores is not NO_SCORES or not self.is_plain:
+            return kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        return ()
 
     @cached_property
     def is_plain(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs the decode kernel: few queries a sequence, on a cache that it reads where it lies."""
+"""Runs the decode kernels, that of ``qv`` too: few queries a sequence, on a cache that they read where it lies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
@@ -26,20 +27,22 @@ from hopper_attention.layout import (
     repairs_for,
 )
 from hopper_attention.masks import kernel_sides
+from hopper_attention.mla_rules import pieces_of, select_mla
 from hopper_attention.scores import NO_SCORES, Scores
 
 
 @dataclass(frozen=True)
 class DecodeLauncher(Launcher):
-    """The decode kernel of one kind of call. ``num_ctas`` take a piece of all keys each; no tile of query rows is in
-    more than ``max_splits`` parts, unless it is None; ``sides`` are those of a window as the kernel takes them. With
-    ``restrides`` TMA wants other strides for dimensions of size 1 of the caches."""
+    """The decode kernel of one kind of call. All keys are shared out in ``pieces``, each for a CTA, with ``qv`` for a
+    cluster; no tile of query rows is in more than ``max_splits`` parts, unless it is None; ``sides`` are those of a
+    window as the kernel takes them. With ``restrides`` TMA wants other strides for dimensions of size 1 of the
+    caches."""
 
-    config: DecodeConfig
+    config: DecodeConfig | MlaConfig
     kernel: Kernel
     shape: CacheShape
     softmax_scale: float
-    num_ctas: int
+    pieces: int
     max_splits: int | None
     sides: tuple[Any, ...]
     restrides: bool
@@ -51,7 +54,8 @@ class DecodeLauncher(Launcher):
         if self.device_index != torch.cuda.current_device():
             return self.call_there(tensors, scores)
         shape, t = self.shape, tensors
-        q = make_packed_addressable(t.q) if shape.is_packed_q else make_addressable(t.q)
+        addressable = make_packed_addressable if shape.is_packed_q else make_addressable
+        queries = (t.q,) if t.qv is None else (t.q, t.qv)
         k_cache, v_cache = t.k_cache, t.v_cache
         if self.restrides:
             k_cache, v_cache = _restrided(k_cache), _restrided(v_cache)
@@ -59,30 +63,32 @@ class DecodeLauncher(Launcher):
         if scores is not NO_SCORES:
             cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
         lengths = _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens
-        k_descale, v_descale = _descales(shape, t)
         lists = lengths, table_of(t), t.cache_leftpad, t.cu_seqlens_q
-        return self.launch(q, k_cache, v_cache, *lists, k_descale, v_descale, cap, sinks)
+        given = tuple(map(addressable, queries)), k_cache, v_cache, *lists
+        return self.launch(*given, cap, sinks, _descales(shape, t))
 
     def launch(
         self,
-        q: Tensor,
+        queries: tuple[Tensor, ...],
         k_cache: Tensor,
         v_cache: Tensor,
         lengths: Tensor,
         table: Tensor | None,
         leftpad: Tensor | None,
         cu_seqlens_q: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
         cap: float | None,
         sinks: Tensor | None,
+        descales: tuple[Tensor | None, ...],
     ) -> tuple[Tensor, Tensor]:
-        """The call of tensors that the kernel can address, on the current GPU, which is that of this launcher."""
+        """The call of tensors that the kernel can address, on the current GPU, which is that of this launcher.
+
+        ``queries`` are q, or q and qv; ``descales`` are those of K and V, or none for the kernel of qv.
+        """
         out = device_memory.empty_on_gpu(*self.out_facts)
         work = device_memory.stream_memory(self.device_index, self.work)
         lse = device_memory.empty_on_gpu(*self.lse_facts) if self.wants_lse else work[-1]
         self.kernel(
-            q,
+            *queries,
             k_cache,
             v_cache,
             out,
@@ -97,9 +103,8 @@ class DecodeLauncher(Launcher):
             *self.sides,
             cap,
             sinks,
-            k_descale,
-            v_descale,
-            self.num_ctas,
+            *descales,
+            self.pieces,
         )
         return out, lse
 
@@ -114,7 +119,7 @@ class DecodeLauncher(Launcher):
     @cached_property
     def work(self) -> Pieces:
         """Memory for partial results, and for an LSE that is not wanted."""
-        parts = Piece((PARTS_PER_CTA * self.num_ctas, self.config.part_floats))
+        parts = Piece((PARTS_PER_CTA * self.pieces, self.config.part_floats))
         return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
 
 
@@ -122,14 +127,21 @@ class DecodeLauncher(Launcher):
 def find_decode(call: CacheCall) -> DecodeLauncher:
     """The launcher for calls like this one, whose kernel is compiled or loaded."""
     index = index_of(call.shape.device)
-    config = select_decode(call)
+    multiprocessors = count_ctas(index, call.sm_margin)
+    config: DecodeConfig | MlaConfig
+    if call.shape.has_qv:
+        config = select_mla(call)
+        pieces = pieces_of(config, call, multiprocessors)
+    else:
+        config = select_decode(call)
+        pieces = ctas_of_pieces(multiprocessors, call.shape.batch * call.shape.kv_heads)
     return DecodeLauncher(
         index,
         config,
         compile_cache.get_serving(config),
         call.shape,
         call.softmax_scale,
-        ctas_of_pieces(count_ctas(index, call.sm_margin), call.shape.batch * call.shape.kv_heads),
+        pieces,
         call.num_splits or None,
         kernel_sides(*call.mask.sides) if config.window else NO_SIDES,
         bool(repairs_for(*call.shape.caches)),
@@ -137,8 +149,10 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
     )
 
 
-def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, Tensor | None]:
-    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits."""
+def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
+    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits. The kernel of ``qv`` has none."""
+    if shape.has_qv:
+        return ()
     if not shape.is_fp8_cache:
         return None, None
     k, v = tensors.k_descale, tensors.v_descale

@@ -35,17 +35,16 @@ class DecodeCall:
         ):  # fmt: skip
             return None
         out, lse = launcher.launch(
-            q,
+            (q,),
             k_cache,
             v_cache,
             lengths,
             table,
             None,
             cu_seqlens_q,
-            k_descale,
-            v_descale,
             self.softcap,
             None,
+            (k_descale, v_descale),
         )
         return (out, lse) if launcher.wants_lse else out
 

@@ -210,7 +210,8 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
 
 
 def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
-    """By the decode kernel, but for caches that begin where TMA cannot, which nothing but their address tells."""
+    """By the decode kernel, or that of ``qv``, but for caches that begin where TMA cannot, which nothing but their
+    address tells."""
     if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
     if tensors.q.dtype == FP8_DTYPE:
@@ -244,6 +245,7 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
 
 PATHS: dict[str, Attend] = {
     "decode": attend_by_decode,
+    "mla": attend_by_decode,
     "paged": attend_to_pages,
     "general": attend_in_general,
 }

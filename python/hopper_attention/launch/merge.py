@@ -20,7 +20,7 @@ from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_o
 
 @dataclass(frozen=True)
 class MergeLauncher(Launcher):
-    """Adds parts of one dtype, for all sizes."""
+    """Adds parts of one dtype to sums of one, for all sizes."""
 
     config: MergeConfig
     kernel: Kernel
@@ -40,13 +40,15 @@ def is_addressable(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def find(dtype: torch.dtype, device: torch.device) -> MergeLauncher | None:
-    """The launcher for parts of a dtype, or None where there is no kernel; compiles or loads it the first time."""
+def find(dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> MergeLauncher | None:
+    """The launcher for parts of a dtype and sums of float32 or that dtype, or None where there is no kernel; compiles
+    or loads it the first time."""
     target = target_of(device)
-    if dtype not in DTYPE_NAMES or why_not_ampere(target):
+    if dtype not in DTYPE_NAMES or sum_dtype not in (torch.float32, dtype) or why_not_ampere(target):
         return None
     major, minor = target.capability
-    config = MergeConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype])
+    in_float32 = sum_dtype == torch.float32
+    config = MergeConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], in_float32)
     return MergeLauncher(index_of(device), config, compile_cache.get_serving(config))
 
 
@@ -54,7 +56,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
     """Add a part to a sum in place, on torch's current stream, if there is a kernel for it.
 
     Args:
-        out: float32 (batch, rows, heads, head_dim_v), where ``lse`` is -inf 0.
+        out: (batch, rows, heads, head_dim_v), float32 or of the dtype of ``part``, where ``lse`` is -inf 0.
         lse: float32 (batch, heads, rows), natural log.
         part, part_lse: what is added, float16 or bfloat16 and float32, of the same shapes. A row whose LSE is -inf
             is left as it is.
@@ -63,7 +65,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
         Whether it was done. Nothing has changed where it was not.
     """
     rows = lse.numel()
-    launcher = find(part.dtype, part.device) if 0 < rows < MAX_TILES else None
+    launcher = find(part.dtype, out.dtype, part.device) if 0 < rows < MAX_TILES else None
     if launcher is None or not (is_addressable(out) and is_addressable(part)):
         return False
     launcher(out, lse, part, part_lse)

@@ -1,16 +1,20 @@
 """The softmax of FP8 scores that Q K^T leaves in float16, two in a register."""
 
+import struct
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import (
     exp2,
     max_over_lanes,
     maximum_of_halves,
     maximum_or_nan,
+    multiply_add_halves,
     multiply_rounded,
     pack,
+    permute_bytes,
     pin,
     unpack,
 )
@@ -28,9 +32,15 @@ from hopper.forward.fp8.exp2 import (
     sum_of_words,
 )
 from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import over_lanes
+from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduce_by_threes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
-from hopper.forward.fp8.softmax.stale_maximum import LEAST_MAXIMUM_EXPONENT, StaleMaximumSoftmax, octaves_over
+from hopper.forward.fp8.softmax.stale_maximum import (
+    LEAST_MAXIMUM_EXPONENT,
+    NEARLY,
+    WARY_LIMIT,
+    StaleMaximumSoftmax,
+    octaves_over,
+)
 
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
@@ -38,11 +48,14 @@ ALMOST_ONE = 1.0 - 2.0**-6
 FARTHEST = 256.0
 """Up to here float16 has steps of 1/4 or less of an octave, for distances from the ceiling too."""
 
-NEARLY = 2.0**-5
-"""Octaves: e4m3 rounds what is that near to a power of two to it."""
-
 NANS = 0x7FFF7FFF
 """A pair of NaN in float16."""
+
+WARY_LIMITS = int.from_bytes(2 * struct.pack(">e", WARY_LIMIT), "big")
+"""A pair of ``WARY_LIMIT``."""
+
+LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
+"""Of two words, side by side."""
 
 
 class HalfScoresSoftmax(StaleMaximumSoftmax):
@@ -60,8 +73,11 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
     before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
-    float16 does not hold the scale. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row.
+    float16 does not hold the scale. ``slopes`` and ``scales`` are a block's, as the exponentials
+    want them. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row.
     """
+
+    wary_blocks = 12
 
     def __init__(
         self,
@@ -74,6 +90,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
+        self.slopes, self.scales = (cute.make_rmem_tensor(ROWS_PER_THREAD, Int32) for _ in range(2))
+        self.largest = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
     def take_new_unit(self):
@@ -83,10 +101,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     def exponentiate_by_stale_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by the maximum of the last block that has had one."""
         scores = words_of_pairs(acc_S)
-        slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
-        slope = pack(slope, slope, Float16)
-        # One that float16 does not hold would make 0 of P of any negative score.
-        scale, ceiling = scale_of_slope(slope), ceiling_of_offset(self.offset[r])
+        slope, scale = self.slopes[r], self.scales[r]
+        ceiling = ceiling_of_offset(self.offset[r])
         for j in cutlass.range_constexpr(scores.shape[1]):
             if const_expr(is_polynomial(j, self.polynomial_pairs)):
                 self.words[r, j] = exp2_of_halves_by_chords(scores[r, j], slope, ceiling)
@@ -101,6 +117,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
+        self._note_new_maximum()
         self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):
@@ -145,6 +162,35 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         is_rounded = of_thread == of_row and cute.math.absf(exponent - whole) < Float32(NEARLY)
         total = total + (exp2(whole) - exp2(exponent)) if is_rounded else total
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
+
+    @cute.jit
+    def enter_block(self, slot: Int32):
+        super().enter_block(slot)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
+            self.slopes[r] = pack(slope, slope, Float16)
+            # One that float16 does not hold would make 0 of P of any negative score.
+            self.scales[r] = scale_of_slope(self.slopes[r])
+
+    @cute.jit
+    def _may_rise(self, acc_S: cute.Tensor) -> Boolean:
+        """Whether a score of the thread is above a row's limit, or NaN. Leaves ``largest`` of the thread."""
+        scores = words_of_pairs(acc_S)
+        words = [
+            reduce_by_threes([scores[r, j] for j in range(scores.shape[1])], maximum_of_halves)
+            for r in range(ROWS_PER_THREAD)
+        ]
+        pairs = (permute_bytes(*words, halves) for halves in (LOWER_HALVES, UPPER_HALVES))
+        self.largest[0] = maximum_of_halves(*pairs)
+        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+        exponents = multiply_add_halves(self.largest[0], scales, offsets)
+        return larger_as_integers(exponents, Int32(WARY_LIMITS)) != Int32(WARY_LIMITS)
+
+    @cute.jit
+    def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
+        """Of both rows, from ``largest`` of the thread."""
+        first, second = unpack(over_lanes(self.largest[0], maximum_of_halves), Float16)
+        return multiply_rounded(first, self.scale[0]), multiply_rounded(second, self.scale[1])
 
     @cute.jit
     def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):

@@ -9,11 +9,12 @@ from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
 from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
 from hopper.forward.fp8.operand_a import store_groups_as_operand_a_e4m3, store_row_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import largest_bits, over_lanes
+from hopper.forward.fp8.row_maximum import largest_bits, over_lanes, row_maximum, thread_maximum
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LARGEST_SUM_EXPONENT,
     LEAST_MAXIMUM_EXPONENT,
+    WARY_LIMIT,
     StaleMaximumSoftmax,
     exponent_of,
     octaves_over,
@@ -46,6 +47,8 @@ class LaggingSoftmax(StaleMaximumSoftmax):
 
     ``scores`` are the warp's, ``totals`` the thread's sums of P of the block, one for each row.
     """
+
+    wary_blocks = 24  # to compute scores again takes long
 
     def __init__(
         self,
@@ -87,6 +90,27 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         self.totals[r] = pin(self._exponentials(acc_S, r))
 
     @cute.jit
+    def _may_rise(self, acc_S: cute.Tensor) -> Boolean:
+        """Whether a score of the thread is above a row's limit; whether one of 0 would be counts as well, since
+        ``thread_maximum`` is of those above 0."""
+        may = Boolean(False)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            of_thread = thread_maximum(acc_S, r).bitcast(Float32)
+            offset = Float32(P_EXPONENT) - self.shift[r]
+            exponent = cute.arch.fmax(of_thread * self.scale[r] + offset, offset)
+            may = may | (exponent > Float32(WARY_LIMIT))
+        return may
+
+    @cute.jit
+    def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
+        of_thread = [thread_maximum(acc_S, r) for r in range(ROWS_PER_THREAD)]
+        first, second = (row_maximum(acc_S, r, of_thread[r]) for r in range(ROWS_PER_THREAD))
+        return multiply_rounded(first, self.scale[0]), multiply_rounded(second, self.scale[1])
+
+    def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
+        self.shift[r] = shift
+
+    @cute.jit
     def recover(
         self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
     ):
@@ -95,6 +119,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         ``place`` is its stage of K and its slot. The block's scales are read again where they are wanted: that costs
         less than the registers that kept them.
         """
+        self._note_new_maximum()
         if cute.arch.vote_any_sync(self._has_lost_any()):
             self._compute_again(operand, acc_S, acc_O, place)
         else:

@@ -11,14 +11,20 @@ maximum in three cases:
 3. V's scale changes, and with it the unit of O.
 
 FlashAttention-4 skips rescaling by a threshold on the maximum; here the maximum itself is skipped.
+
+Where scores are peaky, most blocks need a new maximum, and to find that out from P, and to make P again, takes longer
+than to take it first. So a warp that needed some at short intervals is wary for a few blocks: it looks at the scores
+before it makes exponentials of them, and goes on being wary as long as that was worth it.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from cute_kernels.fast_math import exp2, maximum_or_nan
 from cute_kernels.fragments import ROWS_PER_THREAD
-from hopper.forward.fp8.softmax.exact import ExactSoftmax
+from cute_kernels.softmax import scale_rows
+from hopper.forward.fp8.softmax.exact import P_EXPONENT, ExactSoftmax
 
 LARGEST_P = 448.0
 """Of e4m3."""
@@ -33,6 +39,22 @@ DOMINATES = 4.0, 16.0
 LEAST_MAXIMUM_EXPONENT = 3
 """But P is never lowered so far that the row's largest is below 2^3: what is small beside it counts too."""
 
+NEARLY = 2.0**-5
+"""Octaves: e4m3 rounds what is that near to a power of two to it."""
+
+ALARM, ALARM_LIMIT = 4, 12
+"""What a block that was made again adds to a warp's alarm, from which each block that was not takes 1. Above the limit
+the warp is wary."""
+
+WARY_EXPONENT = 4
+"""The largest P of a row that takes its maximum first is 2^4. None that is less dominates, by ``DOMINATES``."""
+
+WARY_LIMIT = WARY_EXPONENT + NEARLY
+"""Up to this exponent such a row keeps its maximum."""
+
+FAR_EXPONENT = 7.0
+"""A maximum above this was worth being taken first."""
+
 FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
 
@@ -40,13 +62,19 @@ class StaleMaximumSoftmax(ExactSoftmax):
     """What ``LaggingSoftmax`` and ``HalfScoresSoftmax`` share: when a block needs a new maximum.
 
     ``totals`` are the thread's sums of P of the block, one for each row; ``new_unit`` is the scale of the block's V, in
-    which its P V is measured.
+    which its P V is measured. ``wary`` is for how many more blocks the warp is, or, negative, its alarm; ``tolerance``
+    by how much more than the running sum a block's may be.
     """
+
+    wary_blocks: int
+    """For so many blocks a warp is wary."""
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
-        self.new_unit = cute.make_rmem_tensor(1, Float32)
+        self.new_unit, self.tolerance = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        self.wary = cute.make_rmem_tensor(1, Int32)
+        self.wary[0] = 0
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -54,16 +82,59 @@ class StaleMaximumSoftmax(ExactSoftmax):
         self._take_scale(scale_k)
 
     @cute.jit
-    def maximum_suffices(self) -> Boolean:
+    def begin_scores(self, acc_S: cute.Tensor) -> Int32:
+        """Take the maxima of a block's scores first if the warp is wary; returns whether it is."""
+        is_wary = self.wary[0]
+        self.tolerance[0] = Float32(DOMINATES[1])
+        self.wary[0] = is_wary - 1 if is_wary > 1 else cutlass.min(is_wary + 1, 0)
+        if is_wary == 1:
+            self.wary[0] = -ALARM_LIMIT
+        if is_wary > 0:
+            self.tolerance[0] = Float32.inf
+            self.row_scale.fill(1.0)
+            if cute.arch.vote_any_sync(self._may_rise(acc_S)):
+                self._take_maxima(self._scaled_maxima(acc_S))
+        return is_wary
+
+    @cute.jit
+    def _take_maxima(self, tops: tuple[Float32, Float32]):
+        """Make 2^4 of the largest P of a row that would be more. ``row_scale`` is what O is to be multiplied with."""
+        exponents = [tops[r] + Float32(P_EXPONENT) - self.shift[r] for r in range(ROWS_PER_THREAD)]
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if exponents[r] > Float32(WARY_LIMIT):
+                before = self.shift[r]
+                self._place_shift(r, tops[r] + Float32(P_EXPONENT - WARY_EXPONENT))
+                self.row_scale[r] = exp2(before - self.shift[r])
+                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+        if cute.arch.vote_any_sync(maximum_or_nan(*exponents) > Float32(FAR_EXPONENT)):
+            self.wary[0] = self.wary_blocks
+
+    @cute.jit
+    def _note_new_maximum(self):
+        """In a block that is made again, unless for the unit of O alone."""
+        if cute.arch.vote_any_sync(self._needs_maximum(0) or self._needs_maximum(1)):
+            alarm = ALARM - self.wary[0]
+            self.wary[0] = self.wary_blocks if alarm > ALARM_LIMIT else -alarm
+
+    @cute.jit
+    def finish_wary(self, acc_O: cute.Tensor):
+        """Bring O to the shifts and the unit of the block."""
+        self._take_unit(self.new_unit[0])
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
+        if cute.arch.vote_any_sync(self.row_scale[0] != Float32(1.0) or self.row_scale[1] != Float32(1.0)):
+            scale_rows(acc_O, self.row_scale)
+
+    @cute.jit
+    def maximum_suffices(self, is_wary: Int32) -> Boolean:
         """Whether P of the block, as it is, and O, in the unit that it has, are right for all rows of the warp."""
-        is_new_unit = self.new_unit[0] != self.unit[0]
-        return not cute.arch.vote_any_sync(is_new_unit or self._needs_maximum(0) or self._needs_maximum(1))
+        has_more = is_wary > 0 or self.new_unit[0] != self.unit[0]
+        return not cute.arch.vote_any_sync(has_more or self._needs_maximum(0) or self._needs_maximum(1))
 
     @cute.jit
     def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
         """Whether a P of the thread's row may exceed e4m3's range or dominate the row, or is NaN."""
-        times, more = DOMINATES
-        dominates = self.totals[r] - Float32(times) * self.row_sum[r] > Float32(more)
+        dominates = self.totals[r] - Float32(DOMINATES[0]) * self.row_sum[r] > self.tolerance[0]
         return (not self.totals[r] <= Float32(LARGEST_P)) | dominates
 
     @cute.jit

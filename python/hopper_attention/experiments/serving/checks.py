@@ -73,12 +73,14 @@ def attend(workload: ServingWorkload, inputs: CacheInputs, sequence: int, head: 
     if inputs.descales is not None:
         k, v = (x * of[sequence, head].double() for x, of in zip((k, v), inputs.descales, strict=True))
     q = inputs.q[sequence, :, heads].double()
+    if inputs.qv is not None:
+        q, k = torch.cat((q, inputs.qv[sequence, :, heads].double()), -1), torch.cat((k, v), -1)
     keys = torch.arange(length, device=q.device)
     last = length - workload.queries + torch.arange(workload.queries, device=q.device)
     hidden = keys > last[:, None]
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for i in range(q.shape[1]):
-        scores = q[:, i] @ k.mT / math.sqrt(workload.head_dim)
+        scores = q[:, i] @ k.mT * workload.softmax_scale
         out[:, i] = torch.softmax(scores.masked_fill_(hidden, -math.inf), -1) @ v
     return out
 
@@ -88,7 +90,7 @@ def check_output(
 ) -> tuple[float, str]:
     """Relative error of the worst piece, and what is wrong with the output (empty if nothing is)."""
     w = workload
-    expected = w.batch, w.queries, w.heads, w.head_dim
+    expected = w.batch, w.queries, w.heads, w.value_columns
     if tuple(out.shape) != expected:
         return math.inf, f"out is {tuple(out.shape)}, expected {expected}"
     wrong = int((~out.isfinite()).sum())

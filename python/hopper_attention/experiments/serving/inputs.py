@@ -48,6 +48,8 @@ class CacheInputs:
         table: int32 (batch, pages of the longest): the pages of each sequence; None without pages.
         new: what the call appends; None for nothing.
         descales: of a cache in e4m3; None for one of 16 bits.
+        qv: (batch, queries, heads, latent), a second query; None without a latent. A row of q lies behind that of qv,
+            and one of k_cache behind that of v_cache.
     """
 
     q: Tensor
@@ -57,6 +59,7 @@ class CacheInputs:
     table: Tensor | None
     new: NewKeys | None
     descales: Descales | None
+    qv: Tensor | None = None
 
     @cached_property
     def by_head(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +78,16 @@ class CacheInputs:
         pages = self.table[sequence].long()[numbers // size]
         k, v = (cache[:, :, head][pages, numbers % size] for cache in caches)
         return k, v
+
+    @property
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Queries and a cache of all columns, of a latent and behind it."""
+        assert self.qv is not None
+        pairs = (self.qv, self.q), (self.v_cache, self.k_cache)
+        queries, cache = (
+            x.as_strided((*x.shape[:-1], x.shape[-1] + more.shape[-1]), x.stride()) for x, more in pairs
+        )
+        return queries, cache
 
     def fill_new_rows(self, k: Tensor, v: Tensor) -> None:
         """Write keys and values (batch, queries, heads_kv, head_dim) where the call appends."""
@@ -132,9 +145,13 @@ def draw_set(workload: ServingWorkload, family: Family, seed: int, device: str) 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    q = draw(w.batch, w.queries, w.heads, w.head_dim).mul_(family.query_factor)
+    q, qv = draw(w.batch, w.queries, w.heads, w.key_columns).mul_(family.query_factor), None
     rows = (sum(pages_of(w)), w.page_size) if w.page_size else (w.batch, w.longest)
-    k_cache, v_cache = (draw(*rows, w.heads_kv, w.head_dim) for _ in range(2))
+    if w.latent:
+        cache = draw(*rows, w.heads_kv, w.key_columns)
+        (qv, q), (v_cache, k_cache) = (x.split((w.latent, w.head_dim), -1) for x in (q, cache))
+    else:
+        k_cache, v_cache = (draw(*rows, w.heads_kv, w.head_dim) for _ in range(2))
     descales, new = None, None
     if w.is_fp8:
         (k_cache, of_k), (v_cache, of_v) = quantized(k_cache), quantized(v_cache)
@@ -144,7 +161,7 @@ def draw_set(workload: ServingWorkload, family: Family, seed: int, device: str) 
         new = NewKeys(draw(*shape), draw(*shape), *rotary_tables(w, device))
     used = torch.tensor(w.lengths, dtype=torch.int32) - (w.queries if w.appends else 0)
     table = draw_table(w, device) if w.page_size else None
-    return CacheInputs(q, k_cache, v_cache, used.to(device), table, new, descales)
+    return CacheInputs(q, k_cache, v_cache, used.to(device), table, new, descales, qv)
 
 
 def appended(workload: ServingWorkload, inputs: CacheInputs) -> CacheInputs:
@@ -165,8 +182,10 @@ def appended(workload: ServingWorkload, inputs: CacheInputs) -> CacheInputs:
 def without_pages(workload: ServingWorkload, inputs: CacheInputs) -> CacheInputs:
     """The same keys in a cache (batch, longest, ...)."""
     every = slice(0, workload.heads_kv)
-    shape = workload.batch, workload.longest, workload.heads_kv, workload.head_dim
-    caches = [inputs.k_cache.new_zeros(shape) for _ in range(2)]
+    w = workload
+    rows = inputs.k_cache.new_zeros(w.batch, w.longest, w.heads_kv, w.value_columns + w.head_dim)
+    v_cache, k_cache = rows.split((w.value_columns, w.head_dim), -1)
+    caches = (k_cache, v_cache) if w.latent else (k_cache.contiguous(), v_cache.contiguous())
     for sequence, length in enumerate(workload.lengths):
         for cache, values in zip(caches, inputs.rows(sequence, slice(0, length), every), strict=True):
             cache[sequence, :length] = values

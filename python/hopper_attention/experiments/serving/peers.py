@@ -25,6 +25,7 @@ from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.results import OURS, PeerInfo
 from hopper_attention.experiments.bench.timing import Launch
+from hopper_attention.experiments.serving import flashmla
 from hopper_attention.experiments.serving.inputs import CacheInputs, plain_of
 from hopper_attention.experiments.serving.results import OURS_FP8_QUERIES, OURS_PLAIN
 from hopper_attention.experiments.serving.spec import ServingWorkload
@@ -98,6 +99,8 @@ def our_arguments(workload: ServingWorkload, inputs: CacheInputs) -> dict[str, A
     """Of ``flash_attn_with_kvcache``, by name."""
     found: dict[str, Any] = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache}
     found |= {"cache_seqlens": inputs.used, "page_table": inputs.table, "causal": workload.is_causal}
+    if inputs.qv is not None:
+        found["qv"] = inputs.qv
     if inputs.new is not None:
         k, v, cos, sin = inputs.new
         found |= {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
@@ -166,6 +169,8 @@ def fa3_arguments(workload: ServingWorkload, inputs: CacheInputs) -> dict[str, A
         found |= {"k_new": k, "v_new": v, "rotary_cos": cos, "rotary_sin": sin}
     if inputs.descales is not None:
         found |= {"k_descale": inputs.descales.k, "v_descale": inputs.descales.v}
+    if inputs.qv is not None:
+        found |= {"qv": inputs.qv, "softmax_scale": workload.softmax_scale}
     return found
 
 
@@ -214,7 +219,7 @@ def fa3_schedule(
         "num_heads": w.heads,
         "num_heads_k": w.heads_kv,
         "headdim": w.head_dim,
-        "headdim_v": w.head_dim,
+        "headdim_v": w.value_columns,
         "qkv_dtype": dtype,
         "seqused_k": inputs.used,
         "page_size": inputs.k_cache.shape[1] if paged else None,
@@ -227,6 +232,17 @@ def fa3_schedule(
 
 def without_new_keys(workload: ServingWorkload) -> bool:
     return not workload.appends
+
+
+# FlashMLA
+
+
+def bind_flashmla(workload: ServingWorkload, inputs: CacheInputs, setting: Setting) -> Ways:
+    return {"schedule ahead": flashmla.call_of_flashmla(workload, inputs)}
+
+
+def over_a_latent(workload: ServingWorkload) -> bool:
+    return workload.latent > 0
 
 
 # FlashAttention-4, in the CuTe DSL
@@ -252,7 +268,7 @@ def bind_fa4(workload: ServingWorkload, inputs: CacheInputs, setting: Setting) -
 
 
 def in_16_bits_without_new_keys(workload: ServingWorkload) -> bool:
-    return not (workload.is_fp8 or workload.appends)
+    return not (workload.is_fp8 or workload.appends or workload.latent)
 
 
 # cuDNN and FlashAttention-2, through torch's scaled_dot_product_attention
@@ -272,7 +288,7 @@ def bind_sdpa(workload: ServingWorkload, inputs: CacheInputs, setting: Setting, 
 def is_sdpas(workload: ServingWorkload) -> bool:
     """All keys of all sequences, seen by every query, without pages."""
     w = workload
-    return w.is_plain and not (w.is_fp8 or w.is_ragged or w.is_causal)
+    return w.is_plain and not (w.is_fp8 or w.is_ragged or w.is_causal or w.latent)
 
 
 # the formula in plain PyTorch
@@ -314,6 +330,10 @@ SERVING_PEERS: dict[str, ServingPeer] = {
         ServingPeer(
             "fa3_best", "FlashAttention-3, best number of splits, schedule made ahead", bench_peers.why_no_fa3,
             bench_peers.fa3_version, bind_best_fa3, takes=without_new_keys, rounds_queries=True,
+        ),
+        ServingPeer(
+            "flashmla", "FlashMLA", flashmla.why_no_flashmla, flashmla.flashmla_version, bind_flashmla,
+            takes=over_a_latent,
         ),
         ServingPeer(
             "fa4", "FlashAttention-4 (CuTe DSL)", bench_peers.why_no_fa4, bench_peers.fa4_version, bind_fa4,

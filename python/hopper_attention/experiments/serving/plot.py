@@ -25,10 +25,11 @@ from hopper_attention.experiments.serving.tables import cells_by_topic, peers_of
 SERVING_COLOURS = {
     **COLOURS,
     "fa3_best": "#274b80",
+    "flashmla": PALETTE["sand"],
     OURS_PLAIN: PALETTE["ours-light"],
     OURS_FP8_QUERIES: PALETTE["ours-light"],
 }
-ORDER = ("torch", "fa2", "cudnn", "fa4", "fa3", "fa3_best", OURS_PLAIN, OURS_FP8_QUERIES, OURS)
+ORDER = ("torch", "fa2", "cudnn", "fa4", "fa3", "fa3_best", "flashmla", OURS_PLAIN, OURS_FP8_QUERIES, OURS)
 """Peers from left to right within a group, ours last."""
 
 

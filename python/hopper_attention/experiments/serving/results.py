@@ -51,6 +51,7 @@ PROMISES: dict[ServingWorkload, Promise] = {
     **dict.fromkeys(LARGE, Promise(least_of_best=1.0)),
     **{spec.equal(1, length): Promise(most_us=us) for length, us in ALONE.items()},
     **dict.fromkeys((*SMALL, *spec.OTHER_HEADS), FASTER),
+    **dict.fromkeys((w for w in spec.LATENT if w.batch > w.queries == 1), Promise(least_of_best=1.0)),
     **dict.fromkeys((w for w in spec.PAGED if w.batch < 64), Promise(least_of_plain=0.97)),
     **dict.fromkeys(spec.PREFILL, Promise(least_of_best=1.03)),
     **dict.fromkeys(spec.in_pages(*spec.PREFILL), Promise(least_of_best=1.10)),

@@ -352,7 +352,7 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
     """How the figures came about, for the report."""
     return {
         "inputs": family.words,
-        "flops": "4*h*d for each query and key that it sees",
+        "flops": "4*h*d for each query and key that it sees, over a latent 2*h*(576 + 512)",
         "GB/s": "of keys and values alone, each read once",
         "fp8": "the cache is e4m3 with a descale for each sequence and key/value head; queries of ours have 16 bits, "
         "those of ours_fp8q, fa3 and fa3_best are made e4m3 outside of the timing",
@@ -366,7 +366,8 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "graph with a call for each set of inputs; a note says where calls were eager",
         "l2": f"{MIN_SETS} sets of inputs or more, with more than {KV_BYTES // 10**6} MB of keys and values",
         "best way": "fa3_best is the fastest of several numbers of splits, with a schedule made ahead; fa4 that of one "
-        "split and its own choice",
+        "split and its own choice; flashmla has a schedule made ahead",
+        "latent": "a row of the cache has V and behind it K, which ours and fa3 are given as views",
         "host": f"eager calls on {spec.SHORT.name}, median of {HOST_ROUNDS} rounds of {HOST_CALLS}",
         "power": "board power as the driver averages it over about a second; clock as sampled",
         **asdict(effort),

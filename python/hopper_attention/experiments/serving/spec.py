@@ -43,6 +43,8 @@ class ServingWorkload:
         appends: the keys of the queries are new: the call rotates them and the queries and writes them into the cache.
         is_fp8: the cache is e4m3 with a descale for each sequence and key/value head.
         dtype: of queries, and of a cache that is not e4m3.
+        latent: columns of V, which are more columns of the keys: a second query multiplies them. A row of the cache has
+            these, and behind them the head_dim of K. 0: V has head_dim columns.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +56,7 @@ class ServingWorkload:
     appends: bool = False
     is_fp8: bool = False
     dtype: str = "bfloat16"
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < self.queries:
@@ -64,6 +67,21 @@ class ServingWorkload:
             raise ValueError(f"heads_kv is {self.heads_kv}, allowed: divisors of heads, {self.heads}")
         if self.is_fp8 and (self.page_size or self.appends):
             raise ValueError("is_fp8 is True, allowed: without pages and without new keys")
+        if self.latent and (self.is_fp8 or self.appends):
+            raise ValueError(f"latent is {self.latent}, allowed: 0 with a cache in e4m3 and with new keys")
+
+    @property
+    def key_columns(self) -> int:
+        """That a query multiplies."""
+        return self.head_dim + self.latent
+
+    @property
+    def value_columns(self) -> int:
+        return self.latent or self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.key_columns**-0.5
 
     @property
     def batch(self) -> int:
@@ -105,22 +123,27 @@ class ServingWorkload:
     @property
     def flops(self) -> float:
         """Useful operations: those of visible pairs alone."""
-        return 4.0 * self.heads * self.head_dim * self.visible
+        return 2.0 * self.heads * (self.key_columns + self.value_columns) * self.visible
 
     @property
     def kv_bytes(self) -> int:
         """Of the keys and values that a call reads."""
         size = 1 if self.is_fp8 else self._size
-        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * size
+        columns = self.head_dim + self.value_columns
+        return sum(self.lengths) * self.heads_kv * columns * size
 
     @property
     def input_bytes(self) -> int:
-        return self.kv_bytes + self.batch * self.queries * self.heads * self.head_dim * self._size
+        return self.kv_bytes + self._rows_of_queries * self.key_columns * self._size
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a call reads and writes at least: K, V, q and out, whose dtype is that of q."""
-        return 2 * self.input_bytes - self.kv_bytes
+        return self.input_bytes + self._rows_of_queries * self.value_columns * self._size
+
+    @property
+    def _rows_of_queries(self) -> int:
+        return self.batch * self.queries * self.heads
 
     @property
     def _size(self) -> int:
@@ -151,6 +174,7 @@ class ServingWorkload:
     def cache_name(self) -> str:
         """What is particular of the cache; empty if nothing is."""
         parts = ["e4m3"] if self.is_fp8 else []
+        parts += [f"latent of {self.latent}"] if self.latent else []
         parts += [f"pages of {self.page_size}"] if self.page_size else []
         return ", ".join([*parts, *(["append"] if self.appends else [])])
 
@@ -159,6 +183,7 @@ class ServingWorkload:
         """Such as ``bf16-decode-64x8k-q1-h32-hk8-d128-page64-append``."""
         parts = [LONG_DTYPES[self.dtype], self.kind, self.batch_name.replace(" ", ""), f"q{self.queries}"]
         parts += [f"h{self.heads}", f"hk{self.heads_kv}", f"d{self.head_dim}"]
+        parts += [f"v{self.latent}"] if self.latent else []
         parts += [f"page{self.page_size}"] if self.page_size else []
         parts += [*(["append"] if self.appends else []), *(["e4m3"] if self.is_fp8 else [])]
         return "-".join(parts)
@@ -188,6 +213,25 @@ PAGED = in_pages(equal(1, 128), equal(8, 8), equal(64, 8))
 RAGGED = ServingWorkload(lengths=ragged_lengths())
 PREFILL = tuple(replace(equal(4, length), queries=512) for length in (8, 32))
 APPENDED = tuple(replace(equal(64, 8), appends=True, page_size=size) for size in (0, 64))
+LATENT = tuple(
+    ServingWorkload(
+        lengths=(length * 1024,) * batch,
+        heads=heads,
+        heads_kv=1,
+        head_dim=64,
+        queries=queries,
+        page_size=64,
+        latent=512,
+    )
+    for batch, length, heads, queries in (
+        (128, 8, 16, 1),
+        (128, 8, 128, 1),
+        (128, 8, 128, 2),
+        (16, 32, 16, 1),
+        (1, 64, 128, 1),
+    )
+)
+"""Decoding over a latent (MLA), of one rank of eight and of one."""
 FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (64, 8)))
 
 WORKLOADS = (
@@ -200,6 +244,7 @@ WORKLOADS = (
     *PREFILL,
     *in_pages(*PREFILL),
     *APPENDED,
+    *LATENT,
 )
 """What is measured, in this order. A new row is one more workload here."""
 
@@ -207,11 +252,12 @@ ALL_WORKLOADS = (*WORKLOADS, *FP8)
 """With those that are measured only if they are asked for."""
 
 TOPICS: dict[str, Callable[[ServingWorkload], bool]] = {
-    "Decode": lambda w: w.is_plain and not (w.is_fp8 or w.is_prefill or w.is_ragged),
-    "Pages": lambda w: bool(w.page_size) and not (w.appends or w.is_prefill or w.is_ragged),
-    "Ragged sequences": lambda w: w.is_ragged and not (w.appends or w.is_prefill),
-    "Chunked prefill": lambda w: w.is_prefill and not w.appends,
+    "Decode": lambda w: w.is_plain and not (w.is_fp8 or w.is_prefill or w.is_ragged or w.latent),
+    "Pages": lambda w: bool(w.page_size) and not (w.appends or w.is_prefill or w.is_ragged or w.latent),
+    "Ragged sequences": lambda w: w.is_ragged and not (w.appends or w.is_prefill or w.latent),
+    "Chunked prefill": lambda w: w.is_prefill and not (w.appends or w.latent),
     "New keys": lambda w: w.appends,
+    "A latent": lambda w: w.latent > 0,
     "FP8 cache": lambda w: w.is_fp8 and not (w.is_prefill or w.is_ragged),
 }
 """Parts of a report, by title: which workloads each has."""

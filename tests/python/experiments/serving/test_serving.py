@@ -541,7 +541,7 @@ def test_promises_are_a_ratio_a_time_or_against_the_plain_call() -> None:
     last = serving_targets(replace(report, cells=(broken,)))[-1]
     assert not last.met and f"{large.name} (ours_plain)" in last.measured
     promised = {w for w in ALL_WORKLOADS if serving_targets(report_of((w, dict.fromkeys(PROMISING, 9.0))))}
-    assert len(promised) == len(spec.GROUPED) - 2 + 3 + 6 + 8 + 2 + 3
+    assert len(promised) == len(spec.GROUPED) - 2 + 3 + 6 + 8 + 2 + 3 + 3
 
 
 PROMISING = ("ours", "ours_plain", "fa3")

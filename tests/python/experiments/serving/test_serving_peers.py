@@ -210,7 +210,7 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
-    usual = ["ours", "ours_plain", "ours_fp8q", "fa3", "fa3_best", "fa4", "cudnn", "fa2"]
+    usual = ["ours", "ours_plain", "ours_fp8q", "fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"]
     assert [p.name for p in peers.parse_serving_peers("")] == usual
     assert [p.name for p in peers.parse_serving_peers("fa4, ours,fa4")] == ["fa4", "ours"]
     with pytest.raises(
@@ -219,5 +219,5 @@ def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
         peers.parse_serving_peers("fa9")
     infos = peers.inspect_serving_peers(tuple(SERVING_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
-    assert absent == {"fa3", "fa3_best", "fa4", "cudnn", "fa2"}
+    assert absent == {"fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"

@@ -1,0 +1,1 @@
+"""Several tensors of 16 bits, added to one in one pass."""

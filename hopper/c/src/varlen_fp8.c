@@ -1,0 +1,143 @@
+/* Attention of packed sequences in FP8: a kernel quantizes, one plans the tiles, another attends. */
+#include <inttypes.h>
+
+#include "internal.h"
+
+enum { Q, K, V, OUT, NUM_OPERANDS };
+enum { BLOCK_Q = 1 };
+
+typedef struct plan {
+  packed_problem problem;
+  const fp8_row *row;
+  int64_t words; /* of the plan that the GPU makes, behind the head of the workspace */
+  fp8_sizes sizes;
+  fp8_parts parts;
+} plan;
+
+static ha_status check_items(const ha_varlen_params *p, const fp8_row *row) {
+  const int64_t of_q = ha_count_units(p->total_q, p->batch, row->quantizer_rows[0]);
+  const int64_t of_k = ha_count_units(p->total_k, p->batch, row->quantizer_rows[1]);
+  /* Each product is compared by a division, before it could overflow. */
+  if (p->heads <= FP8_MAX_ITEMS / of_q && p->kv_heads <= FP8_MAX_ITEMS / of_k / 2 &&
+      p->heads * of_q + 2 * p->kv_heads * of_k <= FP8_MAX_ITEMS) {
+    return HA_SUCCESS;
+  }
+  return ha_fail(HA_ERROR_NOT_SUPPORTED, "the quantizer counts at most %" PRId64 " groups of rows: split the batch",
+                 (int64_t)FP8_MAX_ITEMS);
+}
+
+static void lay_out(const ha_varlen_params *p, plan *made) {
+  made->sizes = (fp8_sizes){p->total_q, p->total_k, p->heads, p->kv_heads, p->head_dim, p->head_dim_v, 1};
+  made->parts.keys = ha_count_units(p->total_k, p->batch, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP;
+  made->parts.blocks_q = ha_count_units(p->total_q, p->batch, BLOCK_Q);
+  made->parts.blocks_k = ha_count_units(p->total_k, p->batch, made->row->block_k);
+  ha_place_parts(&made->parts, WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words, &made->sizes);
+}
+
+static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, plan *made) {
+  ha_status status = ha_read_varlen(own, given);
+  if (status == HA_SUCCESS) status = ha_check_packed(own, &made->problem);
+  if (status == HA_SUCCESS) status = ha_check_no_scores("ha_varlen_fp8", &own->scores);
+  if (status != HA_SUCCESS) return status;
+  const fp8_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, own->fp8_two_level != 0};
+  made->row = ha_select_fp8(&kind, &made->problem.mask, false, 0);
+  if (!made->row) return HA_ERROR_NOT_SUPPORTED;
+  const packed_rows rows = ha_rows_of(own);
+  status = ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
+  if (status == HA_SUCCESS) status = check_items(own, made->row);
+  if (status == HA_SUCCESS) lay_out(own, made);
+  return status;
+}
+
+static const void *at(const ha_varlen_params *p, size_t byte) { return (const char *)p->workspace + byte; }
+
+/* Append the codes of Q, K and V transposed, which for the quantizer are a batch of one. */
+static void add_codes(call *c, const ha_varlen_params *p, const fp8_parts *x, bool as_batch) {
+  const int64_t q[] = {1, p->total_q, p->heads, p->head_dim}, k[] = {1, p->total_k, p->kv_heads, p->head_dim};
+  const int64_t vt[] = {1, p->kv_heads, p->head_dim_v, x->keys};
+  const int skipped = as_batch ? 0 : 1;
+  ha_add_tensor(c, at(p, x->q), FLOAT8_E4M3, 4 - skipped, q + skipped, NULL);
+  ha_add_tensor(c, at(p, x->k), FLOAT8_E4M3, 4 - skipped, k + skipped, NULL);
+  ha_add_tensor(c, at(p, x->vt), FLOAT8_E4M3, 4 - skipped, vt + skipped, NULL);
+}
+
+static ha_status quantize(const ha_varlen_params *p, const plan *made, const operand operands[NUM_OPERANDS],
+                          const device *here, bool only_load) {
+  const fp8_parts *x = &made->parts;
+  const packed_rows rows = ha_rows_of(p);
+  const int64_t of_q[] = {1, p->heads, x->blocks_q}, of_k[] = {1, p->kv_heads, x->blocks_k};
+  call c;
+  ha_call_begin(&c, here->index);
+  for (int i = Q; i <= V; i++) {
+    const operand *o = &operands[i];
+    const int64_t shape[] = {1, o->shape[0], o->shape[1], o->shape[2]};
+    const int64_t strides[] = {o->shape[0] * o->strides[0], o->strides[0], o->strides[1], o->strides[2]};
+    ha_add_tensor(&c, o->data, ha_element_of(p->dtype), 4, shape, strides);
+  }
+  add_codes(&c, p, x, true);
+  ha_add_tensor(&c, at(p, x->q_scale), FLOAT32, 3, of_q, NULL);
+  ha_add_tensor(&c, at(p, x->k_scale), FLOAT32, 3, of_k, NULL);
+  ha_add_tensor(&c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
+  ha_add_signs(&c, p->workspace, made->row);
+  ha_add_lengths(&c, &rows);
+  ha_add_int(&c, (int64_t)here->multiprocessors * made->row->quantizer_ctas_per_sm);
+  return ha_run((kernel_choice){made->row->quantizer, 0}, &c, p->stream, only_load);
+}
+
+static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, const operand *out, const device *here,
+                                 bool only_load) {
+  const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
+  const packed_rows rows = ha_rows_of(p);
+  const plan_place place = {p->workspace, made->words, made->row->tile_m};
+  const ha_status status = ha_run_planner(&rows, &place, here->index, p->stream, only_load);
+  if (status != HA_SUCCESS) return status;
+  call c;
+  ha_call_begin(&c, here->index);
+  add_codes(&c, p, &made->parts, false);
+  ha_add_tensor(&c, out->data, ha_element_of(p->dtype), 3, out->shape, out->strides);
+  ha_add_lse(&c, &lse);
+  ha_add_counter(&c, p->workspace);
+  ha_add_fp8_scales(&c, p->workspace, &made->parts, &made->sizes, false, p->batch + 1);
+  ha_add_int(&c, BLOCK_Q);
+  ha_add_int(&c, made->row->block_k);
+  ha_add_real(&c, made->problem.scale);
+  ha_add_window(&c, &made->problem.mask);
+  ha_add_plan(&c, &rows, &place);
+  ha_add_int(&c, here->multiprocessors);
+  return ha_run((kernel_choice){made->row->kernel, 0}, &c, p->stream, only_load);
+}
+
+static ha_status run(const ha_varlen_params *given, bool only_load) {
+  ha_varlen_params own, *const p = &own;
+  plan made;
+  ha_status status = make_plan(p, given, &made);
+  if (status != HA_SUCCESS || made.problem.is_empty) return status;
+  int64_t shapes[NUM_OPERANDS][3];
+  operand operands[NUM_OPERANDS];
+  device here;
+  status = ha_read_packed(p, shapes, operands);
+  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, made.parts.end);
+  if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  if (status == HA_SUCCESS) status = quantize(p, &made, operands, &here, only_load);
+  return status == HA_SUCCESS ? plan_and_attend(p, &made, &operands[OUT], &here, only_load) : status;
+}
+
+ha_status ha_varlen_fp8(const ha_varlen_params *params) { return run(params, false); }
+
+ha_status ha_varlen_fp8_prepare(const ha_varlen_params *params) { return run(params, true); }
+
+ha_status ha_varlen_fp8_kernel(const ha_varlen_params *params, const char **name) {
+  ha_varlen_params own;
+  plan made;
+  const ha_status status = make_plan(&own, params, &made);
+  if (status == HA_SUCCESS && name) *name = ha_kernels[made.row->kernel].name;
+  return status;
+}
+
+ha_status ha_varlen_fp8_workspace_size(const ha_varlen_params *params, size_t *size) {
+  ha_varlen_params own;
+  plan made;
+  const ha_status status = make_plan(&own, params, &made);
+  if (status == HA_SUCCESS && size) *size = made.parts.end;
+  return status;
+}

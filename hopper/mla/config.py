@@ -1,0 +1,191 @@
+"""What the kernel for decoding over a latent is built from, and which problems it serves. Imports nothing of the
+DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS, Registers
+from hopper.decode.config import BOX_ROWS, box_rows_of
+
+HEAD_DIM = 64
+"""Columns of the kernel's Q and K: the most that it takes."""
+
+STAGES = {256: 4, 512: 2}
+"""Columns of V and QV that there are kernels for, and with each the key blocks that are in shared memory at a time."""
+
+TILE_N = 64
+"""Keys of a block."""
+
+CONSUMERS = 2
+"""Consumer warpgroups, each with half of the columns of O."""
+
+CLUSTER = 2
+"""CTAs that share the keys of a tile, where it has more rows than one CTA."""
+
+SHORT_ROWS = WARPGROUP_ROWS // 2
+"""Rows of the smaller tile."""
+
+REGISTERS = Registers(consumer=232, producer=40)
+"""Of a thread, by role."""
+
+ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
+"""Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O."""
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Everything that is fixed when the kernel is compiled.
+
+    A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. Each of
+    ``cluster`` CTAs has ``cta_rows`` of them, 64, or 32 in the upper half of each warp's 16 rows of a WGMMA. A block of
+    ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. With
+    ``holds_values`` P V of the second half of the columns waits for the scores of the next block, so that the tensor
+    cores have work while the softmax runs; without it V is given back sooner. The other fields are as in
+    ``DecodeConfig``.
+    """
+
+    dtype: str
+    head_dim_v: int
+    causal: bool
+    box_rows: int
+    tile_n: int = TILE_N
+    stages: int = 2
+    cta_rows: int = WARPGROUP_ROWS
+    cluster: int = 1
+    holds_values: bool = False
+    window: bool = False
+    chunk: bool = False
+    layout: str = DENSE
+    paged: bool = True
+    leftpad: bool = False
+    limits_splits: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    head_dim = HEAD_DIM
+    qv = True
+    element_bytes = 2
+    raw_stages = 0
+    """The cache is not widened: nothing but its own stages."""
+
+    @property
+    def tile_m(self) -> int:
+        return self.cta_rows * self.cluster
+
+    @property
+    def half(self) -> int:
+        """Columns of O, and of V, of one consumer warpgroup."""
+        return self.head_dim_v // CONSUMERS
+
+    @property
+    def threads(self) -> int:
+        return (CONSUMERS + 1) * WARPGROUP_THREADS
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a tile of which a thread of a consumer has a part."""
+        return 2 * self.cta_rows // WARPGROUP_ROWS
+
+    @property
+    def boxes(self) -> int:
+        """Of the keys of a block."""
+        return self.tile_n // self.box_rows
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q and QV, K and V of each stage, P, the row factors and the barriers."""
+        rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
+        keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
+        return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
+
+    @property
+    def part_floats(self) -> int:
+        """float32 of a partial result: O, and four numbers a row."""
+        return self.tile_m * (self.head_dim_v + 4)
+
+    @property
+    def name(self) -> str:
+        """Short unique name: kernel entry in profilers, file stem in the compile cache."""
+        parts = ["hopper_mla", SHORT_NAMES[self.dtype], f"v{self.head_dim_v}"]
+        parts += [
+            "causal" if self.causal else "full",
+            f"m{self.cta_rows}n{self.tile_n}s{self.stages}b{self.box_rows}",
+        ]
+        parts += [f"c{self.cluster}"] if self.cluster > 1 else []
+        parts += ["held"] if self.holds_values else []
+        parts += ["paged"] if self.paged else []
+        parts += ["splits"] if self.limits_splits else []
+        parts += [] if self.layout == DENSE else [self.layout]
+        parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
+        return "_".join(parts)
+
+
+def validate_mla_config(config: MlaConfig) -> None:
+    """Raise ValueError naming the first field that no kernel can be built from."""
+    c = config
+    if c.dtype not in DTYPES:
+        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
+    if c.layout not in LAYOUTS:
+        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    check_chunk(c.window, c.chunk)
+    if c.head_dim_v not in STAGES:
+        raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
+    if c.tile_n not in (32, 64):
+        raise ValueError(f"tile_n is {c.tile_n}, allowed: 32 or 64")
+    if c.cluster not in (1, CLUSTER):
+        raise ValueError(f"cluster is {c.cluster}, allowed: 1 or {CLUSTER}")
+    if c.cta_rows not in (SHORT_ROWS, WARPGROUP_ROWS):
+        raise ValueError(f"cta_rows is {c.cta_rows}, allowed: {SHORT_ROWS} or {WARPGROUP_ROWS}")
+    if c.box_rows not in BOX_ROWS or c.tile_n % (c.box_rows * c.cluster):
+        raise ValueError(
+            f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides a CTA's part of tile_n {c.tile_n}"
+        )
+    if c.stages < 2:
+        raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    if c.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def cluster_of(rows: int) -> int:
+    """CTAs of a tile, for so many query rows that share a K/V head."""
+    return CLUSTER if rows > WARPGROUP_ROWS else 1
+
+
+def box_rows_for(page_size: int, pages: int, rows: int) -> int | None:
+    """The most rows that a box can have, for ``pages`` of ``page_size`` keys a sequence and so many query rows; None
+    if there is no box."""
+    return box_rows_of(TILE_N // cluster_of(rows), page_size, pages)
+
+
+def select_mla_config(
+    dtype: str, head_dim_v: int, causal: bool, page_size: int, pages: int, rows: int, **others: Any
+) -> MlaConfig | None:
+    """The config for a problem with head_dim of at most 64, the narrowest that covers ``head_dim_v``; None if pages are
+    too small for TMA.
+
+    Args:
+        page_size, pages: rows of a page, and pages of a sequence.
+        rows: query rows that share a K/V head.
+        others: further fields.
+    """
+    box_rows = box_rows_for(page_size, pages, rows)
+    if box_rows is None:
+        return None
+    columns = min(size for size in STAGES if size >= head_dim_v)
+    cta_rows = SHORT_ROWS if rows <= SHORT_ROWS else WARPGROUP_ROWS
+    config = MlaConfig(
+        dtype,
+        columns,
+        causal,
+        box_rows,
+        stages=STAGES[columns],
+        cta_rows=cta_rows,
+        cluster=cluster_of(rows),
+        holds_values=cluster_of(rows) > 1,
+        **others,
+    )
+    validate_mla_config(config)
+    return config

@@ -1,0 +1,390 @@
+"""The Hopper kernel for decoding over a latent: few queries, a second query that multiplies V, and a long cache."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.fragments import first_column_of_thread
+from cute_kernels.integers import divide
+from cute_kernels.problem import VARLEN
+from cute_kernels.score_tile import SoftCap, scale_in_base_2
+from cute_kernels.window import sides_of
+from hopper.config import WARPGROUP_ROWS
+from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
+from hopper.decode.config import BOX_COLUMNS
+from hopper.decode.consumer import RowMask
+from hopper.decode.kernel import COMBINING_CTAS, tiles_of
+from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
+from hopper.decode.results import PartialResults
+from hopper.decode.rows import TileRows
+from hopper.decode.softmax import RowSoftmax
+from hopper.forward.operands import Mmas
+from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
+from hopper.mla.producer import MlaProducer
+from hopper.mla.queries import Queries, chunks_of
+from hopper.mla.results import CtaRows, MlaResults
+from hopper.mla.scores import MlaScores, PartScores
+from hopper.mla.values import MlaValues
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
+from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
+
+ONE_WARPGROUP = (1, 1, 1)
+
+MOST_COMBINING_CTAS = 1024
+"""For 128 columns each, where tiles are in several parts; else ``COMBINING_CTAS``, most of which find nothing to do."""
+
+
+class MlaKernel:
+    """softmax(softmax_scale (Q K^T + QV V^T)) V of the queries of a decoding step, K and V in a cache, on sm_90a.
+
+    The rows of a tile and the sharing out of keys are those of ``DecodeKernel``, the two consumer warpgroups and what
+    they tell each other those of ``WideForwardKernel``. Names in backticks are fields of ``MlaConfig``;
+    docs/kernels/mla.md has the reasons.
+
+    | role | warps | registers a thread | does |
+    |---|---|---|---|
+    | scores | 0 to 3 | `REGISTERS.consumer` | Q, QV to shared memory, S, softmax, P V in half of the columns |
+    | values | 4 to 7 | `REGISTERS.consumer` | P V in the second half |
+    | producer | 8 (9 to 11 idle) | `REGISTERS.producer` | TMA loads of K and of V |
+
+    | pipeline | stages | bytes of a full stage | warps of each CTA of the cluster that empty it |
+    |---|---|---|---|
+    | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
+    | v, first half | `stages` | `tile_n * half * element_bytes` | `4` |
+    | v, second half | `stages` | `tile_n * half * element_bytes` | `8` |
+
+    Named barriers are those of ``WideForwardKernel``. The CTAs of a cluster have 64
+    rows of a tile each, and every one loads a part of a key block for all by multicast.
+    """
+
+    def __init__(self, config: MlaConfig):
+        validate_mla_config(config)
+        self.config, self.dtype = config, DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mQV: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor | None,
+        leftpad: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        parts: cute.Tensor,
+        softmax_scale: Float32,
+        max_splits: Int32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
+        softcap: Float32 | None,
+        sinks: cute.Tensor | None,
+        num_pieces: Int32,
+        stream,
+    ):
+        """Launch. mQV is as mO, whose columns are those of mV; all else is as for ``DecodeKernel``. Keys are shared out
+        over ``num_pieces`` clusters."""
+        c = self.config
+        caps = (softcap,) if const_expr(c.softcap) else ()
+        is_packed = c.layout == VARLEN
+        copies = tuple(self._copy_of(cache) for cache in (mK, mV))
+        lists = CacheLists(
+            lengths,
+            (leftpad,) if const_expr(c.leftpad) else (),
+            (cu_seqlens_q,) if const_expr(is_packed) else (),
+            mK.shape[1] * table.shape[1] if const_expr(c.paged) else mK.shape[1],
+            mK.shape[2],
+            (max_splits,) if const_expr(c.limits_splits) else (),
+            sides_of(c, window_left, window_right, attention_chunk),
+        )
+        outputs = Outputs(mO, mLSE, (sinks,) if const_expr(c.sinks) else (), (), parts)
+        self.kernel(
+            tuple(copy[0] for copy in copies),
+            tuple(copy[1] for copy in copies),
+            (mQ, mQV),
+            (table,) if const_expr(c.paged) else (),
+            lists,
+            outputs,
+            scale_in_base_2(softmax_scale, caps),
+            tuple(softmax_scale / cap for cap in caps),
+        ).launch(
+            grid=(c.cluster * num_pieces, 1, 1),
+            block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+        ctas, rows, most = num_pieces, Int32(c.tile_m), Int32(COMBINING_CTAS)
+        if const_expr(not is_packed):
+            of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
+            ctas = cutlass.min(num_pieces, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
+            rows = cutlass.min(of_head, rows)
+            # With fewer tiles than pieces there is something to put together.
+            most = Int32(MOST_COMBINING_CTAS) if ctas < num_pieces else most
+        row_ctas = cutlass.min(rows, cutlass.max(most // ctas, 1))
+        self.combine(mQ, lists, outputs, num_pieces).launch(
+            grid=(ctas, row_ctas, c.head_dim_v // COLUMNS_OF_A_CTA),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def _copy_of(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA atom of a box, and the cache as it sees it."""
+        c = self.config
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        box = (c.box_rows, BOX_COLUMNS)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        if c.cluster > 1:
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return tuple(cpasync.make_tiled_tma_atom(load, view, swizzled_layout(*box, 1, self.dtype), box))[:2]
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,
+        caches: tuple,
+        queries: tuple,
+        table: tuple,
+        lists: CacheLists,
+        outputs: Outputs,
+        scale_log2: Float32,
+        cap_factors: tuple,
+    ):
+        """A cluster for each piece of the row of blocks."""
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
+        smem = self._tensors(storage)
+        pipes = self._make_pipelines(storage)
+        cute.arch.mbarrier_init_fence()
+        self._sync_cluster()
+
+        # As in the decode kernel: what puts parts together reads lengths before it waits for this kernel.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        piece, rank = cute.arch.block_idx()[0], 0
+        if const_expr(c.cluster > 1):
+            piece = piece // c.cluster
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        work = lists.work(c, queries[0], piece, cute.arch.grid_dim()[0] // c.cluster, lane)
+        first_producer = CONSUMERS * WARPS_PER_WARPGROUP
+        if warp >= first_producer:
+            cute.arch.setmaxregister_decrease(REGISTERS.producer)
+            if warp == first_producer:
+                keys = RawKeys(atoms[0], caches[0], smem.k, pipes.k, BOX_COLUMNS)
+                values = tuple(RawKeys(atoms[1], caches[1], smem.v, pipe, BOX_COLUMNS) for pipe in pipes.v)
+                page_size = caches[0].shape[0]
+                MlaProducer(c, work, keys, table, page_size, lane, values, Place(c.cluster, rank)).run()
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS.consumer)
+            warp_in_group = warp % WARPS_PER_WARPGROUP
+            sP = storage.p.get_tensor(self._p_layout().outer, swizzle=self._p_layout().inner)[None, None, 0]
+            exchanged = WideSmem(sP, storage.factors.get_tensor(cute.make_layout(WARPGROUP_ROWS)))
+            exchange = Exchange(exchanged, warp_in_group, lane)
+            parts = PartialResults(c, outputs.parts)
+            results = MlaResults(c, outputs.o, outputs.lse, outputs.sinks, parts, piece)
+            place = warp_in_group, lane, rank * WARPGROUP_ROWS
+            if warp < WARPS_PER_WARPGROUP:
+                softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
+                softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
+                consumer = MlaScores(c, self._tiled_mmas(), smem, pipes, exchange, softmax)
+                targets = chunks_of(smem.q, c.head_dim), chunks_of(smem.qv[0], c.head_dim_v)
+                loads = Queries(c, queries, targets, place[2], warp_in_group * cute.arch.WARP_SIZE + lane)
+                self._score(work, consumer, results, loads, softcaps, place)
+            else:
+                mma = self._pv_mma(warpgroup.OperandSource.SMEM)
+                values_consumer = MlaValues(c, mma, smem.v, exchanged, pipes, exchange)
+                self._sum_values(work, values_consumer, results, place)
+        if const_expr(c.cluster > 1):
+            # The other CTA may still load for this one, or arrive at a barrier in it.
+            self._sync_cluster()
+
+    @cute.kernel
+    def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
+        """As the kernel of this name in ``DecodeKernel``; a CTA has some columns of a row."""
+        c = self.config
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        smem = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
+        )
+        piece, row, columns = cute.arch.block_idx()
+        work = lists.work(c, mQ, piece, num_pieces, lane)
+        parts = PartialResults(c, outputs.parts)
+        by_tile = Boolean(False)
+        if const_expr(c.layout != VARLEN):
+            of_head = mQ.shape[1] * work.batch.group
+            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
+        combine = Combine(
+            c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
+        )
+        combine.run(by_tile, row, cute.arch.grid_dim()[1], (columns * COLUMNS_OF_A_CTA,))
+
+    @cute.jit
+    def _sync_cluster(self):
+        if const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _score(
+        self,
+        work: Work,
+        consumer: MlaScores,
+        results: MlaResults,
+        queries: Queries,
+        softcaps: tuple,
+        place: tuple,
+    ):
+        """The first consumer warpgroup: every tile of which this piece has a part. ``place`` are the warp in its group,
+        the lane, and the first row of this CTA among those of a tile."""
+        c, lane = self.config, place[1]
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        queries.clear()
+        consumer.clear()
+        sequence, tile, start, piece_end = work.first_tile(lane)
+        while start < piece_end:
+            seqlens = work.batch.seqlens(sequence)
+            blocks = work.batch.blocks(seqlens)
+            parts = work.parts(start, blocks.count)
+            first, end = parts.begin(work.cta), parts.begin(work.cta + 1)
+            rows = self._rows(work, sequence, tile, place)
+            if first >= end:
+                results.leave_nothing(rows)
+            else:
+                queries.load(rows.tile)
+                column = first_column_of_thread(lane)
+                mask = RowMask(work.batch.window, c.tile_n, seqlens, rows.tile.first, column, rows.levels())
+                scores = PartScores(mask, (blocks.left_masked_end, blocks.unmasked_end), softcaps)
+                state = consumer.attend_to_part(scores, blocks.begin + first, blocks.begin + end, state)
+                factors = results.leave_sums(consumer.softmax, rows, parts)
+                wait(WideBarrier.READ)
+                consumer.exchange.write_factors(factors)
+                arrive(WideBarrier.WRITTEN)
+                results.leave_columns(consumer.acc, FIRST_HALF, factors, rows, parts)
+            start += blocks.count
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    @cute.jit
+    def _sum_values(self, work: Work, consumer: MlaValues, results: MlaResults, place: tuple):
+        """The second consumer warpgroup: the same tiles."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
+        consumer.exchange.prime()
+        sequence, tile, start, piece_end = work.first_tile(place[1])
+        while start < piece_end:
+            seqlens = work.batch.seqlens(sequence)
+            blocks = work.batch.blocks(seqlens).count
+            parts = work.parts(start, blocks)
+            count = parts.begin(work.cta + 1) - parts.begin(work.cta)
+            if count > 0:
+                state = consumer.attend_to_part(count, state)
+                factors = consumer.receive_inverse_sum()
+                rows = self._rows(work, sequence, tile, place)
+                results.leave_columns(consumer.acc, SECOND_HALF, factors, rows, parts)
+            start += blocks
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    def _rows(self, work: Work, sequence: Int32, tile: Int32, place: tuple) -> CtaRows:
+        """The thread's of a tile."""
+        seqlens = work.batch.seqlens(sequence)
+        row_tiles = work.batch.row_tiles(seqlens)
+        head = divide(tile, row_tiles)
+        first = (tile - head * row_tiles) * self.config.tile_m
+        return CtaRows(self.config, TileRows(seqlens, first, head, work.batch.group), *place)
+
+    def _make_pipelines(self, storage) -> WidePipelines:
+        """Those of the table in the docstring of the class; there is none of Q."""
+        c, one, both = self.config, WARPS_PER_WARPGROUP, CONSUMERS * WARPS_PER_WARPGROUP
+        barriers_v, values = storage.barriers_v.data_ptr(), c.tile_n * c.half
+        return WidePipelines(
+            (),
+            self._tma_pipeline(storage.barriers_k.data_ptr(), one, c.tile_n * c.head_dim),
+            (
+                self._tma_pipeline(barriers_v, one, values),
+                self._tma_pipeline(barriers_v + 2 * c.stages, both, values),
+            ),
+        )
+
+    def _tma_pipeline(self, barriers: cute.Pointer, warps: int, elements: int) -> PipelineTmaAsync:
+        """A stage is empty when ``warps`` of each CTA of the cluster have released it."""
+        c = self.config
+        return PipelineTmaAsync.create(
+            num_stages=c.stages,
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, warps * c.cluster),
+            tx_count=elements * c.element_bytes,
+            barrier_storage=barriers,
+            cta_layout_vmnk=cute.make_layout((1, 1, c.cluster, 1)),
+            defer_sync=True,
+        )
+
+    def _tensors(self, storage) -> WideTensors:
+        """What lies in shared memory, swizzled; O does not."""
+        c = self.config
+        layouts = {
+            "q": swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
+            "k": swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
+            "v": swizzled_layout(c.tile_n, c.half, 2 * c.stages, self.dtype),
+            "qv": swizzled_layout(WARPGROUP_ROWS, c.half, 2, self.dtype),
+        }
+        q, k, v, qv = (
+            getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+            for name, layout in layouts.items()
+        )
+        return WideTensors(q, k, v, (), (qv,))
+
+    def _p_layout(self) -> cute.ComposedLayout:
+        return swizzled_layout(WARPGROUP_ROWS, self.config.tile_n, 1, self.dtype)
+
+    def _shared_storage(self) -> type:
+        c, dtype = self.config, self.dtype
+
+        @cute.struct
+        class SharedStorage:
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 4 * c.stages]
+            factors: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, WARPGROUP_ROWS * c.head_dim], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.tile_n * c.head_dim], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.tile_n * c.head_dim_v], 1024]
+            qv: cute.struct.Align[cute.struct.MemRange[dtype, WARPGROUP_ROWS * c.head_dim_v], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[dtype, WARPGROUP_ROWS * c.tile_n], 1024]
+
+        return SharedStorage
+
+    def _tiled_mmas(self) -> Mmas:
+        """Of the first consumer warpgroup: S from shared memory, and P V with P in registers."""
+        keys, dtype = OperandMajorMode.K, self.dtype
+        tile = WARPGROUP_ROWS, self.config.tile_n
+        qk = hopper_helpers.make_trivial_tiled_mma(dtype, dtype, keys, keys, Float32, ONE_WARPGROUP, tile)
+        return Mmas(qk, self._pv_mma(warpgroup.OperandSource.RMEM))
+
+    def _pv_mma(self, source: warpgroup.OperandSource) -> cute.TiledMma:
+        """P V in half of the columns."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            ONE_WARPGROUP,
+            (WARPGROUP_ROWS, self.config.half),
+            a_source=source,
+        )

@@ -1,0 +1,116 @@
+"""How the rows of a tile leave: to O where one piece has all of their keys, else to the partial results."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_kernels.fast_math import pack
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+    first_column_of_thread,
+)
+from cute_kernels.invariant import LoopInvariant
+from hopper.decode.results import PartialResults, RowSum
+from hopper.decode.rows import HeadRows
+from hopper.decode.schedule import TileParts
+from hopper.decode.softmax import RowSoftmax
+from hopper.mla.config import MlaConfig
+
+
+@dataclass(frozen=True)
+class CtaRows(HeadRows):
+    """The rows of a thread, among those of a tile that its CTA has from ``first`` on."""
+
+    first: Int32 | int
+
+    def row(self, r: int) -> Int32:
+        return self.first + HeadRows.row(self, r)
+
+
+@dataclass(frozen=True)
+class MlaResults(LoopInvariant):
+    """Where O and LSE go, and what lies between the parts of a tile.
+
+    ``parts`` has the partial results of a launch, for ``Combine``; ``piece`` is the number of this CTA's.
+    """
+
+    config: MlaConfig
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    sinks: tuple[cute.Tensor, ...]
+    parts: PartialResults
+    piece: Int32
+
+    @cute.jit
+    def leave_nothing(self, rows: CtaRows):
+        """Say that this piece has none of the blocks of a tile which it finds begun, where its part would be."""
+        sums = self.parts.sums(self.parts.slot(self.piece, Boolean(False)))
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            if rows.lane % LANES_PER_ROW == 0:
+                sums[1, rows.row(r)] = Float32(0.0)
+
+    @cute.jit
+    def leave_sums(self, softmax: RowSoftmax, rows: CtaRows, tile: TileParts) -> cute.Tensor:
+        """By the scores' warpgroup: the LSE, or the sums of a part. Gives what the thread's rows of O are multiplied
+        by."""
+        factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        factors.fill(1.0)
+        is_whole, slot = self._is_whole(tile), self._slot(tile)
+        sums = self.parts.sums(slot)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            total = cute.arch.warp_reduction_sum(softmax.row_sum[r], threads_in_group=LANES_PER_ROW)
+            of_keys = RowSum(softmax.shift[r], total, softmax.sum_of_rounded(r, total))
+            is_first_lane = rows.lane % LANES_PER_ROW == 0
+            if rows.exists(r):
+                row = rows.row(r)
+                if is_whole:
+                    row_sum = of_keys.with_sink(self.sinks, rows.tile.place(row)[1])
+                    factors[r] = row_sum.inverse(of_keys.shift)
+                    if is_first_lane:
+                        rows.tile.lse_of(self.mLSE, row)[0] = row_sum.lse()
+                elif is_first_lane:
+                    sums[0, row], sums[1, row] = of_keys.shift, of_keys.total
+                    sums[2, row] = of_keys.rounded
+        return factors
+
+    @cute.jit
+    def leave_columns(
+        self,
+        acc: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        factors: cute.Tensor,
+        rows: CtaRows,
+        tile: TileParts,
+    ):
+        """By each warpgroup: its half of the columns of the thread's rows, multiplied by ``factors``."""
+        is_whole, o = self._is_whole(tile), self.parts.rows(self._slot(tile))
+        values, first = as_rows(acc), half * self.config.half + first_column_of_thread(rows.lane)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            if rows.exists(r):
+                row, factor = rows.row(r), factors[r]
+                if is_whole:
+                    target = rows.tile.of(self.mO, row)
+                    words = cute.recast_tensor(target, Int32)
+                    for j in cutlass.range_constexpr(self.config.half // COLUMNS_PER_GROUP):
+                        column = first + j * COLUMNS_PER_GROUP
+                        if column < target.shape[0]:
+                            low, high = values[r, (0, j)] * factor, values[r, (1, j)] * factor
+                            words[column // 2] = pack(low, high, self.mO.element_type)
+                else:
+                    for j in cutlass.range_constexpr(self.config.half // COLUMNS_PER_GROUP):
+                        for e in cutlass.range_constexpr(2):
+                            o[first + j * COLUMNS_PER_GROUP + e, row] = values[r, (e, j)]
+
+    @cute.jit
+    def _is_whole(self, tile: TileParts) -> Boolean:
+        return tile.begin(self.piece) == 0 and tile.begin(self.piece + 1) == tile.blocks
+
+    @cute.jit
+    def _slot(self, tile: TileParts) -> Int32:
+        """Where the part of this piece is left."""
+        return self.parts.slot(self.piece, tile.begin(self.piece) == 0)

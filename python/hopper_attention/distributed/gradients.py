@@ -1,0 +1,250 @@
+"""Gradients of one rank's rows of Q against keys that come group by group, and what of them stays in memory.
+
+dQ is one float32 sum for the whole pass. Where a kernel of ours serves every group it adds to that sum itself, and the
+rows of Q are prepared once. Elsewhere each group gives a dQ in 16 bits, which is added up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopper_attention.distributed.attend import Call, Saved, differentiate_group
+from hopper_attention.distributed.pieces import Group, length
+from hopper_attention.launch.addition import MOST_PARTS, add_parts
+from hopper_attention.launch.backward import BackwardLauncher, find_plain
+from hopper_attention.launch.gradient_sums import GradientSums, may_replace_keys, share_sums
+from hopper_attention.reference.tiles import Span
+
+Pair = tuple[Tensor, Tensor]
+"""K and V, or their gradients."""
+
+MOST_SPANS = 2
+"""Spans of rows that a kernel has sums for, each on its own: in a causal zigzag all rows, and the second half."""
+
+
+class Part(NamedTuple):
+    """Entries of the batch and heads that are done at a time: all of one of the two."""
+
+    batch: slice
+    kv_heads: slice
+    heads: slice
+
+    def of_keys(self, pair: Pair) -> Pair:
+        """Those of K and V."""
+        k, v = (x[self.batch, :, self.kv_heads] for x in pair)
+        return k, v
+
+
+def sums_for(x: Tensor) -> Tensor:
+    """A float32 sum for the gradient of a tensor, contiguous."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+
+EVERYTHING = Part(slice(None), slice(None), slice(None))
+
+
+def parts_of_work(q: Tensor, k: Tensor, count: int) -> list[Part]:
+    """All of it in ``count`` parts, 1 or 2, where there are two entries or key/value heads; entries of the batch first,
+    of which each lies in one piece."""
+    batch, kv_heads = k.shape[0], k.shape[2]
+    each = q.shape[2] // kv_heads
+    if count == 1 or batch == kv_heads == 1:
+        return [EVERYTHING]
+    if batch > 1:
+        return [EVERYTHING._replace(batch=x) for x in _halves(batch)]
+    return [Part(slice(None), x, slice(x.start * each, x.stop * each)) for x in _halves(kv_heads)]
+
+
+def _halves(size: int) -> tuple[slice, slice]:
+    """The larger one first."""
+    return slice(size // 2, size), slice(0, size // 2)
+
+
+class RowGradients(ABC):
+    """dQ of all local rows, while groups of keys come.
+
+    Attributes:
+        may_replace_keys: whether gradients of keys may be written to where the keys are.
+    """
+
+    may_replace_keys: bool
+
+    @abstractmethod
+    def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
+        """Add dQ of a group, and write the gradients of its keys.
+
+        Args:
+            part: what of the batch and the heads is done.
+            pair: K and V of ``group.keys`` and of the part.
+            into: of their shapes and dtype.
+        """
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """dQ in the dtype of Q."""
+
+
+class AddedGradients(RowGradients):
+    """By what serves each group alone."""
+
+    may_replace_keys = True
+
+    def __init__(self, saved: Saved, call: Call) -> None:
+        self.saved = saved
+        self.call = call
+        self.sums = sums_for(saved.q)
+
+    def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
+        saved = self.saved.of_part(part.batch, part.heads)
+        dq, *of_keys = differentiate_group(saved, *pair, group, self.call)
+        self.sums[part.batch, group.rows.start : group.rows.stop, part.heads].add_(dq)
+        for target, x in zip(into, of_keys, strict=True):
+            target.copy_(x)
+
+    def finish(self) -> Tensor:
+        return self.sums.to(self.saved.q.dtype)
+
+
+class KernelGradients(RowGradients):
+    """By kernels that add to the same sums: one for all rows, and one for each span of some, which goes into the other
+    or is rounded when the last of its groups is done."""
+
+    def __init__(
+        self, saved: Saved, call: Call, launchers: dict[Group, BackwardLauncher], uses: Counter[Span]
+    ) -> None:
+        """``uses``: how often ``add`` will be called for the rows of a span."""
+        self.saved = saved
+        self.scale = call.softmax_scale
+        self.launchers = launchers
+        self.uses = uses
+        self.may_replace_keys = all(map(may_replace_keys, launchers.values()))
+        self.all_rows = Span(0, saved.q.shape[1])
+        self.sums: dict[Span, GradientSums] = {}
+        self.rounded: dict[Span, Tensor] = {}
+
+    def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
+        launcher, rows = self.launchers[group], group.rows
+        if rows not in self.sums:
+            q, out, lse, dout, dlse = self.saved.of_rows(rows)
+            self.sums[rows] = GradientSums(launcher, q, out, lse, dout, dlse)
+        tensors = *pair, *into
+        mask = group.pieces[0].mask
+        self.sums[rows].add(launcher, (part.batch, part.heads), tensors, self.scale, mask)
+        self.uses[rows] -= 1
+        if not self.uses[rows] and rows != self.all_rows:
+            self._close(rows)
+
+    def _close(self, rows: Span) -> None:
+        """No more will be added to the sums of some rows."""
+        sums, whole = self.sums.pop(rows), self.sums.get(self.all_rows)
+        if whole is None or not whole.take(sums, rows.start):
+            self.rounded[rows] = self._round(sums, rows)
+
+    def _round(self, sums: GradientSums, rows: Span) -> Tensor:
+        batch, _, heads, head_dim = self.saved.q.shape
+        dq = self.saved.q.new_empty(batch, length(rows), heads, head_dim)
+        sums.finish(dq, self.scale)
+        return dq
+
+    def finish(self) -> Tensor:
+        q, whole = self.saved.q, self.sums.pop(self.all_rows, None)
+        dq = q.new_zeros(q.shape) if whole is None else self._round(whole, self.all_rows)
+        for rows, x in self.rounded.items():
+            dq[:, rows.start : rows.stop].add_(x)
+        return dq
+
+
+def row_gradients(saved: Saved, own: Pair, groups: Sequence[Group], call: Call) -> RowGradients:
+    """What adds up dQ over ``groups``, each as often as it will be added; ``own`` are K and V of any keys."""
+    spans = Counter(group.rows for group in groups)
+    launchers = {group: _find(saved, own, group, call) for group in set(groups)}
+    found = {group: launcher for group, launcher in launchers.items() if launcher is not None}
+    if (
+        not found
+        or len(found) < len(launchers)
+        or len(spans) > MOST_SPANS
+        or not share_sums(list(found.values()))
+    ):
+        return AddedGradients(saved, call)
+    return KernelGradients(saved, call, found, spans)
+
+
+def _find(saved: Saved, own: Pair, group: Group, call: Call) -> BackwardLauncher | None:
+    """What adds to sums of a group's rows; None where there is no such kernel."""
+    if len(group.pieces) > 1 or call.softcap:
+        return None
+    (batch, _, heads, head_dim), keys = saved.q.shape, length(group.keys)
+    q_shape = batch, length(group.rows), heads, head_dim
+    k_shape, v_shape = ((x.shape[0], keys, *x.shape[2:]) for x in own)
+    mask = group.pieces[0].mask
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    kind = saved.q.dtype, saved.q.device, mask.causal, deterministic, call.backend, mask.sides
+    return find_plain(q_shape, k_shape, v_shape, *kind)
+
+
+def differentiate_keys(
+    rows: RowGradients, groups: tuple[Group, ...], part: Part, pair: Pair, held: Span, into: Pair
+) -> None:
+    """Write the gradients of the keys ``held`` to ``into``, from all groups that see some.
+
+    Args:
+        pair: K and V of these keys and of ``part``. ``into`` may be the same where ``rows.may_replace_keys``.
+    """
+    if len(groups) == 1 and groups[0].keys == held:
+        rows.add(groups[0], part, pair, into)
+        return
+    sums = [sums_for(x) for x in pair]
+    for group in groups:
+        keys = slice(group.keys.start - held.start, group.keys.stop - held.start)
+        k, v = (x[:, keys] for x in pair)
+        each = torch.empty_like(k), torch.empty_like(v)
+        rows.add(group, part, (k, v), each)
+        for total, x in zip(sums, each, strict=True):
+            total[:, keys].add_(x)
+    for target, total in zip(into, sums, strict=True):
+        target.copy_(total)
+
+
+class KeyGradients:
+    """Gradients of a rank's own keys: what its own rows make of them, and what comes back from others.
+
+    The own ones are written to ``own``. What others send is kept as it came where no more than three do, and added up
+    in float32 where more do. All is rounded together, when the own ones are there.
+    """
+
+    def __init__(self, keys: Pair, others: int) -> None:
+        """``others``: how often ``add`` will be called."""
+        k, v = (x.new_empty(x.shape) for x in keys)
+        self.own: Pair = k, v
+        self.sums = [sums_for(x) for x in keys] if others > MOST_PARTS else []
+        self.returned: list[tuple[Span, Pair]] = []
+
+    def add(self, span: Span, pair: Pair) -> None:
+        """What came back of some keys."""
+        if not self.sums:
+            self.returned.append((span, pair))
+        for total, x in zip(self.sums, pair, strict=False):
+            total[:, span.start : span.stop].add_(x)
+
+    def finish(self) -> Pair:
+        """dK and dV."""
+        for total, x in zip(self.own, self.sums, strict=False):
+            total.add_(x)
+        bounds = sorted({bound for span, _ in self.returned for bound in span})
+        for start, stop in pairwise(bounds):
+            parts = [
+                (span, pair) for span, pair in self.returned if span.start <= start and stop <= span.stop
+            ]
+            for i, total in enumerate(self.own if parts else ()):
+                rows = [pair[i][:, start - span.start : stop - span.start] for span, pair in parts]
+                add_parts(total[:, start:stop], rows)
+        self.returned.clear()
+        self.sums.clear()
+        return self.own

@@ -1,0 +1,195 @@
+"""The kernel for decoding over a latent, run from its PTX without a GPU, against float64; what ptxas makes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.config import SMEM_BYTES
+from hopper.inspection import ResourceUsage
+from hopper.mla.config import REGISTERS, MlaConfig, box_rows_for, select_mla_config, validate_mla_config
+from hopper_attention.masks import UNLIMITED
+from hopper_attention.reference import attention_naive
+from tests.compile_pool import usage_of_each
+from tests.hopper.decode_on_numpy import Launch, Queries
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.mla_on_numpy import mla_on_numpy
+from tests.hopper.on_numpy import NO_RULES, Rules
+from tests.hopper.paged_on_numpy import Cache
+from tests.hopper.test_kernels_on_numpy import EPSILON
+from tests.hopper.wgmma_hazards import find_hazards
+from tests.plans import Packed
+from tests.ptx import ptx_of
+
+LATE = Timing(is_late=True, seed=1)
+
+
+def config_of(
+    dtype: str, causal: bool, rows: int, page_size: int = 64, pages: int = 8, **others: Any
+) -> MlaConfig:
+    found = select_mla_config(dtype, 512, causal, page_size, pages, rows, **others)
+    assert found is not None
+    return found
+
+
+SHORT = config_of("bfloat16", False, 16)
+CLUSTER = config_of("bfloat16", True, 128, limits_splits=True)
+EVERYTHING = {"window": True, "chunk": True, "layout": "varlen", "softcap": True, "sinks": True}
+NARROW = replace(
+    config_of("float16", True, 64, 1000, 1, paged=False, leftpad=True, **EVERYTHING),
+    head_dim_v=256,
+    box_rows=16,
+)
+
+COMPILED = [
+    SHORT,
+    CLUSTER,
+    config_of("float16", True, 64, 16),
+    config_of("bfloat16", True, 128, 16, layout="varlen"),
+    config_of("bfloat16", True, 128, 16, limits_splits=True, sinks=True),
+    replace(NARROW, stages=4),
+]
+"""With 512 columns a window spills a register, and all features together some six."""
+
+SINKS = torch.linspace(-1.0, 2.0, 16)
+
+
+@pytest.fixture(scope="module")
+def usages() -> dict[MlaConfig, ResourceUsage]:
+    return usage_of_each(COMPILED)
+
+
+@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
+def test_kernels_compile_without_spills(config: MlaConfig, usages: dict[Any, ResourceUsage]) -> None:
+    usage = usages[config]
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads <= 65536
+    assert 2 * REGISTERS.consumer + REGISTERS.producer <= 3 * usage.registers
+    assert usage.shared_bytes <= SMEM_BYTES
+
+
+@pytest.mark.parametrize("config", [SHORT, CLUSTER], ids=lambda config: config.name)
+def test_nothing_touches_a_product_in_flight(config: MlaConfig) -> None:
+    count, hazards = find_hazards(ptx_of(config))
+    # Two sites of S with 36 steps each, and of P V two of the first warpgroup and one of the second.
+    assert count >= 2 * 36 and hazards == []
+
+
+@pytest.mark.parametrize(
+    ("page_size", "pages", "rows", "box_rows"),
+    [
+        (64, 8, 16, 64),
+        (64, 8, 65, 32),
+        (256, 8, 16, 64),
+        (16, 8, 65, 16),
+        (24, 8, 16, 8),
+        (12, 8, 16, None),
+        (7, 1, 16, 64),
+    ],
+)
+def test_rows_of_a_box(page_size: int, pages: int, rows: int, box_rows: int | None) -> None:
+    assert box_rows_for(page_size, pages, rows) == box_rows
+    config = select_mla_config("bfloat16", 512, True, page_size, pages, rows)
+    assert (config is None) == (box_rows is None)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("dtype", "float32"),
+        ("layout", "paged"),
+        ("head_dim_v", 384),
+        ("tile_n", 48),
+        ("cluster", 3),
+        ("cta_rows", 16),
+        ("box_rows", 128),
+        ("stages", 1),
+        ("stages", 3),
+    ],
+)
+def test_configs_that_no_kernel_is_built_from(field: str, wrong: Any) -> None:
+    named = "the tiles need" if (field, wrong) == ("stages", 3) else field
+    with pytest.raises(ValueError, match=f"^{named}"):
+        validate_mla_config(replace(SHORT, **{field: wrong}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and keys of each sequence, and the columns of K and of V."""
+
+    config: MlaConfig
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    page_size: int
+    launch: Launch
+    heads: tuple[int, int]
+    columns: tuple[int, int] = (64, 512)
+    pads: tuple[int, ...] = ()
+    sides: tuple[int, ...] = ()
+    rules: Rules = NO_RULES
+
+
+def draw(case: Case) -> tuple[Queries, Tensor, Cache]:
+    """q, qv and a cache; packed queries have rows of no sequence behind them, all others are as many as the first."""
+    dtype = getattr(torch, case.config.dtype)
+    d, dv = case.columns
+    cache = Cache.draw(case.keys, case.page_size, case.heads[1], case.columns, dtype, case.pads)
+    generator = torch.Generator().manual_seed(1)
+    packed = Packed.of(case.queries, behind=3) if case.config.layout == "varlen" else None
+    rows = (len(case.keys), case.queries[0]) if packed is None else (packed.total,)
+    both = torch.randn(*rows, case.heads[0], d + dv, generator=generator).to(dtype)
+    return Queries(both[..., dv:], packed), both[..., :dv], cache
+
+
+def check(case: Case) -> None:
+    queries, qv, cache = draw(case)
+    scale = 0.8 * sum(case.columns) ** -0.5
+    out, lse = mla_on_numpy(case.config, queries, qv, cache, scale, case.launch, case.sides, case.rules)
+    second = replace(queries, q=qv)
+    left, right, *chunk = case.sides or (UNLIMITED, UNLIMITED)
+    for number, keys in enumerate(cache.rows):
+        q = queries.of(number)
+        if not q.shape[0]:
+            continue
+        exact, exact_lse = attention_naive(
+            q[None],
+            *(x[None] for x in keys),
+            causal=case.config.causal,
+            softmax_scale=scale,
+            window_left=left,
+            window_right=UNLIMITED if case.config.causal else right,
+            attention_chunk=chunk[0] if chunk else 0,
+            softcap=case.rules.softcap,
+            sinks=case.rules.sinks,
+            qv=second.of(number)[None],
+        )
+        got, got_lse = queries.rows(out, lse, number)
+        assert (got.double() - exact[0]).norm() <= EPSILON[out.dtype] * exact.norm(), number
+        seen = exact_lse[0] > -math.inf
+        assert bool((got_lse[~seen] == -math.inf).all())
+        error = (got_lse.double() - exact_lse[0])[seen].abs()
+        assert bool((error <= 3e-6 * exact_lse[0][seen].abs().clamp(min=1.0)).all()), number
+
+
+def test_few_heads_in_pages() -> None:
+    """A tile in several parts, several tiles in a piece, tails of NaN, and a sequence without keys."""
+    check(Case(SHORT, (1, 1, 1), (200, 0, 65), 64, Launch(3, timing=LATE), (16, 1)))
+
+
+def test_two_ctas_share_keys() -> None:
+    """Tokens of a step under a causal mask, 80 rows, of which the second CTA of the cluster has 16."""
+    check(Case(CLUSTER, (2, 2), (130, 64), 64, Launch(2, max_splits=2, timing=LATE), (40, 1)))
+
+
+def test_everything_at_once() -> None:
+    """Columns that TMA fills up, packed queries, one page of any size behind a leftpad, chunks in a window, a cap and
+    sinks."""
+    rules = Rules(softcap=4.0, sinks=SINKS)
+    sides = 20, 0, 64
+    launch = Launch(2, timing=LATE)
+    check(Case(NARROW, (3, 0, 1), (70, 30, 10), 128, launch, (16, 1), (40, 248), (3, 0, 60), sides, rules))
