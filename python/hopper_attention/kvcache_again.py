@@ -48,12 +48,16 @@ def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
 def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
     """Keep a call that was made, if ``decode_again`` can make others like it."""
     call, read, scores, _ = checked
-    if find_way(call).path != "decode" or not is_launched_as_it_is(call.shape, read, tensors):
+    if find_way(call).path != "decode":
         return
-    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
-    found = DecodeCall(find_decode(call), scores.softcap or None)
-    schedule = schedule_of(tensors[-1])
-    if schedule is not None:
-        schedule.calls.keep(key, found, *given)
-    elif remembered.comes_again(sizes := (tensors[0].shape, tensors[1].shape, key)):
-        remembered.keep(sizes, found, *given)
+    key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
+    sizes = tensors[0].shape, tensors[1].shape, key
+    if schedule is None and not remembered.comes_again(sizes):
+        return
+    if is_launched_as_it_is(call.shape, read, tensors):
+        given = [x for x in tensors if x is not None]
+        found = DecodeCall(find_decode(call), scores.softcap or None)
+        if schedule is None:
+            remembered.keep(sizes, found, *given)
+        else:
+            schedule.calls.keep(key, found, *given)

@@ -151,10 +151,10 @@ def layer(batch: int = 2, **given: Any) -> dict[str, Any]:
 
 
 def schedule_for_layers(batch: int = 2, **given: Any) -> Tensor:
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": 64, "num_heads_q": 8, "num_heads_kv": 2, "headdim": 64}
     lengths = torch.zeros(batch, dtype=torch.int32)
-    return get_scheduler_metadata(
-        batch, 1, 64, 8, 2, 64, lengths, **{"page_size": 16, "causal": True, **given}
-    )
+    options = {"cache_seqlens": lengths, "page_size": 16, "causal": True}
+    return get_scheduler_metadata(batch, **{**sizes, **options, **given})
 
 
 @pytest.mark.parametrize("with_schedule", [False, True])
@@ -194,6 +194,28 @@ def test_a_call_that_is_made_again_has_its_own_results(with_schedule: bool, seen
         assert out is arguments[3] and lse is arguments[4]
         assert (lse.shape, lse.dtype) == ((2, 8, 1), torch.float32) and lse.is_contiguous()
     assert len({x.data_ptr() for pair in results for x in pair}) == 6
+
+
+def test_packed_queries_are_found_again(seen: Seen, reads: list[int]) -> None:
+    starts = int32([0, 1, 3])
+    schedule = schedule_for_layers(max_seqlen_q=2, cu_seqlens_q=starts)
+    for _ in range(3):
+        q = torch.zeros(3, 8, 64).bfloat16()
+        out = flash_attn_with_kvcache(**layer(scheduler_metadata=schedule, q=q, cu_seqlens_q=starts))
+        assert out.shape == q.shape and seen[-1][0] is q and seen[-1][8] is starts
+    # A queries' tensor whose rows do not follow each other is read as it lies, too.
+    for _ in range(2):
+        q = torch.zeros(3, 16, 64).bfloat16()[:, ::2]
+        flash_attn_with_kvcache(**layer(scheduler_metadata=schedule, q=q, cu_seqlens_q=starts))
+        assert seen[-1][0] is q and seen[-1][3].is_contiguous()
+    assert len(reads) == 2
+
+
+def test_lengths_that_are_an_int_are_read_each_time(seen: Seen, reads: list[int]) -> None:
+    for length in (5, 9, 60):
+        flash_attn_with_kvcache(**layer(scheduler_metadata=schedule_for_layers(), cache_seqlens=length))
+        assert seen[-1][5].tolist() == [length, length]
+    assert len(reads) == 3
 
 
 def test_hints_of_a_schedule_reach_the_kernel(seen: Seen, reads: list[int]) -> None:

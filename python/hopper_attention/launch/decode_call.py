@@ -11,7 +11,7 @@ from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
 from hopper_attention.kvcache_checks import CacheShape, CacheTensors
 from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import DecodeLauncher, is_aligned
-from hopper_attention.layout import TMA_BYTES, Repair, repair_for
+from hopper_attention.layout import TMA_BYTES, repairs_for
 
 Decoded = tuple[Any, ...]
 """q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, k_descale, v_descale and scheduler_metadata, as they
@@ -52,16 +52,15 @@ class DecodeCall:
 def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded) -> bool:
     """Whether the kernel gets the tensors of a call and no others, and nothing depends on the grad mode."""
     q, k_cache, v_cache, lengths, table, _, k_descale, v_descale, _ = tensors
-    addressed = (q if shape.is_packed_q else q.flatten(0, 1), k_cache, v_cache)
-    facts = (TensorSpec.of(x.unsqueeze(0) if x.dim() == 3 else x) for x in addressed)
     descales = (k_descale, v_descale) if shape.is_fp8_cache else ()
-    return (
-        read.q is q
-        and q.dtype != FP8_DTYPE
-        and type(lengths) is Tensor
-        and not any(x is not None and x.requires_grad for x in tensors)
-        and all(repair_for(spec) is Repair.NONE for spec in facts)
-        and is_aligned(read)
-        and (table is None or table.stride(1) == 1)
-        and all(x is not None and x.stride(1) == 1 for x in descales)
-    )
+    if (
+        read.q is not q
+        or q.dtype == FP8_DTYPE
+        or type(lengths) is not Tensor
+        or any(x is not None and x.requires_grad for x in tensors)
+        or (table is not None and table.stride(1) != 1)
+        or any(x is None or x.stride(1) != 1 for x in descales)
+    ):
+        return False
+    addressed = (q.unsqueeze(0) if shape.is_packed_q else q), k_cache, v_cache
+    return is_aligned(read) and not repairs_for(*map(TensorSpec.of, addressed))
