@@ -269,7 +269,7 @@ def choose_in_16_bits(
 ) -> Choice:
     """The backend of 16-bit tensors, or of e4m3 ones that are dequantized for what is done to their scores."""
     if is_dequantized:
-        return fp8_rules.choose_with_scores(target, requested, has_work, why_not_torch(problem))
+        return fp8_rules.choose_with_scores(target, requested, has_work, why_not_torch(problem, target))
     return choose_for(problem, target, requested)
 
 

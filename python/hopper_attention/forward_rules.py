@@ -230,7 +230,7 @@ def choose_for(problem: AttentionProblem, target: Target, requested: str | None)
         ValueError: ``requested`` cannot run there.
         NotImplementedError: ``requested`` does not serve such problems.
     """
-    return choose_backend(target, problem.dtype, requested, why_not_torch(problem))
+    return choose_backend(target, problem.dtype, requested, why_not_torch(problem, target))
 
 
 def _select_wide(

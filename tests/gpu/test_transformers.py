@@ -105,3 +105,27 @@ def test_fp8_is_near_16_bits() -> None:
     model, ids = make_model("Llama").bfloat16(), torch.randint(2, 512, (1, 700), device="cuda")
     ours, fp8 = (logits(model, way, ids, None) for way in (integration.NAME, integration.FP8_NAME))
     assert 1e-5 < float((fp8 - ours).norm() / ours.norm()) < 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_continuous_batching_answers_as_float32_does(name: str) -> None:
+    """Each token is what float32 chooses after those before it, but where two are as good as equal."""
+    model = make_model(name).bfloat16()
+    prompts = [list(range(5, 5 + length)) for length in (150, 3, 40, 70)]
+    answers = integration.prepare_batches(model).generate_batch(
+        prompts,
+        transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=128),
+        progress_bar=False,
+    )
+    model.set_attn_implementation("eager")
+    exact, agreed = model.float(), 0
+    for prompt, answer in zip(prompts, answers.values(), strict=True):
+        ids = torch.tensor([prompt + answer.generated_tokens], device="cuda")
+        steps = exact(ids).logits[0, len(prompt) - 1 : -1]
+        chosen = steps.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        # As much below the largest logit as 16 bits may confuse.
+        assert (steps.amax(1) - chosen).max() < 0.2 * steps.std(1).max()
+        agreed += int((steps.argmax(1) == ids[0, len(prompt) :]).sum())
+    assert agreed >= 40

@@ -344,9 +344,8 @@ def test_explain(function: Callable[..., Any]) -> None:
     asked = function(*tensors, device_capability=(9, 0), backend="ampere", **scores)
     assert asked.reason.startswith("asked for with backend='ampere'; ") and asked.notes == same.notes
     here = function(*tensors, **scores)
-    assert here.backend == "reference" and here.config.name == "reference_tiled_m128n128"
-    lacks = "and torch's fused attention has no softcap and no alibi_slopes; no FP8 kernel has softcap"
-    assert here.reason.startswith(f"cpu is not an NVIDIA GPU, {lacks}")
+    assert here.backend == "torch" and here.config.name == "torch_sdpa"
+    assert here.reason.startswith("cpu is not an NVIDIA GPU; no FP8 kernel has softcap")
     assert here.copies == plan.copies and here.notes == same.notes
 
 

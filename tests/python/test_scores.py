@@ -505,7 +505,7 @@ def test_records() -> None:
 @pytest.mark.parametrize("function", [explain, call_varlen(explain_varlen)])
 def test_explain_mentions_them(function: Callable[..., Any]) -> None:
     plan = function(*qkv(), softcap=30, alibi_slopes=SLOPES, sinks=SINKS)
-    assert plan.backend == "reference" and plan.notes == (
+    assert plan.backend == "torch" and plan.notes == (
         "softcap: a score s becomes 30.0 tanh(s / 30.0)",
         "alibi_slopes: scores fall by a slope of their head with the distance of query and key",
         "sinks: a logit of each head joins the sum of a row",

@@ -149,11 +149,7 @@ def test_packed_sequences_are_calls_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "lacking"),
     [
-        ({"window_size": (3, 0)}, "window_size"),
-        ({"attention_chunk": 4}, "attention_chunk"),
-        ({"softcap": 5.0}, "softcap"),
         ({"dropout_p": 0.5}, "dropout_p"),
-        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
         ({"score_mod": lambda s, b, h, q, k: s * 0.5}, "score_mod"),
     ],
 )

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", reason="needs the transformer
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate  # noqa: E402
 
 import hopper_attention.integrations.transformers as integration  # noqa: E402
+from hopper_attention.integrations.transformers import batches  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "transformers.md"
 
@@ -293,6 +294,39 @@ def first_output(model: Any, attention: str, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_continuous_batching_gives_the_tokens_of_eager(name: str) -> None:
+    """Prompts of different lengths, one of them longer than a step takes tokens, share steps and pages."""
+    model = make_model(name)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [3, 4], list(range(20, 33))]
+    model.set_attn_implementation("eager")
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    assert integration.prepare_batches(model) is model
+    options = transformers.GenerationConfig(
+        max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=12)
+    answers = model.generate_batch(prompts, options, continuous_batching_config=sizes, progress_bar=False)
+    assert [answer.generated_tokens for answer in answers.values()] == expected
+    with pytest.raises(NotImplementedError, match="serves generate_batch alone; use model"):
+        model(torch.tensor([[5, 6]]))
+    model.set_attn_implementation(integration.NAME)
+    assert model(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_continuous_batching_needs_the_cache_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    monkeypatch.setattr(batches, "UPDATE", ["key_states"])
+    with pytest.raises(NotImplementedError, match="updates its paged cache in another way"):
+        integration.prepare_batches(model)
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda model: False)
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has attention that does not go by name"):
+        integration.prepare_batches(model)
+
+
 def test_fp8_is_near_eager() -> None:
     ids = tokens(1, 33)
     for name in ("llama", "mistral"):
@@ -376,9 +410,10 @@ def test_a_step_on_a_static_cache_is_one_graph_that_is_compiled_once() -> None:
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
-    assert len(examples) == 1
+    assert len(examples) == 2
     names: dict[str, Any] = {}
-    exec(compile(examples[0], PAGE.name, "exec"), names)
+    for example in examples:
+        exec(compile(example, PAGE.name, "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
 
 

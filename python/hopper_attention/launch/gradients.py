@@ -15,6 +15,7 @@ from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 from hopper_attention.sdpa import attention
+from hopper_attention.sdpa.terms import Terms
 from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
 
 
@@ -72,9 +73,8 @@ def differentiate(
         what = WITHOUT_KERNEL[choice.backend]
         warn_once(f"the backward pass of attention on {what}: {choice.reason}; {choice.advice}")
     if choice.backend == "torch":
-        return attention.differentiate(
-            dout, dlse, q, k, v, out, lse, causal=mask.causal, softmax_scale=softmax_scale
-        )
+        terms = Terms(mask.causal, softmax_scale, mask.sides, *scores.changes)
+        return attention.differentiate(dout, dlse, q, k, v, out, lse, terms)
     return tiled_backward(
         dout,
         dlse,

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from hopper_attention.lengths import Lengths, read_sequences
+from hopper_attention.masks import FULL_SIDES
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.scores import NO_SCORES, Scores
 from hopper_attention.sdpa.attention import attend, differentiate
+from hopper_attention.sdpa.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,17 @@ class TorchLaunch:
         v: Tensor,
         softmax_scale: float | None,
         wants_lse: bool,
-        *,
+        *window: int,
         scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        return attend(q, k, v, causal=self.causal, softmax_scale=scale, sinks=scores.sinks)
+        left, right, chunk = window or FULL_SIDES
+        return attend(q, k, v, Terms(self.causal, scale, (left, right, chunk), *scores.changes))
 
 
 @dataclass(frozen=True)
 class TorchVarlen:
-    """Of packed sequences: a ``VarlenLaunch`` for problems without a window. It reads the lengths, and checks them."""
+    """Of packed sequences: a ``VarlenLaunch``. It reads the lengths, and checks them."""
 
     causal: bool
 
@@ -65,10 +68,11 @@ class TorchVarlen:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
-        scale, sinks = softmax_scale, scores.sinks
-        for rows, keys in read_sequences(lengths, q.shape[0], k.shape[0]):
+        sides = window_left, window_right, attention_chunk
+        terms = Terms(self.causal, softmax_scale, sides, *scores.changes)
+        for b, (rows, keys) in enumerate(read_sequences(lengths, q.shape[0], k.shape[0])):
             part = q[None, rows.slice], k[None, keys.slice], v[None, keys.slice]
-            results = attend(*part, causal=self.causal, softmax_scale=scale, sinks=sinks)
+            results = attend(*part, terms.of_sequence(b))
             out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
         return out, lse
 
@@ -102,7 +106,9 @@ class TorchVarlenGradient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-        for rows, keys in read_sequences(lengths, q.shape[0], k.shape[0]):
+        sides = window_left, window_right, attention_chunk
+        terms = Terms(self.causal, softmax_scale, sides, *scores.changes)
+        for b, (rows, keys) in enumerate(read_sequences(lengths, q.shape[0], k.shape[0])):
             if rows.start == rows.stop or keys.start == keys.stop:
                 continue
             q_s, dout_s, out_s = (x[None, rows.slice] for x in (q, dout, out))
@@ -110,10 +116,12 @@ class TorchVarlenGradient:
             dlse_s = None if dlse is None else dlse[None, :, rows.slice]
             lse_s = lse[None, :, rows.slice]
             if keys.stop - keys.start == 1 and scores.sinks is None:
-                parts = differentiate_one_key(dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale)
+                parts = differentiate_one_key(
+                    dout_s, dlse_s, q_s, k_s, v_s, lse_s, softmax_scale, scores.softcap
+                )
             else:
                 tensors = dout_s, dlse_s, q_s, k_s, v_s, out_s, lse_s
-                parts = differentiate(*tensors, causal=self.causal, softmax_scale=softmax_scale)
+                parts = differentiate(*tensors, terms.of_sequence(b))
             for whole, span, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
                 whole[span.slice] = part[0]
         return dq, dk, dv

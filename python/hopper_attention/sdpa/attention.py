@@ -1,7 +1,8 @@
-"""Attention of dense 16-bit tensors by torch's fused kernels, with this package's conventions.
+"""Attention of dense tensors by torch's kernels, with this package's conventions.
 
-Those of torch differ: its causal mask is aligned top-left, a query without a key gives NaN, and there are no sinks. So
-a call is cut into pieces that torch computes as we do, which are joined by their log-sum-exps.
+Those of torch's fused attention differ: its causal mask is aligned top-left, a query without a key gives NaN, and there
+are no sinks. So a call is cut into pieces that torch computes as we do, which are joined by their log-sum-exps. On a
+CPU the products of ``blocks`` serve what fused attention lacks, and large problems where they are faster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.sdpa.blocks import attend_in_blocks, differentiate_in_blocks
 from hopper_attention.sdpa.operators import Operators, operators_for
+from hopper_attention.sdpa.products import LEAST_WORK, has_onednn
+from hopper_attention.sdpa.terms import Terms
 
 COLUMN_STEP = 8
 """Columns that a head_dim is filled up to a multiple of."""
@@ -53,46 +57,57 @@ def pieces_of(seqlen_q: int, seqlen_k: int, causal: bool) -> tuple[Piece, ...]:
 
 @torch.no_grad()
 @ignores_autocast
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    softmax_scale: float,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`hopper_attention.reference.tiled_forward` of a plain problem, by torch's kernels.
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """:func:`hopper_attention.reference.tiled_forward` by torch's kernels.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16.
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16; on a CPU also float32.
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
-        causal: aligned bottom-right.
-        softmax_scale: factor of the scores.
-        sinks: (heads,) or None: a logit of each head that joins the sum of a row.
+        terms: must be plain but on a CPU.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and the LSE, float32 (batch, heads, seqlen_q), contiguous. A query that
         sees no key gives 0 and its sink, or -inf.
     """
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, width = k.shape[1], v.shape[3]
-    out = q.new_zeros(batch, seqlen_q, heads, width)
-    lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)
-    if 0 not in (*q.shape, seqlen_k):
-        if are_unusable(q, k, v):
-            return tiled_forward(q, k, v, causal=causal, softmax_scale=softmax_scale, sinks=sinks)
-        q, k, v, operators = _prepared(q, k, v, causal)
-        for piece in pieces_of(seqlen_q, seqlen_k, causal):
-            part = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
-            results = operators.attend(*part, piece.causal, softmax_scale)
-            _join(out, lse, piece, results)
-    if sinks is not None:
-        with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
+    has_work = 0 not in (*q.shape, k.shape[1])
+    if has_work and are_unusable(q, k, v):
+        return tiled_forward(q, k, v, **terms.options, sinks=terms.sinks)
+    if has_work and q.shape[1] == 1 and terms.alibi_slopes is None:
+        # A window of one query is a slice of the keys.
+        seen = terms.keys_of_one(k.shape[1])
+        k, v, terms = k[:, seen], v[:, seen], terms.without_mask
+        has_work = k.shape[1] > 0
+    attend_now = attend_in_blocks if has_work and suits_blocks(q, k, terms) else _attend_in_pieces
+    out, lse = attend_now(q, k, v, terms)
+    if terms.sinks is not None:
+        with_sinks = torch.logaddexp(lse, terms.sinks.float()[:, None])
         # A row without a key has a LSE of -inf, and may have a sink of -inf too.
         shares = (lse - with_sinks).masked_fill(lse == -math.inf, -math.inf).exp()
         out.mul_(shares.mT[..., None])
         lse = with_sinks
+    return out, lse
+
+
+def suits_blocks(q: Tensor, k: Tensor, terms: Terms) -> bool:
+    """Whether products by blocks serve a problem, as nothing else can or as they are faster."""
+    if not terms.is_plain:
+        return True
+    _, seqlen_q, heads, columns = q.shape
+    work = seqlen_q * heads // k.shape[2] * k.shape[1] * columns
+    return q.device.type == "cpu" and has_onednn() and work >= LEAST_WORK
+
+
+def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, width = k.shape[1], v.shape[3]
+    out = q.new_zeros(batch, seqlen_q, heads, width)
+    lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)
+    if 0 in (*q.shape, seqlen_k):
+        return out, lse
+    q, k, v, operators = _prepared(q, k, v, terms.causal)
+    for piece in pieces_of(seqlen_q, seqlen_k, terms.causal):
+        part = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
+        _join(out, lse, piece, operators.attend(*part, piece.causal, terms.scale))
     return out, lse
 
 
@@ -119,11 +134,9 @@ def differentiate(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    causal: bool,
-    softmax_scale: float,
+    terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`hopper_attention.reference.tiled_backward` of a plain problem; sinks are in the LSE.
+    """:func:`hopper_attention.reference.tiled_backward` by torch's kernels; sinks are in the LSE.
 
     Where torch has no backward pass that takes an LSE, or the gradient of an LSE, that one serves.
 
@@ -132,16 +145,35 @@ def differentiate(
         dlse: gradient of lse, (batch, heads, seqlen_q); None means zero.
         q, k, v: the inputs of the forward pass.
         out, lse: its results.
-        causal, softmax_scale: as there.
+        terms: as there.
 
     Returns:
         dq, dk, dv with the shapes and dtype of q, k, v, contiguous.
     """
+    if 0 in (*out.shape, *k.shape):
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        return dq, dk, dv
+    if are_unusable(q, k, v):
+        return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
+    if suits_blocks(q, k, terms):
+        # A row without keys has no gradient, whatever is given for it.
+        known = dlse if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
+        if not are_unusable(dout, *(() if known is None else (known,))):
+            return differentiate_in_blocks(dout, known, q, k, v, out, lse, terms)
+    if not terms.is_plain:
+        return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
+    return _differentiate_in_pieces(dout, dlse, q, k, v, out, lse, terms)
+
+
+def _differentiate_in_pieces(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    causal, softmax_scale = terms.causal, terms.scale
     columns = v.shape[3] + 1 if dlse is not None else 0
     wide_q, wide_k, wide_v, operators = _prepared(q, k, v, causal, columns)
     is_lse_taken = dlse is None or operators.dtype is not None
-    if operators.differentiate is None or not is_lse_taken or are_unusable(q, k, v):
-        return tiled_backward(dout, dlse, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
+    if operators.differentiate is None or not is_lse_taken:
+        return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
     dtype, width = wide_q.dtype, wide_q.shape[3]
     wide_dout, wide_out = (_heads_first(x, dtype, width) for x in (dout, out))
     # Where a score is not finite, P of torch is 0, and the gradients would be.
@@ -171,8 +203,8 @@ def are_unusable(*tensors: Tensor) -> bool:
     """
     if tensors[0].device.type != "cpu":
         return False
-    # A sum is as finite as what it is of, and found in one pass.
-    return not math.isfinite(sum(x.sum(dtype=torch.float32).item() for x in tensors))
+    # In one pass, and the largest of what has a NaN is NaN.
+    return not all(math.isfinite(end.item()) for x in tensors if x.numel() for end in torch.aminmax(x))
 
 
 def _prepared(

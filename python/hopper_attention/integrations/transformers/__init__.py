@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="hopper_attention")
 
 ``"hopper_attention"`` computes in the 16 bits of the model, ``"hopper_attention_fp8"`` quantizes Q, K and V to e4m3 for
-prefill and training, and takes steps on a cache in 16 bits. The page ``docs/integrations/transformers.md`` says what
-each takes.
+prefill and training, and takes steps on a cache in 16 bits. :func:`prepare_batches` has ``generate_batch`` run on the
+kernels. The page ``docs/integrations/transformers.md`` says what each takes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,25 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hopper_attention.integrations.transformers.attention import attend, attend_fp8
+from hopper_attention.integrations.transformers.batches import (
+    BATCHES_NAME,
+    attend_batches,
+    no_mask,
+    prepare_batches,
+)
 from hopper_attention.integrations.transformers.masks import make_mask
 
-__all__ = ["FP8_NAME", "NAME", "attend", "attend_fp8", "make_mask", "register"]
+__all__ = [
+    "BATCHES_NAME",
+    "FP8_NAME",
+    "NAME",
+    "attend",
+    "attend_batches",
+    "attend_fp8",
+    "make_mask",
+    "prepare_batches",
+    "register",
+]
 
 NAME = "hopper_attention"
 FP8_NAME = "hopper_attention_fp8"
@@ -27,7 +43,7 @@ OLDEST = (5, 4)
 
 
 def register() -> None:
-    """Make both names known to Transformers, for attention and for masks. Importing this package has done so.
+    """Make the names known to Transformers, for attention and for masks. Importing this package has done so.
 
     Raises:
         ImportError: Transformers is older than OLDEST.
@@ -42,6 +58,8 @@ def register() -> None:
     for name, function in ((NAME, attend), (FP8_NAME, attend_fp8)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(BATCHES_NAME, attend_batches)
+    AttentionMaskInterface.register(BATCHES_NAME, no_mask)
 
 
 register()

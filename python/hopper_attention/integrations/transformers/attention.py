@@ -17,8 +17,8 @@ REFUSED = {
     "position_bias": "attention with a learned position bias; use attn_implementation='eager' or 'sdpa'",
     "head_mask": "a head_mask; use attn_implementation='eager'",
     "output_attentions": "output_attentions=True, as no kernel has the probabilities; use attn_implementation='eager'",
-    "cache": "continuous batching with Transformers' paged cache; use attn_implementation='sdpa' for it, or "
-    "hopper_attention.flash_attn_with_kvcache with pages of your own",
+    "cache": "continuous batching under this name; call prepare_batches(model) of "
+    "hopper_attention.integrations.transformers first",
 }
 """Arguments of a layer that are not supported, and what to use instead."""
 
@@ -58,8 +58,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as ``AttentionInterface`` asks for it.
 
-    16-bit tensors go to the kernels. float32 ones, which no kernel takes, go to the tiled reference, which is slow and
-    is meant for tests; where the layer's weights have 16 bits, or under autocast, they are cast first.
+    16-bit tensors go to the kernels. float32 ones, which no kernel takes, are for tests: on a CPU torch's products
+    serve them, elsewhere the tiled reference, which is slow. Where the layer's weights have 16 bits, or under autocast,
+    they are cast first.
 
     Args:
         module: the layer. Its ``is_causal`` says whether queries see later keys, where ``is_causal`` does not.
@@ -113,6 +114,30 @@ def attend_fp8(
     seqlen_q, seqlen_k = heads.q.shape[1], heads.k.shape[1]
     way = FP8 if seqlen_q > 1 and seqlen_k <= KEYS_A_QUERY * seqlen_q else heads.exact_way
     return _attend(way, heads, attention_mask, terms, options), None
+
+
+def attend_packed_rows(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scaling: float | None,
+    is_causal: bool | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """:func:`attend` of one row of sequences whose offsets are in ``options``, for queries and keys each.
+
+    Args:
+        tensors: query (1, heads, total_q, head_dim), key and value (1, kv_heads, total_k, ...).
+        module, scaling, is_causal, dropout, options: as there.
+
+    Returns:
+        out (1, total_q, heads, head_dim_v). Rows of no sequence are 0.
+    """
+    heads = _heads_of(module, *tensors)
+    terms = _terms_of(module, scaling, is_causal, dropout, options)
+    starts = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    lengths = Lengths(*starts, None, None, int(options["max_length_q"]), int(options["max_length_k"]))
+    return _attend_packed(heads.exact_way, heads, lengths, terms)
 
 
 # What a layer says

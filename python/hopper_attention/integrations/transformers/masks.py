@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from hopper_attention import compiled
 from hopper_attention.integrations.transformers.visible import BOTH_WAYS, CAUSAL, PACKED, WINDOW_ONLY, encode
 
 Index = Any
@@ -98,7 +99,7 @@ def make_mask(
     return read_mask(frame, mask_function, attention_mask, device, options.get("use_vmap", False))
 
 
-@torch.compiler.disable
+@compiled.disable
 def read_mask(
     frame: Frame,
     mask_function: Callable[..., Any],

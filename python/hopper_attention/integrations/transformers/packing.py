@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hopper_attention import compiled
 from hopper_attention.lengths import Lengths
 
 
@@ -52,7 +53,7 @@ def find_offsets(sizes_q: Sizes, seqlen_k: int, options: dict[str, Any]) -> Leng
     return None if offsets is None else Lengths(offsets, offsets, None, None, seqlen_q, seqlen_k)
 
 
-@torch.compiler.disable
+@compiled.disable
 def read_positions(positions: Tensor, layer: int | None) -> Tensor | None:
     """int32 (sequences + 1,) offsets of the sequences in positions (1, tokens); None if there is one.
 

@@ -1,4 +1,4 @@
-"""The ways to compute a layer: in 16 bits, in FP8, and in float32 by the reference."""
+"""The ways to compute a layer: in 16 bits, in FP8, and in float32 by torch's products or the reference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from hopper_attention.dropout import draw_philox
 from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.lengths import Lengths, read_sequences
+from hopper_attention.masks import MaskSpec
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_tiled
+from hopper_attention.sdpa import exact
 from hopper_attention.varlen import flash_attn_varlen_func
 
 
@@ -139,6 +141,12 @@ def _fp8_options(terms: Terms) -> dict[str, Any]:
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+    """By torch's products on a CPU, where they can do it, else by the reference."""
+    if q.device.type == "cpu" and not terms.dropout_p and terms.table is None:
+        mask = MaskSpec.canonical(terms.is_causal, *terms.sides, q.shape[1], k.shape[1])
+        scale = q.shape[3] ** -0.5 if terms.scale is None else terms.scale
+        own = exact.Terms(mask.causal, scale, mask.sides, terms.softcap, sinks=terms.sinks)
+        return exact.attend_exactly(q, k, v, own)
     if q.is_cuda:
         warn_once(
             "hopper_attention runs a float32 model on its reference, which is slow: no kernel takes float32. Load the "

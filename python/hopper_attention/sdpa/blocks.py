@@ -1,0 +1,212 @@
+"""Attention on a CPU by blocks of queries, each with all keys that it sees, out of torch's matrix products.
+
+A block's scores are in memory whole, so its softmax takes one pass, and its products are large enough for oneDNN. Keys
+that no query of a block sees are left out, which makes windows and chunks as cheap as they are short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopper_attention.reference.tiles import LN_2, LOG2_E, Mask, Span, fold_heads, spans, unfold_heads
+from hopper_attention.sdpa.products import (
+    multiplies_bfloat16,
+    rows_by_rows,
+    weigh,
+    weigh_columns,
+)
+from hopper_attention.sdpa.terms import Terms
+
+SCORES = 2**19
+"""Scores in memory at once: 2 MiB, what the caches of a core hold. With very many keys there are more."""
+
+MUCH_WORK = 2**23
+"""Multiplications that take far longer than Python takes to ask for them."""
+
+MOST_ROWS, LEAST_ROWS = 256, 16
+"""Queries of a block, where there are as many."""
+
+GRID = 64
+"""Keys of a block begin and end at multiples of this, so that its products have few different shapes."""
+
+
+class Block(NamedTuple):
+    """Queries, the keys that some of them see, and limits of the scores in parts of those keys.
+
+    A limit is -inf for what is hidden, else inf.
+    """
+
+    rows: Span
+    keys: Span
+    limits: list[tuple[slice, Tensor]]
+
+
+class Changed(NamedTuple):
+    """Scores in base 2, and their slope under the softcap, or None."""
+
+    scores: Tensor
+    slope: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Folded heads of a problem, and what is done to their scores. "Heads" are those of K and V, of the whole batch.
+
+    Attributes:
+        mask, terms: of the problem.
+        q: (heads, group, seqlen_q, head_dim), in its own dtype, as k is.
+        k: (heads, seqlen_k, head_dim).
+        slopes: (heads, group, 1, 1) or None.
+    """
+
+    mask: Mask
+    terms: Terms
+    q: Tensor
+    k: Tensor
+    slopes: Tensor | None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, terms: Terms) -> Heads:
+        """Of (batch, seqlen, heads, head_dim)."""
+        kv_heads, slopes = k.shape[2], terms.alibi_slopes
+        if slopes is not None:
+            slopes = slopes.float().expand(q.shape[0], -1).reshape(q.shape[0] * kv_heads, -1, 1, 1)
+        mask = Mask(q.shape[1], k.shape[1], terms.causal, *terms.sides)
+        return cls(mask, terms, fold_heads(q, kv_heads, q.dtype).flatten(0, 1), fold_keys(k, k.dtype), slopes)
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1]
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks with keys. Rows of no block see none."""
+        seqlen_q, seqlen_k = self.mask.seqlen_q, self.mask.seqlen_k
+        seen = self.mask.spec.most_keys(seqlen_k)
+        # A block of few queries computes few scores that its window hides.
+        rows = max(LEAST_ROWS, min(MOST_ROWS, max(2 * GRID, seen), SCORES // (self.group * seen)))
+        for own in spans(0, seqlen_q, rows):
+            for keys in self.mask.key_tiles(own, seqlen_k):
+                begin, end = keys.start - keys.start % GRID, min(seqlen_k, -(-keys.stop // GRID) * GRID)
+                yield Block(own, Span(begin, end), list(self._limits(own, Span(begin, end))))
+
+    def _limits(self, rows: Span, keys: Span) -> Iterator[tuple[slice, Tensor]]:
+        for part in spans(*keys, MOST_ROWS):
+            visible = self.mask.visible(rows, part, self.group, self.q.device)
+            if visible is not None:
+                limits = torch.where(visible, math.inf, -math.inf)
+                yield slice(part.start - keys.start, part.stop - keys.start), limits
+
+    def at_once(self, block: Block) -> list[slice]:
+        """The heads, each alone where that is much work, else several together."""
+        a_head = self.group * (block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start)
+        together = 1 if a_head * self.k.shape[2] >= MUCH_WORK else max(1, SCORES // a_head)
+        return [span.slice for span in spans(0, self.k.shape[0], together)]
+
+    def rows_of(self, folded: Tensor, heads: slice, block: Block) -> Tensor:
+        """(heads, group, seqlen_q, columns) -> (some heads, group * rows, columns)."""
+        return folded[heads, :, block.rows.slice].flatten(1, 2)
+
+    def scores(self, heads: slice, block: Block) -> Changed:
+        """(some heads, group * rows, keys), with -inf for what is hidden."""
+        slope, softcap = None, self.terms.softcap
+        is_changed = bool(softcap) or self.slopes is not None
+        factor = self.terms.scale * (1.0 if is_changed else LOG2_E)
+        # In float32 by blocks: a copy of the whole would cost more in memory than in time.
+        own = self.rows_of(self.q, heads, block).float() * factor
+        x = rows_by_rows(own, self.k[heads, block.keys.slice].float())
+        if softcap:
+            x.div_(softcap).tanh_()
+            slope = 1.0 - x.square()
+            x.mul_(softcap if self.slopes is not None else softcap * LOG2_E)
+        if self.slopes is not None:
+            x.sub_(self._bias(self.slopes[heads], block)).mul_(LOG2_E)
+        for part, limits in block.limits:
+            x[..., part].clamp_(max=limits)
+        return Changed(x, slope)
+
+    def _bias(self, slopes: Tensor, block: Block) -> Tensor:
+        own = torch.arange(*block.rows)[:, None] + (self.mask.seqlen_k - self.mask.seqlen_q)
+        return (slopes * (own - torch.arange(*block.keys)).abs().float()).flatten(1, 2)
+
+
+def fold_keys(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(batch, seqlen, heads, columns) -> contiguous (batch * heads, seqlen, columns)."""
+    return fold_heads(x, x.shape[2], dtype).flatten(0, 2)
+
+
+def weighed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what a tensor of ``dtype`` is multiplied with P and dS."""
+    return dtype if dtype == torch.bfloat16 and multiplies_bfloat16() else torch.float32
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """out and LSE as of ``attention.attend``, without the sinks."""
+    batch, seqlen_q, all_heads, _ = q.shape
+    problem = Heads.of(q, k, terms)
+    values, rounded = fold_keys(v, v.dtype), weighed_dtype(v.dtype)
+    rows = problem.q.shape[:3]
+    out = q.new_zeros(*rows, v.shape[3])
+    lse = q.new_full(rows, -math.inf, dtype=torch.float32)
+    for block in problem.blocks():
+        for heads in problem.at_once(block):
+            x = problem.scores(heads, block).scores
+            row_max = x.amax(-1, keepdim=True)
+            p = x.sub_(row_max.masked_fill(row_max == -math.inf, 0.0)).exp2_()
+            row_sum = p.sum(-1, keepdim=True)
+            p.mul_(row_sum.masked_fill(row_sum == 0.0, 1.0).reciprocal())
+            group = problem.group, -1
+            part = weigh(p, values[heads, block.keys.slice].to(rounded))
+            out[heads, :, block.rows.slice] = part.unflatten(1, group)
+            own = ((row_max + row_sum.log2()) * LN_2).squeeze(-1)
+            lse[heads, :, block.rows.slice] = own.unflatten(1, group)
+    whole = out.unflatten(0, (batch, -1))
+    return unfold_heads(whole, q.dtype), lse.reshape(batch, all_heads, seqlen_q)
+
+
+def differentiate_in_blocks(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as of ``attention.differentiate``.
+
+    With P = exp(S - LSE) and D = rowsum(dO * O) - dLSE, dS = P * (dO V^T - D) by the slope of the softcap; then
+    dV = P^T dO, dQ = scale * dS K and dK = scale * dS^T Q (FlashAttention-3, appendix B.1).
+    """
+    batch, kv_heads = q.shape[0], k.shape[2]
+    problem = Heads.of(q, k, terms)
+    rounded = weighed_dtype(q.dtype)
+    do, o = (fold_heads(x, kv_heads, x.dtype).flatten(0, 1) for x in (dout, out))
+    values = fold_keys(v, v.dtype)
+    delta = torch.mul(do.float(), o).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= dlse.reshape(delta.shape)
+    # +inf in place of the LSE of a row without keys makes its P zero instead of NaN.
+    lse_log2 = (lse.float() * LOG2_E).masked_fill(lse == -math.inf, math.inf).reshape(delta.shape)
+    dq = problem.q.new_zeros(problem.q.shape, dtype=torch.float32)
+    # (heads, columns, seqlen_k): a product in this order copies no P and no dS.
+    dk, dv = (x.new_zeros(x.mT.shape, dtype=torch.float32) for x in (problem.k, values))
+    for block in problem.blocks():
+        keys = block.keys.slice
+        for heads in problem.at_once(block):
+            tile_q, tile_do, tile_delta, tile_lse = (
+                problem.rows_of(x, heads, block) for x in (problem.q, do, delta, lse_log2)
+            )
+            x, slope = problem.scores(heads, block)
+            p = x.sub_(tile_lse).exp2_()
+            ds = rows_by_rows(tile_do.float(), values[heads, keys].float()).sub_(tile_delta).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
+            dv[heads, :, keys] += weigh_columns(p, tile_do.to(rounded))
+            dk[heads, :, keys] += weigh_columns(ds, tile_q.to(rounded))
+            of_rows = weigh(ds, problem.k[heads, keys].to(rounded))
+            dq[heads, :, block.rows.slice] = of_rows.unflatten(1, (problem.group, -1)).float()
+    for x in (dq, dk):
+        x.mul_(terms.scale)
+    whole = (x.unflatten(0, (batch, -1)) for x in (dq, dk.mT.unsqueeze(1), dv.mT.unsqueeze(1)))
+    of_q, of_k, of_v = (unfold_heads(x, q.dtype) for x in whole)
+    return of_q, of_k, of_v
