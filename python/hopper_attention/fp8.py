@@ -18,7 +18,7 @@ from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.features import is_full, is_given, resolve_packed_mask
-from hopper_attention.fp8_at_once import find_at_once
+from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.packed_fp8 import attend_packed
@@ -190,6 +190,17 @@ def flash_attn_fp8_func(
 
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
+    given, options = (q, k, v), (causal, return_attn_probs, backend, two_level_accumulation)
+    is_packed = not (
+        cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
+    )
+    has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
+    if has_no_window and not is_packed:
+        found = calls_at_once.find(*given, quantization, *options)
+        if found is not None:
+            scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+            out, lse = found.launcher.launch(q, k, v, scale, bool(return_attn_probs))
+            return (out, lse) if return_attn_probs else out
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
@@ -208,13 +219,16 @@ def flash_attn_fp8_func(
         of_call = packed_scale, backend, two_level, return_attn_probs
         return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
     is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
-    if is_plain and is_full(window_size) and not is_given(attention_chunk, 0):
+    if is_plain and has_no_window:
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
         launch = find_at_once(*facts, *kinds, quantization, causal, FULL_SIDES, backend, two_level)
         if launch is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = launch(q, k, v, scale, return_attn_probs)
+            # Not where autocast made others of them.
+            if given[0] is q and given[1] is k and given[2] is v:
+                calls_at_once.keep(AtOnceCall(launch, quantization), *given, *options)
             return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
