@@ -207,11 +207,13 @@ def flash_attn_fp8_func(
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
         of_call = packed_scale, backend, two_level, return_attn_probs
         return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
-    is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
+    learns = needs_gradient(q, k, v)
+    is_plain = is_plain_call(q, k, v) and not learns
     if is_plain and is_full(window_size) and not is_given(attention_chunk, 0):
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        launch = find_at_once(*facts, *kinds, quantization, causal, FULL_SIDES, backend, two_level)
+        options = FULL_SIDES, backend, two_level, return_attn_probs
+        launch = find_at_once(*facts, *kinds, quantization, causal, *options)
         if launch is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = launch(q, k, v, scale, return_attn_probs)
@@ -224,9 +226,17 @@ def flash_attn_fp8_func(
         c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, return_attn_probs, mask.sides
-        out, lse = attend_and_undo(parts, *call)
+        out, lse = attend_and_undo(parts, *call, exact_lse=return_attn_probs)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        call_16 = (
+            scale,
+            mask.causal,
+            quantization,
+            backend,
+            two_level,
+            mask.sides,
+            return_attn_probs or learns,
+        )
         out, lse = differentiable_fp8(q, k, v, *call_16)
     return (out, lse) if return_attn_probs else out
 
@@ -243,13 +253,14 @@ def _attend_packed(
     """``flash_attn_fp8_func`` of packed sequences; ``of_call`` are scale, backend, two_level and return_attn_probs."""
     softmax_scale, backend, two_level, wants_lse = of_call
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+    learns = needs_gradient(q, k, v)
+    if is_plain_call(q, k, v) and not learns:
         c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
         parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, wants_lse
-        out, lse = attend_packed(parts, *call, window=mask.sides)
+        out, lse = attend_packed(parts, *call, window=mask.sides, exact_lse=wants_lse)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, wants_lse or learns
         out, lse = differentiable_packed_fp8(q, k, v, lengths, *call_16)
     return (out, lse) if wants_lse else out
 
@@ -343,13 +354,14 @@ def flash_attn_quantized_func(
         bounds = parts.lengths.max_seqlen_q, parts.lengths.max_seqlen_k
         mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
         of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
-        out, lse = attend_packed(parts, *of_call, window=mask.sides)
+        out, lse = attend_packed(parts, *of_call, window=mask.sides, exact_lse=return_attn_probs)
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
     is_plain = is_plain_call(parts.q.data, parts.k.data, parts.v.data)
     if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
-        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
+        of_call = *options, return_attn_probs
+        out, lse = attend_and_undo(parts, *of_call, mask.sides, exact_lse=return_attn_probs)
     else:
-        out, lse = attend_traced(parts, *options, mask.sides)
+        out, lse = attend_traced(parts, *options, mask.sides, return_attn_probs)
     return (out, lse) if return_attn_probs else out

@@ -66,6 +66,7 @@ class Fp8AttentionProblem(AttentionProblem):
             than one that finds it transposed, and another that does so before.
         two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
         half_scores: scores fit float16, before they are scaled.
+        exact_lse: the LSE is returned, as exact as partial results want that are merged by it. V is transposed before.
     """
 
     block_k: int = ONE_BLOCK
@@ -74,6 +75,7 @@ class Fp8AttentionProblem(AttentionProblem):
     transposes: bool = False
     two_level: bool = False
     half_scores: bool = False
+    exact_lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def length_bounds() -> tuple[int, ...]:
         fp8_tilings.FP8_ROW_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_ROW_TILINGS,
+        fp8_tilings.FP8_EXACT_LSE_TILINGS,
     )
     rows = [row for table in tables for rows in table.values() for row in rows]
     return tuple(sorted({row.max_seqlen_k for row in rows} | {ANY_LENGTH}))
