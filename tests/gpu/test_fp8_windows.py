@@ -11,13 +11,13 @@ import torch
 from hopper.forward.fp8.config import Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func, quantize_qkv
 from hopper_attention.fp8_rules import select_config
-from hopper_attention.launch.fp8 import problem_of
+from hopper_attention.launch.fp8 import attend, problem_of
 from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales
 from hopper_attention.reference import attention_naive
 from tests.gpu.test_fp8 import allowed_16_bit_error, allowed_error, dequantized, rms
-from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, emulate
-from tests.hopper.fp8_sums import allowed_lse_error
+from tests.hopper.fp8_errors import EXACT_LSE_ROUNDING, LAGGING_LSE_ROUNDING, emulate
+from tests.hopper.fp8_sums import allowed_lse_error, split_product, wgmma_product
 
 pytestmark = pytest.mark.gpu
 
@@ -39,9 +39,15 @@ def find_differences(
     two_level: bool = False,
 ) -> list[str]:
     """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
+    mask = MaskSpec.canonical(causal, *window, parts.q.shape[1], parts.k.shape[1])
+    scale = parts.q.shape[3] ** -0.5
+    fast = attend(parts, scale, mask.causal, backend, two_level, window=mask.sides)
     options = {"two_level_accumulation": two_level, "backend": backend, "window_size": window}
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
-    return compare(parts, out, lse, causal, window, backend)
+    with_lse = flash_attn_quantized_func(parts, None, causal, True, **options)
+    return [
+        *compare(parts, *fast, causal, window, backend),
+        *compare(parts, *with_lse, causal, window, backend, lagging=False),
+    ]
 
 
 def compare(
@@ -66,7 +72,8 @@ def compare(
         oracle_lse = attention_naive(*dequantized(parts), causal=mask.causal, **sides)[1]
     else:
         allowed = allowed_error(emulated, oracle, out, lagging)
-        of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, 3 * LAGGING_LSE_ROUNDING)
+        roundings = (3 * LAGGING_LSE_ROUNDING, wgmma_product), (EXACT_LSE_ROUNDING, split_product)
+        of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, *roundings[not lagging])
     wrong, error = [], rms(out.double() - oracle)
     # "not <=" so that NaN counts as wrong.
     if not error <= allowed:
