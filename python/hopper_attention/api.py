@@ -291,8 +291,7 @@ def flash_attn_func(
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
     options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
-    of_fp8 = two_level_accumulation, return_attn_probs
-    results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
+    results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
     return results if return_attn_probs else results[0]
 
 
@@ -335,12 +334,11 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
-    of_fp8: tuple[bool, bool],
+    two_level: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
-    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic; ``of_fp8`` are two_level and
-    exact_lse.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
     mask, scores, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
@@ -352,9 +350,8 @@ def _call_operator(
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        two_level, exact_lse = of_fp8
         options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
-        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8, *scores.changes, exact_lse)
+        return autograd.forward_fp8(q, k, v, *descales, scale, *options_8, *scores.changes)
     flags = backend, sm_margin, deterministic
     if scores.captured:
         return attend_with_functions(DenseCall(scale, mask, scores, *flags), q, k, v)

@@ -223,7 +223,7 @@ def explain(
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
         notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8 and not in_16_bits:
-        choice, config = _plan_fp8(specs, mask, (two_level_accumulation, return_attn_probs), target, backend)
+        choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
     else:
         has_work = 0 not in (*q.shape, *k.shape)
         served = replace(problem, has_qv=qv is not None)
@@ -394,14 +394,9 @@ def describe_copies(
 
 
 def _plan_fp8(
-    specs: dict[str, TensorSpec],
-    mask: MaskSpec,
-    flags: tuple[bool, bool],
-    target: Target,
-    backend: str | None,
+    specs: dict[str, TensorSpec], mask: MaskSpec, two_level: bool, target: Target, backend: str | None
 ) -> tuple[Choice, Config]:
-    """Backend and config of e4m3 tensors with a descale for each head; ``flags`` are two_level and exact_lse."""
-    two_level, exact_lse = flags
+    """Backend and config of e4m3 tensors with a descale for each head."""
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
     problem = fp8_rules.Fp8Problem(
@@ -412,7 +407,6 @@ def _plan_fp8(
         v_rows=True,
         two_level=two_level,
         window=mask.sides,
-        exact_lse=exact_lse,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":

@@ -63,8 +63,8 @@ CALL = (
     "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
     "SymInt attention_chunk=0, bool exact_lse=False"
 )
-"""How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``. ``exact_lse`` says
-that the LSE is returned, or gradients are made from it."""
+"""How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``, ``exact_lse`` is
+that of an ``Fp8AttentionProblem``."""
 
 
 class Call(NamedTuple):

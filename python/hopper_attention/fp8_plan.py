@@ -78,6 +78,7 @@ def explain_fp8(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    exact_lse: bool = False,
     window_size: Any = FULL_WINDOW,
     attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
@@ -103,7 +104,8 @@ def explain_fp8(
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
-    exact_lse = checks.check_flag("return_attn_probs", return_attn_probs)
+    checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse = checks.check_flag("exact_lse", exact_lse)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     if softmax_scale is not None:

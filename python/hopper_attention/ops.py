@@ -90,13 +90,11 @@ def forward_fp8(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
     ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
-    those of a ``MaskSpec``; from ``softcap`` to ``sinks`` they are those of ``Scores``, with which 16 bits compute.
-    ``exact_lse`` says that the LSE is returned.
+    those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16 bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks)
@@ -107,8 +105,7 @@ def forward_fp8(
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)
-        call = softmax_scale, causal, backend, two_level
-        return attend(parts, *call, sm_margin=sm_margin, window=window, exact_lse=exact_lse)
+        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin, window=window)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
 
@@ -132,7 +129,6 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v, FP8_OUT_DTYPE)
 

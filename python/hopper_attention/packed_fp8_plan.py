@@ -25,7 +25,7 @@ from hopper_attention.quantized import Fp8Quantization
 
 class PackedCall(NamedTuple):
     """A call's options: two-level accumulation, the mask, the backend that was asked for, and whether the LSE is
-    returned."""
+    to be exact."""
 
     two_level: bool
     mask: MaskSpec

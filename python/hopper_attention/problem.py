@@ -66,7 +66,8 @@ class Fp8AttentionProblem(AttentionProblem):
             than one that finds it transposed, and another that does so before.
         two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
         half_scores: scores fit float16, before they are scaled.
-        exact_lse: the LSE is returned, as exact as partial results want that are merged by it. V is transposed before.
+        exact_lse: scores and their sum are to be added up in float32, for an LSE that partial results are merged by. V
+            is transposed before.
     """
 
     block_k: int = ONE_BLOCK

@@ -234,7 +234,7 @@ def flash_attn_varlen_func(
         flags = mask.causal, backend, sm_margin, return_attn_probs
         results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
     else:
-        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, return_attn_probs)
+        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
     return results if return_attn_probs else results[0]
 
 
@@ -281,11 +281,10 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
-    exact_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher.
 
-    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic; ``exact_lse`` is for FP8.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
     """
     mask, scores, backend, sm_margin, deterministic = options
     flags = backend, sm_margin, deterministic
@@ -298,7 +297,7 @@ def _call_operator(
         check_packed_scores(scores, q, lengths)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, *flags[:2], *mask.sides, *scores.changes, exact_lse
+        options_8 = mask.causal, *flags[:2], *mask.sides, *scores.changes
         return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores.captured:
         call = VarlenCall(scale, mask, scores, *flags, lengths)

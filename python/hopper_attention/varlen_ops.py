@@ -109,12 +109,10 @@ def forward_varlen_fp8(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32.
 
-    From ``softcap`` to ``sinks`` the arguments are those of ``Scores``, with which 16 bits compute. ``exact_lse`` says
-    that the LSE is returned.
+    From ``softcap`` on the arguments are those of ``Scores``, with which 16 bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -126,8 +124,7 @@ def forward_varlen_fp8(
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
-        call = softmax_scale, causal, backend, False
-        return attend_packed(parts, *call, sm_margin=sm_margin, window=window, exact_lse=exact_lse)
+        return attend_packed(parts, softmax_scale, causal, backend, False, sm_margin=sm_margin, window=window)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)
 
@@ -156,7 +153,6 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]), dtype=FP8_OUT_DTYPE)

@@ -120,7 +120,7 @@ def explain_varlen(
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
     if is_fp8 and not in_16_bits:
-        choice, config = _plan_fp8(problem, target, backend, return_attn_probs)
+        choice, config = _plan_fp8(problem, target, backend)
     else:
         has_work = not is_empty(q, k, lengths)
         choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
@@ -146,7 +146,7 @@ def explain_varlen(
 
 
 def _plan_fp8(
-    problem: AttentionProblem, target: Target, backend: str | None, exact_lse: bool
+    problem: AttentionProblem, target: Target, backend: str | None
 ) -> tuple[Choice, forward_rules.Config]:
     """Backend and config of e4m3 tensors with descales, whose V has rows."""
     p = problem
@@ -160,8 +160,7 @@ def _plan_fp8(
         has_chunk=p.has_chunk,
         is_packed=True,
         v_rows=True,
-        transposes=not exact_lse,
-        exact_lse=exact_lse,
+        transposes=True,
     )
     choice = fp8_rules.choose_for(kind, target, backend)
     return choice, packed_config_of(kind, choice, target)

@@ -97,7 +97,7 @@ def find_differences(
     emulations = emulate(parts, causal, lagging)
     _, like_lse = emulations[0]
     oracle = oracle_of(parts, causal)
-    wrong = [] if backend == "ampere" else find_wrong_with_lse(parts, causal, two_level, oracle)
+    wrong = [] if backend == "ampere" else find_wrong_with_exact_lse(parts, causal, two_level, oracle)
     error = rms(out.double() - oracle)
     emulated = max(rms(like.double() - oracle) for like, _ in emulations)
     if backend == "ampere":
@@ -125,11 +125,11 @@ def find_differences(
     return wrong
 
 
-def find_wrong_with_lse(
+def find_wrong_with_exact_lse(
     parts: QuantizedQKV, causal: bool, two_level: bool, oracle: torch.Tensor
 ) -> list[str]:
-    """The same of the kernels of calls that return the LSE, which owe it to 1e-3 and round P as the emulation does."""
-    options = {"two_level_accumulation": two_level, "backend": "hopper"}
+    """The same of the kernels of an exact LSE, which round P as the emulation does."""
+    options = {"two_level_accumulation": two_level, "backend": "hopper", "exact_lse": True}
     out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
     ((like, _),) = emulate(parts, causal, lagging=False)
     _, exact_lse = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
@@ -142,7 +142,9 @@ def find_wrong_with_lse(
         wrong.append(f"exact LSE differs by {difference.max().item():.3e}")
     error, emulated = rms(out.double() - oracle), rms(like.double() - oracle)
     if not error <= allowed_error(emulated, oracle, out, lagging=False):
-        wrong.append(f"with LSE: RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}")
+        wrong.append(
+            f"with exact LSE: RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}"
+        )
     return wrong
 
 
@@ -320,16 +322,16 @@ def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> N
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_returned_lse_is_exact_enough_to_merge_by(device: str, head_dim: int, family: Family) -> None:
-    """1e-3 up to scores of 20, and 5e-5 of larger ones, of which even products of 32 columns lose some."""
+def test_an_exact_lse_is_exact_enough_to_merge_by(device: str, head_dim: int, family: Family) -> None:
+    """1e-3 up to scores of 10, and 1e-4 of larger ones, of which even products of 32 columns lose some."""
     (problem,) = parse_shapes(f"bf16-b1-s4096-h2-d{head_dim}-full")
     x = draw_family(family, problem, 0, device)
     parts = quantize_qkv(x.q, x.k, x.v)
-    _, lse = flash_attn_quantized_func(parts, None, False, True, backend="hopper")
+    _, lse = flash_attn_quantized_func(parts, None, False, True, backend="hopper", exact_lse=True)
     _, exact = attention_naive(*(part.dequantize() for part in (parts.q, parts.k, parts.v)))
     difference = (lse - exact).abs()
     assert bool((difference <= torch.clamp(1e-4 * exact.abs(), min=1e-3)).all())
-    assert difference.square().mean().sqrt() < 5e-4
+    assert difference.square().mean().sqrt() < 2e-3
 
 
 def test_growing_scores(draw) -> None:

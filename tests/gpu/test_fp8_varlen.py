@@ -56,12 +56,17 @@ def wrong_of(
 ) -> list[Any]:
     """What is wrong with attention on packed tensors: sequence by sequence, and in rows of none."""
     options |= {"window_size": window, "backend": backend}
-    with_lse = flash_attn_quantized_func(parts, None, causal, True, **options)
-    fast = flash_attn_quantized_func(parts, None, causal, **options), with_lse[1]
     return [
         wrong
-        for results in (with_lse, fast)
-        for wrong in wrong_results(parts, case, *results, causal, window, backend)
+        for exact_lse in (False, True)
+        for wrong in wrong_results(
+            parts,
+            case,
+            *flash_attn_quantized_func(parts, None, causal, True, **options, exact_lse=exact_lse),
+            causal,
+            window,
+            backend,
+        )
     ]
 
 

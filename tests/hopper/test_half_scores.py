@@ -144,6 +144,20 @@ def test_a_key_that_counts_alone_but_does_not_dominate(column: int) -> None:
     assert relative(out, exact) < 0.07
 
 
+@pytest.mark.parametrize("octaves", [52.3, 115.0])
+def test_a_key_that_outweighs_all_others_by_far(octaves: float) -> None:
+    """Float16 has coarse steps for shifts so large: the largest P is no power of two, and its sum counts it as e4m3
+    rounds it."""
+    q, k, v = draw(TILE, 2 * TILE)
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    q[..., 1:] /= 16.0
+    k[:, 50, :, 0] = octaves / (16.0 * OCTAVES)
+    parts = quantized(q, k, v)
+    out, _ = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+    exact, _ = attention_naive(*dequantized(parts))
+    assert relative(out, exact) < 2.0**-9
+
+
 def test_a_scale_that_float16_does_not_hold() -> None:
     """Scores of 2^-14 and less, of which negative ones must not vanish."""
     q, k, v = draw(TILE, 2 * TILE)

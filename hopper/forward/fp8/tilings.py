@@ -149,8 +149,8 @@ FP8_EXACT_LSE_TILINGS: dict[int, tuple[Tiling, ...]] = {
     128: (exact_lse(128, 128, 4), exact_lse(128, 64, 4)),
     256: (exact_lse(128, 64, 4),),
 }
-"""By head_dim, where the LSE is returned, whatever scores fit and however P V is to be added up: few kernels, and each
-serves what was quantized for others."""
+"""By head_dim, where the LSE is to be exact, whatever scores fit and however P V is to be added up: few kernels, and
+each serves what was quantized for others."""
 
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of

@@ -221,7 +221,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
-    Without ``wants_lse`` the lse may lack its rows; with ``exact_lse`` it is exact enough to merge results by.
+    Without ``wants_lse`` the lse may lack its rows; ``exact_lse`` is that of an ``Fp8AttentionProblem``.
     ``causal`` and ``window`` are those of a ``MaskSpec``. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
     multiprocessors are left to others by the FP8 kernel.
 
