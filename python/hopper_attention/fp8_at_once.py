@@ -96,6 +96,7 @@ def find_at_once(
     window: Sides,
     backend: str | None,
     two_level: bool,
+    exact_lse: bool,
 ) -> AtOnceLauncher | None:
     """What serves a call with q, k and v like these, which are checked.
 
@@ -118,8 +119,9 @@ def find_at_once(
     quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device)
     block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
     pieces = output_pieces(block_q, block_k, *shapes)
+    blocks, of_call = (block_q, block_k, block_k), (causal, two_level, window)
     problem = problem_of_sizes(
-        shapes, (block_q, block_k, block_k), quantizer.largest_codes, q.dtype, causal, two_level, window
+        shapes, blocks, quantizer.largest_codes, q.dtype, *of_call, exact_lse=exact_lse
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
