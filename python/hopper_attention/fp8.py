@@ -199,7 +199,7 @@ def flash_attn_fp8_func(
 
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
-    given, options = (q, k, v), (causal, return_attn_probs, backend, two_level_accumulation)
+    given, options = (q, k, v), (causal, return_attn_probs, backend, two_level_accumulation, exact_lse)
     is_packed = not (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
     )
@@ -226,14 +226,14 @@ def flash_attn_fp8_func(
             causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
         )
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
-        of_call = packed_scale, backend, two_level, return_attn_probs, exact_lse
-        return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
+        packed_call = packed_scale, backend, two_level, return_attn_probs, exact_lse
+        return _attend_packed(q, k, v, lengths, quantization, mask, packed_call)
     is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
     if is_plain and has_no_window:
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        options = FULL_SIDES, backend, two_level, exact_lse
-        launch = find_at_once(*facts, *kinds, quantization, causal, *options)
+        of_call = FULL_SIDES, backend, two_level, exact_lse
+        launch = find_at_once(*facts, *kinds, quantization, causal, *of_call)
         if launch is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = launch(q, k, v, scale, return_attn_probs)

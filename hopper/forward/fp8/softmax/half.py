@@ -37,7 +37,6 @@ from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduc
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LEAST_MAXIMUM_EXPONENT,
-    NEARLY,
     WARY_LIMIT,
     StaleMaximumSoftmax,
     octaves_over,
