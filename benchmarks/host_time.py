@@ -28,6 +28,7 @@ from hopper_attention import (
     flash_attn_quantized_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
     quantize_qkv,
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
@@ -82,7 +83,13 @@ def decode_calls() -> dict[str, Call]:
     options = {"cache_seqlens": lengths, "causal": True}
     decode = partial(flash_attn_with_kvcache, q, k_cache, v_cache, **options)
     paged = partial(flash_attn_with_kvcache, q, *pages, page_table=table, **options)
-    return {"decode": torch.no_grad()(decode), "decode, pages": torch.no_grad()(paged)}
+    calls: dict[str, Call] = {"decode": torch.no_grad()(decode), "decode, pages": torch.no_grad()(paged)}
+    plan = partial(get_scheduler_metadata, 1, 1, 1024, 32, 8, 128, lengths, causal=True)
+    # Without torch.no_grad() as a decorator, which has its own host time; no tensor here asks for it.
+    calls["decode, bare"], calls["decode, pages, bare"] = decode, paged
+    calls["decode, with a schedule"] = partial(decode, scheduler_metadata=plan())
+    calls["decode, pages, with a schedule"] = partial(paged, scheduler_metadata=plan(page_size=64))
+    return calls | {"get_scheduler_metadata": plan}
 
 
 def main(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
-from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
 from hopper.forward.tilings import ONE_PAGE, select_paged_config, shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper.wide.config import WideForwardConfig, select_wide_config
@@ -285,6 +285,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "wide": (wide_configs, run_wide_case),
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),
+    "fp8-exact-lse": (shipped_exact_lse_configs, run_fp8_case),
     "quantize": (shipped_quantize_configs, run_quantize_case),
     "backward": (shipped_backward_configs, run_backward_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),

@@ -122,6 +122,15 @@ def pack_e4m3_of_float16(pair: Int32) -> cutlass.Int16:
     )
 
 
+def round_to_e4m3(pair: Int32) -> Int32:
+    """Two float16 in a word, as e4m3 has them."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 x; cvt.rn.satfinite.e4m3x2.f16x2 x, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, x; }",
+        write_only_types=[Int32],
+        read_only_args=[pair],
+    )
+
+
 def join(low: cutlass.Int16, high: cutlass.Int16) -> Int32:
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, { {$r0}, {$r1} };", write_only_types=[Int32], read_only_args=[low, high]

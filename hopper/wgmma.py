@@ -45,3 +45,15 @@ def issue_gemm(
         atom.set(warpgroup.Field.ACCUMULATE, True)
     if const_expr(closes):
         warpgroup.commit_group()
+
+
+@cute.jit
+def issue_step(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, k: cutlass.Constexpr[int]
+):
+    """Start acc = A B^T of the columns of step ``k`` alone, as a group of its own."""
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, False)
+    warpgroup.fence()
+    cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
+    warpgroup.commit_group()

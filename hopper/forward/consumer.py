@@ -133,10 +133,11 @@ class Consumer(LoopInvariant):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
-        self._issue_qk(acc_S, kv_state.index)
+        products = self._start_scores(acc_S, kv_state)
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
+        self._finish_scores(acc_S, products, kv_state)
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
@@ -160,13 +161,14 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
-        self._issue_qk(acc_S, k_state.index)
+        products = self._start_scores(acc_S, k_state)
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(1)
+        self._finish_scores(acc_S, products, k_state)
         self.pipes.k.consumer_release(k_state)
         scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first=False)
@@ -220,9 +222,10 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
-        self._issue_qk(acc_S, kv_state.index)
+        products = self._start_scores(acc_S, kv_state)
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
+        self._finish_scores(acc_S, products, kv_state)
         self.ping_pong.pass_turn()
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, is_masked)
@@ -241,11 +244,16 @@ class Consumer(LoopInvariant):
         kv_state.advance()
         return kv_state
 
-    @cute.jit
-    def _issue_qk(self, acc_S: cute.Tensor, stage: Int32):
-        """Start S = Q K^T of the block whose K lies in ``stage``."""
+    def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
+        """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
         steps = self.config.head_dim * self.config.element_bytes // STEP_BYTES
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, stage], False, steps=steps)
+        issue_gemm(
+            self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False, steps=steps
+        )
+        return ()
+
+    def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):
+        """What is left to do for S once what was issued has come."""
 
     @cute.jit
     def _release_q(self, q_phase: Int32):

@@ -15,8 +15,9 @@ from hopper_attention.combine import flash_attn_combine  # noqa: E402
 from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
 from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
 from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
-from hopper_attention.kvcache import flash_attn_with_kvcache, get_scheduler_metadata  # noqa: E402
+from hopper_attention.kvcache import flash_attn_with_kvcache  # noqa: E402
 from hopper_attention.kvcache_plan import explain_kvcache  # noqa: E402
+from hopper_attention.kvcache_schedule import get_scheduler_metadata  # noqa: E402
 from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
 from hopper_attention.varlen import flash_attn_varlen_func  # noqa: E402

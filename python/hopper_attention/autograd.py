@@ -9,13 +9,28 @@ from torch import Tensor
 
 from hopper_attention import ops, qv_ops, varlen_ops
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.launch.forward import Launch
+from hopper_attention.launch.gradients_again import (
+    ForGradients,
+    GradientOptions,
+    differentiate_again,
+    remember,
+)
+from hopper_attention.launch.packed_gradients_again import differentiate_packed_again, remember_packed
+from hopper_attention.launch.varlen import VarlenLaunch
+from hopper_attention.lengths import Lengths
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.qv import NO_QV_GRADIENT
 from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
-from hopper_attention.transforms import differentiable
+from hopper_attention.transforms import differentiable, recorded
+
+NO_MORE_GRADIENTS = (None,) * 13
+"""Of what ``ops.forward`` takes beside q, k and v."""
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic, *ctx.sides = inputs[:11]
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[:8]
+    ctx.sides = inputs[8:11]
     ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[11:]
     ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks, philox)
     # An unused LSE has no gradient; None saves adding zeros.
@@ -28,7 +43,16 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
         dout = torch.zeros_like(out)
     scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
+    again = None
+    if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
+        tensors = ForGradients(dout, q, k, v, out, lse)
+        again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
+        found = differentiate_again(tensors, again)
+        if found is not None:
+            return *found, *NO_MORE_GRADIENTS
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
+    if again is not None:
+        remember(tensors, again)
     dsinks = _gradient_of_sinks(ctx.needs_input_grad[12:], dout, dlse, out, lse, sinks)
     return dq, dk, dv, *[None] * 10, dsinks, None, None
 
@@ -77,8 +101,9 @@ def _refuse_qv_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None,
 
 def _save_varlen_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths = inputs[:7]
-    *ctx.max_seqlens, ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[7:14]
-    *ctx.sides, ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[14:]
+    ctx.max_seqlens, ctx.sides = inputs[7:9], inputs[14:17]
+    ctx.softmax_scale, ctx.causal, ctx.backend, _, ctx.deterministic = inputs[9:14]
+    ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox = inputs[17:]
     ctx.save_for_backward(q, k, v, *output, *lengths, alibi_slopes, sinks, philox)
     ctx.set_materialize_grads(False)
 
@@ -89,8 +114,17 @@ def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         dout = torch.zeros_like(out)
     scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
     options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
+    again = None
+    if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
+        given, where = ForGradients(dout, q, k, v, out, lse), Lengths(*lengths, *ctx.max_seqlens)
+        again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
+        found = differentiate_packed_again(given, where, again)
+        if found is not None:
+            return *found, *[None] * 19
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
     dq, dk, dv = backward_varlen(*tensors, *ctx.max_seqlens, *options)
+    if again is not None:
+        remember_packed(given, where, again)
     dsinks = _gradient_of_sinks(ctx.needs_input_grad[18:], dout, dlse, out, lse, sinks)
     return dq, dk, dv, *[None] * 16, dsinks, None, None
 
@@ -107,11 +141,80 @@ def _end_with_tensors_of_heads(*arguments: Any) -> bool:
     return alibi_slopes is not None or sinks is not None
 
 
+def _forward_by(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launch: Launch,
+    softmax_scale: float,
+    deterministic: bool,
+    causal: bool,
+    backend: str | None,
+    sides: Sides,
+) -> tuple[Tensor, Tensor]:
+    """``ops.forward`` of scores that nothing changes, by what serves them."""
+    out, lse = launch(q, k, v, softmax_scale, True, *(() if sides == FULL_SIDES else sides))
+    ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic = (
+        softmax_scale,
+        causal,
+        backend,
+        deterministic,
+    )
+    ctx.sides, ctx.softcap, ctx.dropout_p = sides, 0.0, 0.0
+    ctx.save_for_backward(q, k, v, out, lse, None, None, None)
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_forward_gradients(ctx, dout, dlse)[:3], None, None, None, None, None, None
+
+
+def _forward_varlen_by(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    launch: VarlenLaunch,
+    softmax_scale: float,
+    causal: bool,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """``varlen_ops.forward_varlen`` without a window, of scores that nothing changes, by what serves them."""
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    ctx.max_seqlens = max_seqlen_q, max_seqlen_k
+    out, lse = launch(q, k, v, *lengths, *ctx.max_seqlens, softmax_scale, *FULL_SIDES, True)
+    ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic = (
+        softmax_scale,
+        causal,
+        backend,
+        deterministic,
+    )
+    ctx.sides, ctx.softcap, ctx.dropout_p = FULL_SIDES, 0.0, 0.0
+    ctx.save_for_backward(q, k, v, out, lse, *lengths, None, None, None)
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+def _varlen_gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_varlen_gradients(ctx, dout, dlse)[:3], *[None] * 11
+
+
 # What calls the operators, also under torch.func.
 backward = differentiable(ops.backward, refuse_second_derivative, mixes_samples=_have_tensors_without_batch)
 forward = differentiable(
     ops.forward, _forward_gradients, _save_for_backward, mixes_samples=_have_tensors_without_batch
 )
+forward_by = recorded("hopper_attention::forward", _forward_by, _gradients_by)
+forward_varlen_by = recorded("hopper_attention::forward_varlen", _forward_varlen_by, _varlen_gradients_by)
 backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_derivative, has_batch=False)
 forward_varlen = differentiable(
     varlen_ops.forward_varlen, _varlen_gradients, _save_varlen_for_backward, has_batch=False

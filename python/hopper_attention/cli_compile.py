@@ -139,7 +139,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
     from cute_kernels.ampere.config import shipped_ampere_forward_configs
     from hopper.backward.config import shipped_backward_kernels
-    from hopper.forward.fp8.tilings import shipped_fp8_forward_configs
+    from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
     from hopper.forward.tilings import shipped_forward_configs
     from hopper.quantize.config import shipped_quantize_configs
     from hopper.transpose.config import shipped_transpose_configs
@@ -151,6 +151,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_forward_configs(),
         *shipped_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
+        *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),
         *shipped_transpose_configs(),
         *shipped_backward_kernels(),

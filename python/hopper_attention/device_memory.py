@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 MAX_KEPT = 4096
 """Constants kept at most, besides those of graphs. Each takes 512 bytes or more of a GPU."""
@@ -118,13 +119,15 @@ def tile_counter(device_index: int) -> Tensor:
     on any stream, alongside anything, so a launch in it gets a counter of its own. Where no kernel has run on this
     GPU before the capture, or graphs have taken all, the graph zeroes one.
     """
-    if torch.cuda.is_current_stream_capturing():
-        counter = _graph_counters.take(device_index)
-        if counter is None:
-            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}")
-        return counter
     # torch.cuda.current_stream() builds an object around this number, which takes ten times as long.
-    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    # As in ``WorkMemory.get``: a graph is never captured on stream 0.
+    if stream and torch.cuda.is_current_stream_capturing():
+        counter = _graph_counters.take(device_index)
+        return (
+            torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}") if counter is None else counter
+        )
+    key = device_index, stream
     counter = _tile_counters.get(key)
     if counter is None:
         counter = _tile_counters.setdefault(key, _zeros_apart(2, device_index))
@@ -151,6 +154,11 @@ class Piece(NamedTuple):
 
 
 Pieces = tuple[Piece, ...]
+
+empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+empty_on_gpu = vars(guards)["_empty_strided_cuda"]
+"""A new tensor of a shape and strides on the current GPU. It is what code of torch.compile allocates with: half of the
+host time of torch.empty, as it leaves the dispatcher out."""
 
 KEPT_BYTES = 2**24
 """Work memory that a thread keeps for a stream, at most."""
@@ -179,9 +187,10 @@ class WorkMemory(threading.local):
 
         In a graph they are new, and where they take more than ``KEPT_BYTES``.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return _new_pieces(device_index, pieces)
         stream = torch._C._cuda_getCurrentRawStream(device_index)
+        # CUDA captures no graph of the default stream, 0, and is not asked.
+        if stream and torch.cuda.is_current_stream_capturing():
+            return _new_pieces(device_index, pieces)
         cut = self._cuts.get((device_index, stream, pieces))
         return self._cut(device_index, stream, pieces) if cut is None else cut
 
@@ -220,6 +229,11 @@ def _bytes_of_current_stream(device_index: int, size: int) -> Tensor:
 
 
 _work_memory = WorkMemory()
+
+
+def stream_memory(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    """``WorkMemory.get`` of this thread."""
+    return _work_memory.get(device_index, pieces)
 
 
 def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:

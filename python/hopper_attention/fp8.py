@@ -18,7 +18,7 @@ from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.features import is_full, is_given, resolve_packed_mask
-from hopper_attention.fp8_at_once import find_at_once
+from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.packed_fp8 import attend_packed
@@ -54,6 +54,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -77,6 +78,7 @@ def flash_attn_fp8_func(
     return_attn_probs: Literal[True],
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -100,6 +102,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -123,6 +126,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -145,6 +149,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
+    exact_lse: bool = False,
     window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
@@ -171,6 +176,10 @@ def flash_attn_fp8_func(
             bits, which ``smooth_v`` of the quantization keeps from mattering where V has an offset. The gradient stays
             that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on the same blocks they give
             the same with it as without. Without ``block_k`` it decides on the blocks too.
+        exact_lse: let another FP8 kernel attend, which takes every maximum and adds scores, their exponentials and P V
+            up in float32. It is slower, and for an LSE that partial results are merged by: within 1e-3 of that of the
+            e4m3 tensors up to scores of 10, and 1e-4 of larger scores. That of the other kernels is off by as much
+            where many keys count, and by 1e-2 and more where one does (docs/kernels/fp8-accuracy.md).
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
         attention_chunk: as for :func:`hopper_attention.flash_attn_func`.
@@ -190,12 +199,24 @@ def flash_attn_fp8_func(
 
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """
+    given, options = (q, k, v), (causal, return_attn_probs, backend, two_level_accumulation, exact_lse)
+    is_packed = not (
+        cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
+    )
+    has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
+    if has_no_window and not is_packed:
+        found = calls_at_once.find(*given, quantization, *options)
+        if found is not None:
+            scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+            out, lse = found.launcher.launch(q, k, v, scale, bool(return_attn_probs))
+            return (out, lse) if return_attn_probs else out
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
+    exact_lse = checks.check_flag("exact_lse", exact_lse)
     q, k, v = cast_inputs(q, k, v)
     two_level = two_level_accumulation
     lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -205,16 +226,20 @@ def flash_attn_fp8_func(
             causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
         )
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
-        of_call = packed_scale, backend, two_level, return_attn_probs
-        return _attend_packed(q, k, v, lengths, quantization, mask, of_call)
+        packed_call = packed_scale, backend, two_level, return_attn_probs, exact_lse
+        return _attend_packed(q, k, v, lengths, quantization, mask, packed_call)
     is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
-    if is_plain and is_full(window_size) and not is_given(attention_chunk, 0):
+    if is_plain and has_no_window:
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        launch = find_at_once(*facts, *kinds, quantization, causal, FULL_SIDES, backend, two_level)
+        of_call = FULL_SIDES, backend, two_level, exact_lse
+        launch = find_at_once(*facts, *kinds, quantization, causal, *of_call)
         if launch is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = launch(q, k, v, scale, return_attn_probs)
+            # Not where autocast made others of them.
+            if given[0] is q and given[1] is k and given[2] is v:
+                calls_at_once.keep(AtOnceCall(launch, quantization), *given, *options)
             return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
@@ -224,9 +249,9 @@ def flash_attn_fp8_func(
         c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, return_attn_probs, mask.sides
-        out, lse = attend_and_undo(parts, *call)
+        out, lse = attend_and_undo(parts, *call, exact_lse)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, exact_lse
         out, lse = differentiable_fp8(q, k, v, *call_16)
     return (out, lse) if return_attn_probs else out
 
@@ -238,18 +263,19 @@ def _attend_packed(
     lengths: Lengths,
     quantization: Fp8Quantization,
     mask: MaskSpec,
-    of_call: tuple[float | None, str | None, bool, bool],
+    of_call: tuple[float | None, str | None, bool, bool, bool],
 ) -> Result:
-    """``flash_attn_fp8_func`` of packed sequences; ``of_call`` are scale, backend, two_level and return_attn_probs."""
-    softmax_scale, backend, two_level, wants_lse = of_call
+    """``flash_attn_fp8_func`` of packed sequences; ``of_call`` are scale, backend, two_level, return_attn_probs and
+    exact_lse."""
+    softmax_scale, backend, two_level, wants_lse, exact_lse = of_call
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
         c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
         parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, wants_lse
-        out, lse = attend_packed(parts, *call, window=mask.sides)
+        out, lse = attend_packed(parts, *call, window=mask.sides, exact_lse=exact_lse)
     else:
-        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides
+        call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, exact_lse
         out, lse = differentiable_packed_fp8(q, k, v, lengths, *call_16)
     return (out, lse) if wants_lse else out
 
@@ -262,6 +288,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[False] = ...,
     *,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -276,6 +303,7 @@ def flash_attn_quantized_func(
     *,
     return_attn_probs: Literal[True],
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -290,6 +318,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[True],
     *,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -304,6 +333,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = ...,
     *,
     two_level_accumulation: bool = ...,
+    exact_lse: bool = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -317,6 +347,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = False,
     *,
     two_level_accumulation: bool = False,
+    exact_lse: bool = False,
     window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
     backend: str | None = None,
@@ -337,19 +368,21 @@ def flash_attn_quantized_func(
     scale = parts.q.data.shape[-1] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
+    exact_lse = checks.check_flag("exact_lse", exact_lse)
     if isinstance(parts, PackedQuantizedQKV):
         if not is_plain_call(parts.q.data, parts.k.data, parts.v.data):
             raise NotImplementedError(PACKED_IN_TWO_STEPS)
         bounds = parts.lengths.max_seqlen_q, parts.lengths.max_seqlen_k
         mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
         of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
-        out, lse = attend_packed(parts, *of_call, window=mask.sides)
+        out, lse = attend_packed(parts, *of_call, window=mask.sides, exact_lse=exact_lse)
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
     is_plain = is_plain_call(parts.q.data, parts.k.data, parts.v.data)
     if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
-        out, lse = attend_and_undo(parts, *options, return_attn_probs, mask.sides)
+        of_call = *options, return_attn_probs
+        out, lse = attend_and_undo(parts, *of_call, mask.sides, exact_lse)
     else:
-        out, lse = attend_traced(parts, *options, mask.sides)
+        out, lse = attend_traced(parts, *options, mask.sides, exact_lse)
     return (out, lse) if return_attn_probs else out

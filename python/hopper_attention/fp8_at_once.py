@@ -12,17 +12,20 @@ from torch import Tensor
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Pieces, no_floats, work_memory
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
+from hopper_attention.fused_again import FusedCalls
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, ResultSpec, no_vectors
 from hopper_attention.launch.forward import layout_of
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
 from hopper_attention.launch.quantize import (
     Outputs,
     QuantizeLauncher,
+    addressable,
     find_launch,
     known_target,
     output_pieces,
     why_not_fused,
 )
+from hopper_attention.layout import new_layout
 from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.quantization_rules import check_sources, with_numbers
 from hopper_attention.quantized import Fp8Quantization, Means
@@ -53,6 +56,13 @@ class AtOnceLauncher(Launcher):
         if self.device_index != torch.cuda.current_device():
             out, lse = self.call_there(q, k, v, softmax_scale, wants_lse)
             return out, lse
+        q, k, v = map(addressable, (q, k, v))
+        return self.launch(q, k, v, softmax_scale, wants_lse)
+
+    def launch(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same of tensors that the quantizer can address, on the current GPU, which is that of this launcher."""
         device, (batch, _, heads, _), kv_heads = q.device, q.shape, k.shape[2]
         nothing = no_floats(device)
         parts = Outputs(*work_memory(device, self.device_index, self.pieces))
@@ -62,6 +72,17 @@ class AtOnceLauncher(Launcher):
         tensors, no_mean = (*parts[:3], out, lse), no_vectors(batch, kv_heads, device)
         self.attention.queue(tensors, parts[3:], no_mean, self.rows_q, softmax_scale, self.window)
         return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnceCall:
+    """A call of ``flash_attn_fp8_func`` and its quantization, as ``FusedCall``."""
+
+    launcher: AtOnceLauncher
+    given: Fp8Quantization
+
+
+calls_at_once: FusedCalls[AtOnceCall] = FusedCalls()
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -75,6 +96,7 @@ def find_at_once(
     window: Sides,
     backend: str | None,
     two_level: bool,
+    exact_lse: bool,
 ) -> AtOnceLauncher | None:
     """What serves a call with q, k and v like these, which are checked.
 
@@ -97,10 +119,11 @@ def find_at_once(
     quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device)
     block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
     pieces = output_pieces(block_q, block_k, *shapes)
+    blocks, of_call = (block_q, block_k, block_k), (causal, two_level, window)
     problem = problem_of_sizes(
-        shapes, (block_q, block_k, block_k), quantizer.largest_codes, q.dtype, causal, two_level, window
+        shapes, blocks, quantizer.largest_codes, q.dtype, *of_call, exact_lse=exact_lse
     )
-    strides_8 = (contiguous_strides(shape) for shape in shapes[:2])
+    strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
     if not isinstance(attention, Fp8HopperLauncher):
         return None
@@ -108,9 +131,3 @@ def find_at_once(
     rows_q = block_q if block_q < shape.seqlen_q else ALL_ROWS
     options = pieces, result, c.seed, rows_q, window
     return AtOnceLauncher(attention.device_index, quantizer, attention, *options)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a new tensor with four dimensions, none of them 0."""
-    _, rows, heads, columns = shape
-    return rows * heads * columns, heads * columns, columns, 1

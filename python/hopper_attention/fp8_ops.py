@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopper.quantize.config import largest_codes
 from hopper_attention.launch.fp8 import attend
-from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.quantized import (
     E4M3,
@@ -57,6 +57,31 @@ class Options(NamedTuple):
     def quantization(self) -> Fp8Quantization:
         values = self._asdict()
         return Fp8Quantization(**(values if self.block_k != OF_THE_TILE else values | {"block_k": TILE}))
+
+
+CALL = (
+    "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
+    "SymInt attention_chunk=0, bool exact_lse=False"
+)
+"""How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``, ``exact_lse`` is
+that of an ``Fp8AttentionProblem``."""
+
+
+class Call(NamedTuple):
+    """``CALL`` as operators take it."""
+
+    softmax_scale: float
+    causal: bool
+    backend: str | None
+    two_level: bool
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    attention_chunk: int = 0
+    exact_lse: bool = False
+
+    @property
+    def mask(self) -> MaskSpec:
+        return MaskSpec(self.causal, self.window_left, self.window_right, self.attention_chunk)
 
 
 class Parts(NamedTuple):
@@ -205,9 +230,11 @@ def attend_and_undo(
     two_level: bool,
     wants_lse: bool,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors, with the mean of K back in the LSE."""
-    out, lse = attend(parts, softmax_scale, causal, backend, two_level, wants_lse, window=window)
+    options = causal, backend, two_level, wants_lse
+    out, lse = attend(parts, softmax_scale, *options, window=window, exact_lse=exact_lse)
     # The LSE of a row without keys stays at -inf.
     if wants_lse and parts.shift.numel():
         lse = lse + softmax_scale * parts.shift
@@ -217,18 +244,15 @@ def attend_and_undo(
 @torch.library.custom_op(
     "hopper_attention::forward_quantized",
     mutates_args=(),
-    schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, {LAYOUT}, {OPTIONS}, float softmax_scale, "
-    "bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
-    "SymInt attention_chunk=0) -> (Tensor, Tensor)",
+    schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, {LAYOUT}, {OPTIONS}, {CALL}) "
+    "-> (Tensor, Tensor)",
 )
 def _forward_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
     parts, layout, options = Parts(*arguments[:8]), Layout(*arguments[8:16]), Options(*arguments[16:24])
     quantized = put_together(parts, layout, options.quantization())
-    softmax_scale, causal, backend, two_level, *sides = arguments[24:]
-    window = MaskSpec(causal, *sides).sides
-    return attend_and_undo(
-        quantized, softmax_scale, causal, backend, two_level, wants_lse=True, window=window
-    )
+    call = Call(*arguments[24:])
+    window = call.mask.sides
+    return attend_and_undo(quantized, *call[:4], wants_lse=True, window=window, exact_lse=call.exact_lse)
 
 
 @_forward_quantized.register_fake
@@ -252,8 +276,9 @@ def attend_traced(
     backend: str | None,
     two_level: bool,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``attend_and_undo`` by way of torch's dispatcher, with the LSE."""
     parts, layout, options = take_apart(quantized)
-    call = softmax_scale, causal, backend, two_level, *window
+    call = softmax_scale, causal, backend, two_level, *window, exact_lse
     return _call_forward_quantized(*parts, *layout, *options, *call)

@@ -49,7 +49,7 @@ class Fp8Problem(NamedTuple):
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
     for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
     P V; everything else adds in float32 as it is. ``half_scores`` says that scores fit float16, before they are scaled.
-    ``causal`` and ``window`` are those of a ``MaskSpec``.
+    ``causal`` and ``window`` are those of a ``MaskSpec``, and ``exact_lse`` is that of an ``Fp8AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -64,6 +64,7 @@ class Fp8Problem(NamedTuple):
     two_level: bool = False
     half_scores: bool = False
     window: Sides = FULL_SIDES
+    exact_lse: bool = False
 
     @property
     def kind(self) -> Fp8AttentionProblem:
@@ -73,7 +74,8 @@ class Fp8Problem(NamedTuple):
         queries = seqlen_q * (heads // max(kv_heads, 1))
         if self.causal:
             queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
-        transposes = self.v_rows and self.block_k == ONE_BLOCK and transposes_v(head_dim, head_dim_v, queries)
+        transposes = self.v_rows and self.block_k == ONE_BLOCK and not self.exact_lse
+        transposes = transposes and transposes_v(head_dim, head_dim_v, queries)
         return Fp8AttentionProblem(
             FP8_DTYPE,
             self.out_dtype,
@@ -90,6 +92,7 @@ class Fp8Problem(NamedTuple):
             transposes=transposes,
             two_level=self.two_level,
             half_scores=self.half_scores,
+            exact_lse=self.exact_lse,
         )
 
 
@@ -216,7 +219,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     """
     p = problem
     layout = VARLEN if p.is_packed else DENSE
-    options = p.block_k, p.transposes, p.two_level, p.half_scores, p.has_window, layout, p.has_chunk
+    flags = p.transposes, p.two_level, p.half_scores, p.has_window
+    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
 

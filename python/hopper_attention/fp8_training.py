@@ -21,8 +21,10 @@ from torch.nn.functional import pad
 from hopper_attention import ops
 from hopper_attention.autograd import refuse_second_derivative
 from hopper_attention.fp8_ops import (
+    CALL,
     OF_THE_TILE,
     OPTIONS,
+    Call,
     Options,
     Parts,
     attend_and_undo,
@@ -32,7 +34,7 @@ from hopper_attention.fp8_ops import (
     mixes_samples,
     put_together,
 )
-from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.quantization_rules import add_mean
 from hopper_attention.quantized import (
     TILE,
@@ -43,29 +45,6 @@ from hopper_attention.quantized import (
 from hopper_attention.quantizers import quantize_here
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 from hopper_attention.transforms import differentiable
-
-CALL = (
-    "float softmax_scale, bool causal, str? backend, bool two_level, SymInt window_left=-1, SymInt window_right=-1, "
-    "SymInt attention_chunk=0"
-)
-"""How the operators are called; ``causal`` and the sides of the window are those of a ``MaskSpec``."""
-
-
-class Call(NamedTuple):
-    """``CALL`` as operators take it."""
-
-    softmax_scale: float
-    causal: bool
-    backend: str | None
-    two_level: bool
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
-    attention_chunk: int = 0
-
-    @property
-    def mask(self) -> MaskSpec:
-        return MaskSpec(self.causal, self.window_left, self.window_right, self.attention_chunk)
-
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk, dv."""
@@ -112,7 +91,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     head_dims = k.shape[3], v.shape[3]
     c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], call.two_level, call.mask)
     quantized = quantize_here(q, k, v, c, quantizer_of(call.backend))
-    out, lse = attend_and_undo(quantized, *call[:4], wants_lse=True, window=call.mask.sides)
+    out, lse = attend_and_undo(
+        quantized, *call[:4], wants_lse=True, window=call.mask.sides, exact_lse=call.exact_lse
+    )
     narrowest = _narrowest_blocks(options, head_dims, call)
     blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
     return out, lse, *Saved.of(Parts.of(quantized), blocks)
@@ -244,9 +225,10 @@ def differentiable_fp8(
     backend: str | None,
     two_level: bool,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
     options = Options.of(quantization)
-    call = softmax_scale, causal, backend, two_level, *window
+    call = softmax_scale, causal, backend, two_level, *window, exact_lse
     out, lse, *_ = _call_forward(q, k, v, *options, *call)
     return out, lse

@@ -6,16 +6,16 @@ Merging of partial results is in ``combine``.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from hopper_attention import checks, features
+from hopper_attention import checks
 from hopper_attention.api import Window
 from hopper_attention.checks import FULL_WINDOW, Result
-from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
-from hopper_attention.kvcache_checks import CacheTensors
+from hopper_attention.kvcache_again import decode_again, remember
+from hopper_attention.kvcache_call import CacheExtras, read_call
+from hopper_attention.kvcache_checks import CacheOptions, CacheTensors
 from hopper_attention.kvcache_ops import call_operator
 from hopper_attention.launch.kvcache import serve_whole
 
@@ -217,7 +217,9 @@ def flash_attn_with_kvcache(
         causal, window_size, attention_chunk, softcap, sinks, alibi_slopes: as for ``flash_attn_func``; the last query
             stands at the last key, new ones included.
         rotary_interleaved: rotate columns 2i and 2i + 1; else i and i + rotary_dim / 2.
-        scheduler_metadata, num_splits, pack_gqa, sm_margin: hints, which change no result.
+        scheduler_metadata: what :func:`hopper_attention.get_scheduler_metadata` gave for the calls of a step; it saves
+            host time. That of another make does nothing.
+        num_splits, pack_gqa, sm_margin: hints, which change no result.
         return_softmax_lse: also return the LSE.
         out: where the output goes; of its shape and dtype, the last stride 1.
         backend: "hopper", "ampere", "torch", "reference", or None to have one chosen.
@@ -231,6 +233,30 @@ def flash_attn_with_kvcache(
         ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
         NotImplementedError: a feature is not implemented, such as gradients; the message says what to use instead.
     """
+    options = (
+        max_seqlen_q,
+        softmax_scale,
+        causal,
+        window_size,
+        attention_chunk,
+        softcap,
+        rotary_interleaved,
+        num_splits,
+        pack_gqa,
+        sm_margin,
+        return_softmax_lse,
+        backend,
+    )
+    decoded = None
+    if (
+        k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is cu_seqlens_k_new
+        is rotary_seqlens is q_descale is sinks is alibi_slopes is out is None
+    ):  # fmt: skip
+        caches, lists = (q, k_cache, v_cache), (cache_seqlens, page_table, cu_seqlens_q)
+        decoded = (*caches, *lists, k_descale, v_descale, scheduler_metadata)
+        found = decode_again(decoded, options)
+        if found is not None:
+            return found
     given = CacheTensors(
         q,
         k_cache,
@@ -252,109 +278,17 @@ def flash_attn_with_kvcache(
         v_descale,
         scheduler_metadata,
     )
-    options = CacheOptions(
-        max_seqlen_q,
-        softmax_scale,
-        causal,
-        window_size,
-        attention_chunk,
-        softcap,
-        rotary_interleaved,
-        num_splits,
-        pack_gqa,
-        sm_margin,
-        return_softmax_lse,
-        backend,
-    )
-    call, tensors, scores, is_plain = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
+    checked = read_call(given, CacheExtras(sinks, alibi_slopes, out), CacheOptions(*options))
+    call, tensors, scores, is_plain = checked
     if is_plain:
         result, lse = serve_whole(call, tensors, scores, out)
+        if decoded is not None:
+            remember(decoded, options, checked)
     else:
         result, lse = call_operator(call, tensors, scores)
         if out is not None:
             result = out.copy_(result)
     return (result, lse) if call.wants_lse else result
-
-
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool | int = False,
-    window_size: Window = FULL_WINDOW,
-    attention_chunk: int = 0,
-    has_softcap: bool | int = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
-    """A schedule for calls of ``flash_attn_with_kvcache`` with these sizes and lengths, made once for all layers.
-
-    No kernel here goes by one yet, so it has no elements: hand it on as ``scheduler_metadata``, or leave that out.
-
-    Args:
-        batch_size, num_heads_q, num_heads_kv, headdim, headdim_v, page_size, qkv_dtype: those of the call.
-        max_seqlen_q, max_seqlen_k, max_seqlen_k_new: upper bounds of queries, keys and new tokens of a sequence.
-        cache_seqlens, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad: the tensors of the call.
-        causal, window_size, attention_chunk, num_splits, pack_gqa, sm_margin: those of the call.
-        has_softcap: whether the call has a softcap.
-
-    Returns:
-        int32 (0,) on the device of cache_seqlens.
-
-    Raises:
-        ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
-    """
-    checks.check_are_tensors(cache_seqlens=cache_seqlens)
-    sizes = {"batch_size": batch_size, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    sizes |= {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "headdim": headdim}
-    sizes |= {"max_seqlen_k_new": max_seqlen_k_new}
-    sizes |= {} if headdim_v is None else {"headdim_v": headdim_v}
-    sizes |= {} if page_size is None else {"page_size": page_size}
-    for name, size in sizes.items():
-        _check_size(name, size)
-    checks.check_dtypes(qkv_dtype, qkv_dtype, qkv_dtype)
-    checks.check_head_dims(headdim, headdim if headdim_v is None else headdim_v)
-    checks.check_heads(num_heads_q, num_heads_kv)
-    features.resolve_packed_mask(
-        checks.check_flag("causal", causal), window_size, attention_chunk, max_seqlen_q, max_seqlen_k
-    )
-    checks.check_flag("has_softcap", has_softcap)
-    features.check_hints(num_splits, pack_gqa)
-    checks.check_sm_margin(sm_margin)
-    vectors = {"cache_seqlens": (cache_seqlens, batch_size), "cache_leftpad": (cache_leftpad, batch_size)}
-    vectors |= {"cu_seqlens_q": (cu_seqlens_q, batch_size + 1)}
-    vectors |= {"cu_seqlens_k_new": (cu_seqlens_k_new, batch_size + 1)}
-    for name, (vector, count) in vectors.items():
-        if vector is not None:
-            _check_int32(name, vector, count)
-    return cache_seqlens.new_empty(0)
-
-
-def _check_size(name: str, size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-        raise TypeError(f"{name} is a {type(size).__name__}, {size!r}, allowed: an int")
-    if size < 0:
-        raise ValueError(f"{name} is {size}, allowed: 0 or more")
-
-
-def _check_int32(name: str, vector: Any, count: int) -> None:
-    checks.check_are_tensors(**{name: vector})
-    if vector.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {vector.dtype}, allowed: torch.int32")
-    if tuple(vector.shape) != (count,):
-        raise ValueError(f"{name} has shape {tuple(vector.shape)}, allowed: ({count},)")
 
 
 def check_cache(

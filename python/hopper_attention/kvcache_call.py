@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hopper_attention import checks, features
 from hopper_attention.autocast import cast_inputs
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.kvcache_checks import (
     NAMES,
     CacheCall,
+    CacheOptions,
     CacheShape,
     CacheTensors,
     Specs,
@@ -24,6 +25,7 @@ from hopper_attention.kvcache_checks import (
     check_rotary_rows,
     read_shape,
 )
+from hopper_attention.kvcache_schedule import schedule_of
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.lengths import check_max_seqlen
 from hopper_attention.plain_calls import are_plain_tensors, is_plain_call
@@ -42,23 +44,6 @@ KINDS = {
 
 Facts = tuple["tuple[Any, ...] | None", ...]
 """``TensorSpec`` of tensors as plain tuples, which are made and hashed sooner; None for what is not given."""
-
-
-class CacheOptions(NamedTuple):
-    """Arguments of ``flash_attn_with_kvcache`` that are no tensors, as they were given."""
-
-    max_seqlen_q: Any = None
-    softmax_scale: Any = None
-    causal: Any = False
-    window_size: Any = FULL_WINDOW
-    attention_chunk: Any = 0
-    softcap: Any = 0.0
-    rotary_interleaved: Any = True
-    num_splits: Any = 0
-    pack_gqa: Any = None
-    sm_margin: Any = 0
-    return_softmax_lse: Any = False
-    backend: Any = None
 
 
 class CacheExtras(NamedTuple):
@@ -107,7 +92,13 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         options = options._replace(window_size=features.read_window(options.window_size))
     of_out = None if out is None else _facts((out,))[0]
     there = alibi_slopes is not None, sinks is not None
+    # What traces a call sees the numbers of a schedule, and there are none.
+    schedule = schedule_of(tensors.scheduler_metadata) if is_plain else None
+    if schedule is not None:
+        options = schedule.with_hints(options)
     call = _find_call(is_plain, _facts(tensors), of_out, length, *there, *options)
+    if schedule is not None:
+        schedule.check(call.shape, options)
     if length is not None:
         lengths = torch.full((call.shape.batch,), length, dtype=torch.int32, device=call.shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, HALF_DTYPES, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW, HALF_DTYPES, TensorSpec
 from hopper_attention.masks import MaskSpec
 from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreKind
@@ -60,6 +60,23 @@ class CacheTensors(NamedTuple):
 
 
 NAMES = CacheTensors._fields
+
+
+class CacheOptions(NamedTuple):
+    """Arguments of ``flash_attn_with_kvcache`` that are no tensors, as they were given."""
+
+    max_seqlen_q: Any = None
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = FULL_WINDOW
+    attention_chunk: Any = 0
+    softcap: Any = 0.0
+    rotary_interleaved: Any = True
+    num_splits: Any = 0
+    pack_gqa: Any = None
+    sm_margin: Any = 0
+    return_softmax_lse: Any = False
+    backend: Any = None
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from hopper_attention.dispatch import (
     imagined_target,
 )
 from hopper_attention.forward_rules import Config
-from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
-from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
+from hopper_attention.kvcache_call import CacheExtras, read_call
+from hopper_attention.kvcache_checks import CacheCall, CacheOptions, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append_facts, select_append_config, why_not_append
 from hopper_attention.reference.append import Rotation

@@ -8,6 +8,7 @@ size 1 is never used, so it is replaced. Anything else is copied.
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -30,6 +31,16 @@ class Repair(Enum):
         if self is Repair.RESTRIDE:
             return tensor.as_strided(tensor.shape, _fixed_strides(TensorSpec.of(tensor)))
         return tensor
+
+
+@lru_cache(maxsize=4096)
+def new_layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a new tensor, as ``device_memory.empty_on_gpu`` takes them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(shape), tuple(reversed(strides))
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:

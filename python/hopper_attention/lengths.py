@@ -50,6 +50,25 @@ class Lengths(NamedTuple):
         """Of the four tensors."""
         return tuple(None if x is None else TensorSpec.of(x) for x in self[:4])
 
+    @property
+    def different(self) -> list[Tensor]:
+        """The tensors that are given, each once."""
+        given = [self.cu_seqlens_q]
+        if self.cu_seqlens_k is not self.cu_seqlens_q:
+            given.append(self.cu_seqlens_k)
+        if self.seqused_q is not None:
+            given.append(self.seqused_q)
+        if self.seqused_k is not None and self.seqused_k is not self.seqused_q:
+            given.append(self.seqused_k)
+        return given
+
+    @property
+    def pattern(self) -> tuple[bool, ...]:
+        """Which of the tensors ``different`` are."""
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, _ = self
+        of_used = seqused_q is None, seqused_k is None, seqused_q is seqused_k
+        return cu_seqlens_q is cu_seqlens_k, *of_used
+
 
 class Sequence(NamedTuple):
     """The rows of one sequence in q, and those in k and v."""

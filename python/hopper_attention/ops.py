@@ -5,10 +5,13 @@ tensors and change none. Their gradients are registered in ``hopper_attention.au
 """
 # No `from __future__ import annotations`: custom_op reads the annotations of its function.
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.dequantized import attend_dequantized
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
@@ -17,6 +20,9 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.quantizers import from_descales
 from hopper_attention.scores import NO_SCORES, Scores
 from hopper_attention.value_parts import attend_in_parts, needs_parts
+
+_mask_of = lru_cache(maxsize=REMEMBERED_CALLS)(MaskSpec)
+"""Made once, as its checks take a microsecond."""
 
 
 @torch.library.custom_op("hopper_attention::forward", mutates_args=())
@@ -43,7 +49,7 @@ def forward(
     ``deterministic`` is for the gradient: every run of the forward gives the same bits. ``causal``, the sides of the
     window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``.
     """
-    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    window = _mask_of(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, causal, backend, sm_margin
     return run_forward(q, k, v, *options, window=window, scores=scores)
@@ -160,7 +166,7 @@ def backward(
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
     ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
     """
-    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
+    mask = _mask_of(causal, window_left, window_right, attention_chunk)
     scores = Scores.of(softcap, alibi_slopes, sinks, dropout_p, philox)
     options = softmax_scale, mask, scores, backend, deterministic
     return differentiate(dout, dlse, q, k, v, out, lse, *options)

@@ -24,11 +24,13 @@ from hopper_attention.quantized import Fp8Quantization
 
 
 class PackedCall(NamedTuple):
-    """A call's options: two-level accumulation, the mask, and the backend that was asked for."""
+    """A call's options: two-level accumulation, the mask, the backend that was asked for, and whether the LSE is
+    to be exact."""
 
     two_level: bool
     mask: MaskSpec
     backend: str | None
+    exact_lse: bool = False
 
 
 class PackedPlan(NamedTuple):
@@ -92,6 +94,7 @@ def _problem_of(
         block_v=block_k,
         two_level=call.two_level,
         half_scores=scores_fit_half(*largest, head_dims[0]),
+        exact_lse=call.exact_lse,
     )
 
 

@@ -16,8 +16,8 @@ from hopper.quantize.config import largest_codes
 from hopper_attention import varlen_ops
 from hopper_attention.autograd import refuse_second_derivative
 from hopper_attention.checks import FP8_DTYPE
-from hopper_attention.fp8_ops import OPTIONS, Options
-from hopper_attention.fp8_training import CALL, Call, Gradients, quantizer_of
+from hopper_attention.fp8_ops import CALL, OPTIONS, Call, Options
+from hopper_attention.fp8_training import Gradients, quantizer_of
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import FULL_SIDES, Sides
@@ -106,7 +106,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
     given = Arguments.of(*arguments)
     call, c = given.call, given.quantization((k.shape[2], v.shape[2]))
     parts = quantize_packed_here(q, k, v, given.lengths, c, quantizer_of(call.backend))
-    out, lse = attend_packed(parts, *call[:4], window=call.mask.sides)
+    out, lse = attend_packed(parts, *call[:4], window=call.mask.sides, exact_lse=call.exact_lse)
     return out, lse, *Saved.of(parts)
 
 
@@ -196,8 +196,9 @@ def differentiable_packed_fp8(
     backend: str | None,
     two_level: bool,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
-    call = softmax_scale, causal, backend, two_level, *window
+    call = softmax_scale, causal, backend, two_level, *window, exact_lse
     out, lse, *_ = _call_forward(q, k, v, *lengths, *Options.of(quantization), *call)
     return out, lse

@@ -66,6 +66,8 @@ class Fp8AttentionProblem(AttentionProblem):
             than one that finds it transposed, and another that does so before.
         two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
         half_scores: scores fit float16, before they are scaled.
+        exact_lse: scores and their sum are to be added up in float32, for an LSE that partial results are merged by. V
+            is transposed before.
     """
 
     block_k: int = ONE_BLOCK
@@ -74,6 +76,7 @@ class Fp8AttentionProblem(AttentionProblem):
     transposes: bool = False
     two_level: bool = False
     half_scores: bool = False
+    exact_lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def length_bounds() -> tuple[int, ...]:
         fp8_tilings.FP8_ROW_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_ROW_TILINGS,
+        fp8_tilings.FP8_EXACT_LSE_TILINGS,
     )
     rows = [row for table in tables for rows in table.values() for row in rows]
     return tuple(sorted({row.max_seqlen_k for row in rows} | {ANY_LENGTH}))

@@ -12,6 +12,7 @@ import torch
 
 from hopper_attention.checks import check_are_tensors
 from hopper_attention.fp8_ops import quantize_traced
+from hopper_attention.fused_again import quantizing
 from hopper_attention.lengths import Lengths
 from hopper_attention.packed_quantization import (
     check_packed_sources,
@@ -140,6 +141,10 @@ def quantize_qkv(
         RuntimeError: a CUDA graph is being captured and the signs of the rotation are not on the GPU yet.
         NotImplementedError: packed sequences are to lose a mean, or torch.compile or torch.func is at work on them.
     """
+    if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None:
+        found = quantizing.find(q, k, v, quantization, backend)
+        if found is not None:
+            return found(q, k, v)
     check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     check_quantizer(backend)

@@ -53,6 +53,14 @@ FEWEST_MEAN_GROUPS, MEAN_GROUPS, MEAN_GROUP_KEYS = 3, 31, 32
 OUTLYING = 16.0
 """Median distances from the median beyond which the mean of a group does not count."""
 
+MEAN_STEP, CHANCE = 2.0**-6, 4.0
+"""What a mean of V is a multiple of, in units of the power of two below the spread of its column, and how many standard
+errors it is at least."""
+
+SPREAD_KEYS, NORMAL_SPREAD = 256, 1.4826
+"""How many keys, or half of them, tell the spread of a column, and that over the median distance from the mean of
+normal values."""
+
 SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Quantizer = Callable[
@@ -125,6 +133,23 @@ def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     return torch.where(counts, means, 0.0).sum(1) / counts.sum(1).clamp(min=1)
 
 
+def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
+    """What to subtract from v (b, s, hk, d), s > 0, before it becomes e4m3: float32 (b, hk, d), finite.
+
+    ``robust_mean_of_keys`` of the columns where it is more than chance, rounded to a multiple of ``MEAN_STEP`` of their
+    spread. Values of 16 bits lie on a grid, and some of them half-way between two of e4m3, which rounds these either
+    way. Any vector off that grid would send all of them the same way: an error with a mean, which many keys do not
+    average out. A multiple of a power of two leaves them on it.
+    """
+    mean, keys = robust_mean_of_keys(v), v.shape[1]
+    some = v[:, :: -(-keys // SPREAD_KEYS)].float()
+    spread = NORMAL_SPREAD * _median_of_numbers((some - mean[:, None]).abs()).squeeze(1)
+    step = MEAN_STEP * torch.ldexp(torch.ones_like(spread), spread.frexp().exponent - 1)
+    rounded = torch.where(spread > 0, (mean / step).round() * step, mean)
+    is_chance = mean.abs() < CHANCE * spread / keys**0.5
+    return torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded)
+
+
 def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
     """The upper median of x over dimension 1, which stays, without its NaN; NaN if there is nothing else."""
     # torch.nanmedian would do it, but not under torch.use_deterministic_algorithms. NaN is sorted to the end.
@@ -140,7 +165,7 @@ def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) ->
         return Means(nothing, nothing)
     return Means(
         mean_of_keys(k) if quantization.smooth_k else nothing,
-        robust_mean_of_keys(v) if quantization.smooth_v else nothing,
+        mean_worth_subtracting(v) if quantization.smooth_v else nothing,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import no_floats
+from hopper_attention.fused_again import QuantizeCall, quantizing
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.quantize import (
     QuantizeLauncher,
@@ -64,6 +65,7 @@ def quantize_plain(
         return quantize_here(q, k, v, c, backend)
     nothing = no_floats(q.device)
     parts = launch(q, k, v, c.seed, Means(nothing, nothing))
+    quantizing.keep(QuantizeCall(launch, quantization, c), q, k, v, backend)
     return QuantizedQKV.unchecked(*parts, c, q.dtype, nothing)
 
 

@@ -106,7 +106,6 @@ def _without_dispatcher(
     """What calls ``operator`` of plain tensors with its gradient, and nothing of torch in between but autograd."""
     compute = operator._init_fn
 
-    # It has no setup_context, with which torch would look at the signature of ``forward`` in every call.
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = compute(*arguments)
         if save_for_backward is not None:
@@ -116,11 +115,22 @@ def _without_dispatcher(
     def backward(ctx: Any, *grads: Any) -> Any:
         return gradients(ctx, *grads)
 
+    return recorded(operator._qualname, forward, backward)
+
+
+def recorded(operator: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` of an autograd.Function for plain tensors (``plain_calls.are_plain_arguments``).
+
+    Args:
+        operator: its name, for the messages of autograd.
+        forward: (ctx, *arguments). There is no setup_context, with which torch would look at the signature of
+            ``forward`` in every call.
+        backward: (ctx, *gradients of the results) -> one gradient for each argument.
+    """
     steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    # Named for the messages of autograd.
-    function = type(operator._qualname.replace("::", "_"), (torch.autograd.Function,), steps)
-    # Not function.apply, which first asks of every argument what ``are_plain_arguments`` has found out. That of its
-    # base, in C, is in no stub of torch's.
+    function = type(operator.replace("::", "_"), (torch.autograd.Function,), steps)
+    # Not function.apply, which first asks of every argument what is known of plain ones. That of its base, in C, is in
+    # no stub of torch's.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from hopper_attention import autograd, checks, features
+from hopper_attention import autograd, checks, features, varlen_again
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
@@ -19,7 +19,7 @@ from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
 from hopper_attention.lengths import Lengths, check_kinds, check_packed
 from hopper_attention.masks import MaskSpec
-from hopper_attention.plain_calls import are_plain_constants, wants_only_a_launch
+from hopper_attention.plain_calls import are_plain_constants, is_plain_16_bit_call, wants_only_a_launch
 from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores
 
@@ -205,6 +205,31 @@ def flash_attn_varlen_func(
         NotImplementedError: a feature is not implemented; the message says what to use instead.
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    again = causal, deterministic, return_attn_probs, backend, sm_margin
+    is_bare = (
+        qv
+        is q_descale
+        is k_descale
+        is v_descale
+        is pack_gqa
+        is alibi_slopes
+        is sinks
+        is score_mod
+        is mask_mod
+        is None
+        and not features.is_given(num_splits, 1)
+        and features.is_full(window_size)
+        and not (
+            features.is_given(attention_chunk, 0)
+            or features.is_given(softcap, 0.0)
+            or features.is_given(dropout_p, 0.0)
+        )
+    )
+    if is_bare:
+        found = varlen_again.find_again(q, k, v, lengths, again)
+        if found is not None:
+            results = found((q, k, v), lengths, softmax_scale, again)
+            return results if return_attn_probs else results[0]
     check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
@@ -233,8 +258,12 @@ def flash_attn_varlen_func(
     ):
         flags = mask.causal, backend, sm_margin, return_attn_probs
         results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
+        if is_bare:
+            varlen_again.remember((q, k, v), lengths, again, records_gradient=False)
     else:
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
+        if is_bare and is_plain_16_bit_call(q, k, v) and q.is_cuda:
+            varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
     return results if return_attn_probs else results[0]
 
 

@@ -14,9 +14,11 @@ import torch
 
 from hopper.forward.fp8.config import STALE_MAXIMUM, Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
+from hopper_attention.experiments.bench.spec import parse_shapes
+from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
 from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.fp8_rules import select_config
-from hopper_attention.launch.fp8 import find_fp8_launch, problem_of
+from hopper_attention.launch.fp8 import attend, find_fp8_launch, problem_of
 from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.quantization import (
     Fp8Quantization,
@@ -29,13 +31,14 @@ from hopper_attention.quantization_rules import robust_mean_of_keys
 from hopper_attention.quantized import transpose_for_kernel
 from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_errors import (
+    EXACT_LSE_ROUNDING,
     LAGGING_LSE_ROUNDING,
     LSE_ROUNDING,
     allowed_ratio,
     emulate,
     score_rounding,
 )
-from tests.hopper.fp8_sums import allowed_lse_error
+from tests.hopper.fp8_sums import allowed_lse_error, split_product
 
 pytestmark = pytest.mark.gpu
 
@@ -88,13 +91,13 @@ def find_differences(
     parts: QuantizedQKV, causal: bool, backend: str = "hopper", two_level: bool = False
 ) -> list[str]:
     """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
-    options = {"two_level_accumulation": two_level, "backend": backend}
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
+    scale = parts.q.shape[3] ** -0.5
+    out, lse = attend(parts, scale, causal, backend, two_level)
     lagging = backend == "hopper" and lags(parts, causal, two_level)
     emulations = emulate(parts, causal, lagging)
     _, like_lse = emulations[0]
     oracle = oracle_of(parts, causal)
-    wrong = []
+    wrong = [] if backend == "ampere" else find_wrong_with_exact_lse(parts, causal, two_level, oracle)
     error = rms(out.double() - oracle)
     emulated = max(rms(like.double() - oracle) for like, _ in emulations)
     if backend == "ampere":
@@ -112,13 +115,36 @@ def find_differences(
         allowed = LSE_16_BITS + LSE_RELATIVE * like_lse.abs()
     else:
         rounding = LAGGING_LSE_ROUNDING if lagging else LSE_ROUNDING
-        allowed = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, rounding)
+        allowed = allowed_lse_error(parts, scale, rounding)
         allowed = allowed + of_scores(parts, causal, two_level, like_lse).nan_to_num(posinf=0.0)
     difference = (lse - like_lse)[visible].abs()
     if not bool((difference <= allowed[visible]).all()):
         wrong.append(f"LSE differs by {difference.max().item():.3e}")
     if not bool((out.transpose(1, 2)[~visible] == 0).all()):
         wrong.append("rows without keys are not 0")
+    return wrong
+
+
+def find_wrong_with_exact_lse(
+    parts: QuantizedQKV, causal: bool, two_level: bool, oracle: torch.Tensor
+) -> list[str]:
+    """The same of the kernels of an exact LSE, which round P as the emulation does."""
+    options = {"two_level_accumulation": two_level, "backend": "hopper", "exact_lse": True}
+    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
+    ((like, _),) = emulate(parts, causal, lagging=False)
+    _, exact_lse = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
+    allowed = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, EXACT_LSE_ROUNDING, split_product)
+    visible, wrong = exact_lse > -math.inf, []
+    if not torch.equal(lse > -math.inf, visible):
+        wrong.append("exact LSE of rows without keys")
+    difference = (lse - exact_lse)[visible].abs()
+    if not bool((difference <= allowed[visible]).all()):
+        wrong.append(f"exact LSE differs by {difference.max().item():.3e}")
+    error, emulated = rms(out.double() - oracle), rms(like.double() - oracle)
+    if not error <= allowed_error(emulated, oracle, out, lagging=False):
+        wrong.append(
+            f"with exact LSE: RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}"
+        )
     return wrong
 
 
@@ -231,7 +257,7 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
         parts = from_descales(*data, None, None, None, torch.bfloat16)
         for causal in (False, True):
             assert find_differences(parts, causal) == []
-            out, lse = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+            out, lse = attend(parts, head_dim**-0.5, causal, "hopper", False)
             problem = problem_of(parts, causal)
             assert problem.v_rows
             strides = parts.q.data.stride(), parts.k.data.stride()
@@ -279,8 +305,8 @@ def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> N
         tensor[..., :columns] = torch.where(chosen, size, 0.0).to(tensor.dtype)
     parts = quantize_qkv(x.q, x.k, x.v, quantization=Fp8Quantization(rotate=False, smooth_v=False))
     assert lags(parts, causal)
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
-    again = flash_attn_quantized_func(parts, None, causal, True, backend="hopper")
+    out, lse = attend(parts, head_dim**-0.5, causal, "hopper", False)
+    again = attend(parts, head_dim**-0.5, causal, "hopper", False)
     assert torch.equal(again[0], out) and torch.equal(again[1], lse)
     q, k, v = (part.dequantize() for part in (parts.q, parts.k, parts.v))
     oracle, oracle_lse = attention_naive(q, k, v, causal=causal)
@@ -292,6 +318,20 @@ def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> N
     subnormal = 2.0**-15 * v.double().abs().sum(1, keepdim=True)
     allowed = (2.0**-4 + 0.01 + rounded) * of_p + subnormal + 2.0**-8 * oracle.abs()
     assert bool(((out - oracle).abs() <= allowed).all()) and rms(out - oracle) < 0.04 * rms(oracle)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_an_exact_lse_is_exact_enough_to_merge_by(device: str, head_dim: int, family: Family) -> None:
+    """1e-3 up to scores of 10, and 1e-4 of larger ones, of which even products of 32 columns lose some."""
+    (problem,) = parse_shapes(f"bf16-b1-s4096-h2-d{head_dim}-full")
+    x = draw_family(family, problem, 0, device)
+    parts = quantize_qkv(x.q, x.k, x.v)
+    _, lse = flash_attn_quantized_func(parts, None, False, True, backend="hopper", exact_lse=True)
+    _, exact = attention_naive(*(part.dequantize() for part in (parts.q, parts.k, parts.v)))
+    difference = (lse - exact).abs()
+    assert bool((difference <= torch.clamp(1e-4 * exact.abs(), min=1e-3)).all())
+    assert difference.square().mean().sqrt() < 2e-3
 
 
 def test_growing_scores(draw) -> None:

@@ -56,8 +56,18 @@ def wrong_of(
 ) -> list[Any]:
     """What is wrong with attention on packed tensors: sequence by sequence, and in rows of none."""
     options |= {"window_size": window, "backend": backend}
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
-    return wrong_results(parts, case, out, lse, causal, window, backend)
+    return [
+        wrong
+        for exact_lse in (False, True)
+        for wrong in wrong_results(
+            parts,
+            case,
+            *flash_attn_quantized_func(parts, None, causal, True, **options, exact_lse=exact_lse),
+            causal,
+            window,
+            backend,
+        )
+    ]
 
 
 def wrong_results(

@@ -16,8 +16,8 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales
 from hopper_attention.reference import attention_naive
 from tests.gpu.test_fp8 import allowed_16_bit_error, allowed_error, dequantized, rms
-from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, emulate
-from tests.hopper.fp8_sums import allowed_lse_error
+from tests.hopper.fp8_errors import EXACT_LSE_ROUNDING, LAGGING_LSE_ROUNDING, emulate
+from tests.hopper.fp8_sums import allowed_lse_error, split_product, wgmma_product
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +40,14 @@ def find_differences(
 ) -> list[str]:
     """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
     options = {"two_level_accumulation": two_level, "backend": backend, "window_size": window}
-    out, lse = flash_attn_quantized_func(parts, None, causal, True, **options)
-    return compare(parts, out, lse, causal, window, backend)
+    results, exact = (
+        flash_attn_quantized_func(parts, None, causal, True, **options, exact_lse=exact_lse)
+        for exact_lse in (False, True)
+    )
+    return [
+        *compare(parts, *results, causal, window, backend),
+        *compare(parts, *exact, causal, window, backend, lagging=False),
+    ]
 
 
 def compare(
@@ -66,7 +72,8 @@ def compare(
         oracle_lse = attention_naive(*dequantized(parts), causal=mask.causal, **sides)[1]
     else:
         allowed = allowed_error(emulated, oracle, out, lagging)
-        of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, 3 * LAGGING_LSE_ROUNDING)
+        roundings = (3 * LAGGING_LSE_ROUNDING, wgmma_product), (EXACT_LSE_ROUNDING, split_product)
+        of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, *roundings[not lagging])
     wrong, error = [], rms(out.double() - oracle)
     # "not <=" so that NaN counts as wrong.
     if not error <= allowed:

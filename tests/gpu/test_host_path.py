@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
+from hopper_attention import (
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    kvcache,
+    quantize_qkv,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -99,3 +107,81 @@ def test_a_graph_has_work_memory_of_its_own(draw, name: str) -> None:
         graph.replay()
         others[name]()
         assert torch.equal(out, expected)
+
+
+def packed_gradients(inputs) -> Tensor:
+    """Output and gradients of two sequences of different lengths; the same bits in every run."""
+    leaves = [x.flatten(0, 1).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    starts_q, starts_k = (torch.tensor([0, 50, x.shape[0]], device="cuda").int() for x in leaves[:2])
+    longest = leaves[0].shape[0], leaves[1].shape[0]
+    out = flash_attn_varlen_func(*leaves, starts_q, starts_k, *longest, causal=True, deterministic=True)
+    return torch.cat([out.flatten(), *(x.flatten() for x in torch.autograd.grad(out, leaves, out.detach()))])
+
+
+def quantized(inputs) -> Tensor:
+    parts = quantize_qkv(inputs.q, inputs.k, inputs.v)
+    return torch.cat([x.data.view(torch.uint8).flatten() for x in (parts.q, parts.k, parts.v)])
+
+
+AGAIN: dict[str, Callable[..., Tensor]] = {
+    "forward": lambda x: flash_attn_func(x.q, x.k, x.v, causal=True),
+    "gradients": gradients,
+    "packed gradients": packed_gradients,
+    "decode": decoded,
+    "fp8": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, causal=True),
+    "quantizer": quantized,
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) -> None:
+    # From the third call on nothing is found anew. Other sizes between them take their place in work memory.
+    call = AGAIN[name]
+    inputs = [draw(torch.bfloat16, 2, (128, 384), (4, 2), 64) for _ in range(4)]
+    for x in inputs:
+        call(draw(torch.bfloat16, 1, (64, 200), (4, 2), 64))
+        first = call(x)
+        assert all(torch.equal(call(x), first) for _ in range(3))
+    results = [call(x) for x in inputs]
+    assert not any(torch.equal(results[0], other) for other in results[1:])
+
+
+def decode_step(inputs, lengths: Tensor, **options) -> Tensor:
+    return flash_attn_with_kvcache(inputs.q[:, :1], inputs.k, inputs.v, cache_seqlens=lengths, **options)
+
+
+def test_layers_of_a_step_share_a_schedule(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [draw(torch.bfloat16, 3, (1, 500), (8, 2), 128) for _ in range(4)]
+    lengths = torch.tensor([7, 500, 130], dtype=torch.int32, device="cuda")
+    wanted = [decode_step(layer, lengths) for layer in layers]
+    sizes = 3, 1, 500, 8, 2, 128
+    schedule = get_scheduler_metadata(*sizes, lengths)
+    decode_step(layers[0], lengths, scheduler_metadata=schedule)
+    monkeypatch.setattr(kvcache, "read_call", None)
+    for _ in range(3):
+        found = [decode_step(layer, lengths, scheduler_metadata=schedule) for layer in layers]
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    # The next step: other lengths, and a schedule of its own.
+    lengths += torch.tensor([1, -90, 1], dtype=torch.int32, device="cuda")
+    schedule = get_scheduler_metadata(*sizes, lengths)
+    found = [decode_step(layer, lengths, scheduler_metadata=schedule) for layer in layers]
+    monkeypatch.undo()
+    wanted = [decode_step(layer, lengths, backend="reference") for layer in layers]
+    assert all((x - y).abs().max() < 2e-2 for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_graph_is_captured_with_a_schedule(draw) -> None:
+    x = draw(torch.bfloat16, 3, (1, 500), (8, 2), 128)
+    lengths = torch.tensor([7, 500, 130], dtype=torch.int32, device="cuda")
+    schedule = get_scheduler_metadata(3, 1, 500, 8, 2, 128, lengths)
+    for _ in range(2):
+        decode_step(x, lengths, scheduler_metadata=schedule)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_step(x, lengths, scheduler_metadata=schedule)
+    for lengths_now in ([500, 1, 0], [3, 499, 64], [7, 500, 130]):
+        lengths.copy_(torch.tensor(lengths_now, dtype=torch.int32))
+        # Calls between replays have work memory of their own.
+        wanted = decode_step(x, lengths, scheduler_metadata=schedule)
+        graph.replay()
+        assert torch.equal(out, wanted)

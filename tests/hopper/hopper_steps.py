@@ -275,7 +275,17 @@ def _cvt(name: str, ops: list[str]) -> Step:
             ops[0], join(warp.get(ops[1], dtype), warp.get(ops[2], dtype)), mask
         )
     dtype, convert = _conversion(to, source)
-    return lambda warp, mask: warp.set(ops[0], convert(warp.get(ops[1], dtype)), mask)
+    to_whole = next((TO_WHOLE[part] for part in name.split(".") if part in TO_WHOLE), lambda x: x)
+    return lambda warp, mask: warp.set(ops[0], convert(to_whole(warp.get(ops[1], dtype))), mask)
+
+
+TO_WHOLE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "rni": np.rint,
+    "rzi": np.trunc,
+    "rmi": np.floor,
+    "rpi": np.ceil,
+}
+"""What the modifiers of a conversion do that round to whole numbers."""
 
 
 def _join_bf16(high: np.ndarray, low: np.ndarray) -> np.ndarray:

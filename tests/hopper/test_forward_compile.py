@@ -9,7 +9,11 @@ from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
 from hopper.config import ForwardConfig, Registers, validate_forward_config
 from hopper.forward.barriers import NamedBarrier
-from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import (
+    select_fp8_forward_config,
+    shipped_exact_lse_configs,
+    shipped_fp8_forward_configs,
+)
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper.inspection import ResourceUsage
@@ -21,6 +25,7 @@ SHIPPED = (
     *shipped_forward_configs(),
     *shipped_fp8_forward_configs(),
     *shipped_fp8_forward_configs(two_level=True),
+    *shipped_exact_lse_configs(),
 )
 
 

@@ -140,6 +140,16 @@ def test_tiles_that_are_selected() -> None:
     check(parts, packing, config)
 
 
+def test_an_exact_lse() -> None:
+    packing = Packing.of([(70, 100), (0, 9), (33, 0), (20, 64)], TAIL)
+    parts = quantize_packed_by_torch(
+        *draw(packing, (2, 1)), lengths_of(packing), Fp8Quantization(block_k=TILE)
+    )
+    config = select_fp8_forward_config(DIM, DIM, True, "bfloat16", 0, TILE, layout="varlen", exact_lse=True)
+    assert config.split_scores
+    check(parts, packing, config)
+
+
 def test_tensors_with_a_descale_for_each_sequence() -> None:
     """V comes in rows, which the producer transposes."""
     packing = Packing.of([(70, 200), (33, 0), (90, 100)], TAIL)

@@ -92,6 +92,14 @@ def test_a_window(softmax: Softmax, causal: bool, seqlens, heads, sides: tuple[i
     check(parts, config, sides)
 
 
+@pytest.mark.parametrize("sides", [(20, 30), (NO_LIMIT, 5)])
+def test_a_window_with_an_exact_lse(sides: tuple[int, int]) -> None:
+    """Whose blocks are done in order."""
+    config = select_fp8_forward_config(DIM, DIM, False, "bfloat16", 400, TILE, window=True, exact_lse=True)
+    assert config.split_scores and not config.pipelined
+    check(quantized((100, 200), (1, 1), DIM, TILE), config, sides)
+
+
 def test_a_tile_that_is_selected() -> None:
     """For V in rows, with tiles that ship. Windows with two levels are tested on a GPU."""
     parts = of_one_scale(quantized((200, 500), (1, 1), 128, 128))

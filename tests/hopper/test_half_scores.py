@@ -41,6 +41,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     test_two_keys_whose_sum_float32_lacks,
     test_units_of_o_that_change_with_jumps,
     test_warps_that_are_wary,
+    test_what_is_small_beside_many_large_p_counts,
 )
 
 lagging_config = test_lagging_softmax.config_of
@@ -142,6 +143,20 @@ def test_a_key_that_counts_alone_but_does_not_dominate(column: int) -> None:
     exact, exact_lse = attention_naive(*dequantized(parts))
     assert (lse - exact_lse).abs().max() < COARSE_LSE_ROUNDING
     assert relative(out, exact) < 0.07
+
+
+@pytest.mark.parametrize("octaves", [52.3, 115.0])
+def test_a_key_that_outweighs_all_others_by_far(octaves: float) -> None:
+    """Float16 has coarse steps for shifts so large: the largest P is no power of two, and its sum counts it as e4m3
+    rounds it."""
+    q, k, v = draw(TILE, 2 * TILE)
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    q[..., 1:] /= 16.0
+    k[:, 50, :, 0] = octaves / (16.0 * OCTAVES)
+    parts = quantized(q, k, v)
+    out, _ = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+    exact, _ = attention_naive(*dequantized(parts))
+    assert relative(out, exact) < 2.0**-9
 
 
 def test_a_scale_that_float16_does_not_hold() -> None:

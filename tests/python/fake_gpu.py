@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo import guards
 
-from hopper_attention import device_memory, fp8_at_once, quantizers
+from hopper_attention import (
+    dense_again,
+    device_memory,
+    fp8_at_once,
+    fused_again,
+    kvcache_again,
+    kvcache_schedule,
+    quantizers,
+    varlen_again,
+)
 from hopper_attention.backends import Target
 from hopper_attention.launch import (
     addition,
@@ -20,9 +30,11 @@ from hopper_attention.launch import (
     dequantized,
     forward,
     fp8,
+    gradients_again,
     kvcache,
     merge,
     packed_fp8,
+    packed_gradients_again,
     packed_quantize,
     paged_forward,
     quantize,
@@ -40,22 +52,34 @@ REMEMBERING = (
     backward,
     combine,
     decode,
+    dense_again,
     dequantized,
     forward,
     fp8,
     fp8_at_once,
+    fused_again,
+    gradients_again,
     kvcache,
+    kvcache_again,
+    kvcache_schedule,
     merge,
     packed_fp8,
     packed_quantize,
     paged_forward,
     quantize,
     quantizers,
+    packed_gradients_again,
     qv,
     transpose,
     varlen,
+    varlen_again,
 )
 """Modules of launchers that are remembered."""
+
+
+def new_memory(device_index: int, pieces: device_memory.Pieces) -> tuple[torch.Tensor, ...]:
+    """Stands for ``device_memory.stream_memory``."""
+    return tuple(piece.empty("cpu") for piece in pieces)
 
 
 def pretend(
@@ -87,6 +111,8 @@ def pretend(
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
     for module in kinds:
         monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
+    monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
+    monkeypatch.setattr(device_memory, "stream_memory", new_memory)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
@@ -99,5 +125,5 @@ def forget_launchers() -> None:
     """Make every launcher be found anew."""
     for module in REMEMBERING:
         for function in vars(module).values():
-            if hasattr(function, "cache_clear"):
+            if hasattr(function, "cache_clear") and not isinstance(function, type):
                 function.cache_clear()

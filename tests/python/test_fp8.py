@@ -155,11 +155,15 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert q_scale is parts.q.scale and k_scale is parts.k.scale and v_scale is parts.v.scale
     assert o_scale.tolist() == [[[1.0], [1.0]]] * 2
     config = select_fp8_forward_config(64, 64, True, "float16", 203)
+    with_lse = select_fp8_forward_config(64, 64, True, "float16", 203, exact_lse=True)
     assert numbers == [1, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
     assert kernel.arguments[4].shape == (2, 4, 0) and len(configs) == 1
+    flash_attn_quantized_func(parts, causal=True, exact_lse=True)
+    flash_attn_fp8_func(*qkv(), causal=True, quantization=SMOOTH, exact_lse=True)
+    assert configs == [config, with_lse]
 
 
 def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:

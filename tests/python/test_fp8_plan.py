@@ -16,6 +16,7 @@ from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config
+from hopper_attention.quantization import from_descales
 
 HOPPER = (9, 0)
 
@@ -51,6 +52,28 @@ def test_the_default_on_hopper_is_the_fused_quantizer_and_the_fp8_kernel() -> No
         f"config     {plan.attention.config.name}",
     ):
         assert line in text.splitlines()
+
+
+def test_an_exact_lse_has_kernels_of_its_own() -> None:
+    """Also of packed sequences and windows, and whatever V and its sums are like."""
+    q, k, v = qkv()
+    named = {"exact_lse": True}
+    expected = select_fp8_forward_config(128, 128, False, "bfloat16", 4096, 128, exact_lse=True)
+    assert on_hopper(q, k, v, **named).attention.config == expected
+    assert on_hopper(q, k, v, two_level_accumulation=True, **named).attention.config == expected
+    bounds = meta(3, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    packed = on_hopper(q[0], k[0], v[0], window_size=(5, 3), **lengths, **named).attention.config
+    assert packed == replace(expected, window=True, layout="varlen")
+    e4m3 = (torch.zeros(1, 40, 2, 128).to(torch.float8_e4m3fn) for _ in range(3))
+    rows = from_descales(*e4m3, None, None, None, torch.bfloat16)
+    assert (
+        problem_of(rows, False).kind.transposes
+        and not problem_of(rows, False, exact_lse=True).kind.transposes
+    )
+    assert select_config(problem_of(rows, False, exact_lse=True)) == expected
+    with pytest.raises(TypeError, match="exact_lse is a str, 'yes'"):
+        on_hopper(q, k, v, exact_lse="yes")
 
 
 OPTIONS = [

@@ -42,7 +42,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         device_memory, "_bytes_of_current_stream", lambda index, size: torch.zeros(size, dtype=torch.uint8)
     )
-    for module in (decode, device_memory, fp8_at_once):
+    monkeypatch.setattr(device_memory, "stream_memory", memory.get)
+    for module in (device_memory, fp8_at_once):
         monkeypatch.setattr(module, "work_memory", lambda device, *request: memory.get(*request))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield
@@ -81,7 +82,8 @@ def test_a_backward_call_makes_three_gradients_and_clears_one_sum() -> None:
     out = flash_attn_func(*leaves, causal=True)
     dout = torch.ones_like(out)
     names = operations(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    assert names == ["aten::zero_", *["aten::empty_like"] * 3]
+    # The gradients are not made by the dispatcher.
+    assert names == ["aten::zero_"]
 
 
 def test_no_operator_of_ours_is_between_packed_sequences_and_their_gradients() -> None:
@@ -110,7 +112,8 @@ def test_a_decode_call_makes_its_results_and_no_more(paged: bool, wants_lse: boo
             q, *caches, cache_seqlens=lengths, causal=True, return_softmax_lse=wants_lse, **options
         )
 
-    assert operations(step) == ["aten::empty_like", *["aten::empty"] * wants_lse]
+    # Its results are not made by the dispatcher.
+    assert operations(step) == []
 
 
 def test_fp8_from_16_bits_makes_its_results_and_no_more() -> None:
@@ -120,9 +123,9 @@ def test_fp8_from_16_bits_makes_its_results_and_no_more() -> None:
     assert with_lse == ["aten::empty_like", "aten::empty"]
 
 
-def test_quantization_makes_six_tensors_and_attention_to_them_one() -> None:
+def test_quantization_asks_nothing_of_torch_and_attention_to_its_tensors_makes_one() -> None:
     inputs = qkv()
-    assert sorted(operations(lambda: quantize_qkv(*inputs))) == ["aten::empty"] * 3 + ["aten::empty_like"] * 3
+    assert operations(lambda: quantize_qkv(*inputs)) == []
     parts = quantize_qkv(*inputs)
     assert operations(lambda: flash_attn_quantized_func(parts)) == ["aten::empty"]
 

@@ -304,32 +304,6 @@ SIZES = {
 }
 
 
-def test_a_schedule_can_be_handed_on() -> None:
-    call = CASE.build(BF16)
-    window = torch.tensor([3, 4])
-    schedule = get_scheduler_metadata(
-        3,
-        3,
-        24,
-        4,
-        2,
-        32,
-        call["cache_seqlens"],
-        BF16,
-        headdim_v=24,
-        page_size=4,
-        max_seqlen_k_new=3,
-        cu_seqlens_q=call["cu_seqlens_q"],
-        causal=True,
-        window_size=window,
-        num_splits=3,
-    )
-    assert schedule.dtype == torch.int32 and schedule.dim() == 1
-    other = CASE.build(BF16)
-    wanted = flash_attn_with_kvcache(**call, causal=True)
-    assert torch.equal(flash_attn_with_kvcache(**other, causal=True, scheduler_metadata=schedule), wanted)
-
-
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
-from hopper_attention.quantization_rules import robust_mean_of_keys
+from hopper_attention.quantization_rules import mean_worth_subtracting, robust_mean_of_keys
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 
 SMOOTH = Fp8Quantization(smooth_v=True)
@@ -53,7 +53,7 @@ def test_the_default() -> None:
 def test_parts_hold_the_values_less_their_mean(options: dict[str, Any]) -> None:
     q, k, v = qkv()
     parts = quantize_qkv(q, k, v, quantization=replace(SMOOTH, **options))
-    assert parts.mean_v.dtype == torch.float32 and torch.equal(parts.mean_v, robust_mean_of_keys(v))
+    assert parts.mean_v.dtype == torch.float32 and torch.equal(parts.mean_v, mean_worth_subtracting(v))
     centred = parts.v.dequantize()
     # Where the keys are not a multiple of the segments, and rounded, a little is left.
     assert rms(centred.mean(1)) < 0.02
@@ -206,6 +206,43 @@ def test_outlier_tokens_cost_the_others_nothing(causal: bool, rotate_v: bool) ->
     assert errors[1] < 1.02 * errors[0]
 
 
+def error_of_the_mean(v: Tensor, mean: Tensor) -> float:
+    """Of all keys, once v less this mean is e4m3: what the output of queries that see them alike is off by."""
+    scale = 2.0 ** math.ceil(math.log2((v - mean).abs().max() / 448.0))
+    rounded = ((v - mean) / scale).to(torch.float8_e4m3fn).double() * scale
+    return rms(rounded.mean(0) + mean - v.double().mean(0))
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.7, 3.0])
+def test_a_mean_on_the_grid_of_the_values_adds_no_error(spread: float) -> None:
+    """Neither with a mean that is chance nor with one that is worth it; that of all keys, not rounded, does."""
+    generator = torch.Generator().manual_seed(0)
+    normal = spread * torch.randn(1, 32768, 1, 24, generator=generator)
+    assert not mean_worth_subtracting(normal.bfloat16()).any()
+    for offset in (0.06 * spread, 0.2 * spread, spread, 5.0 * spread):
+        v = (normal + offset).bfloat16()
+        found, plain = mean_worth_subtracting(v), v.double().mean(1)
+        assert (found - plain).abs().max() <= spread * 2.0**-6
+        error, without = (error_of_the_mean(v[0, :, 0].float(), x) for x in (found[0, 0], torch.zeros(24)))
+        assert error < 1.3 * without
+        if offset < 0.1 * spread:
+            assert error_of_the_mean(v[0, :, 0].float(), plain[0, 0].float()) > 2.0 * error
+
+
+@pytest.mark.parametrize("value", [0.0, 3.1, -1e30])
+def test_values_without_a_spread_are_their_mean(value: float) -> None:
+    assert torch.equal(
+        mean_worth_subtracting(torch.full((1, 300, 1, 4), value)), torch.full((1, 1, 4), value)
+    )
+
+
+def test_a_mean_of_bad_values_is_finite() -> None:
+    v = torch.randn(1, 700, 1, 4, generator=torch.Generator().manual_seed(0)) + 2.0
+    v[0, 5:, 0, 1], v[0, ::2, 0, 2], v[0, 9, 0, 3] = math.nan, math.inf, -math.inf
+    found = mean_worth_subtracting(v)
+    assert bool(found.isfinite().all()) and (found[..., [0, 3]] - 2.0).abs().max() < 0.2
+
+
 def test_the_gradient_is_that_of_the_values_with_their_mean() -> None:
     for rotate_v in (False, True):
         c = replace(SMOOTH, rotate_v=rotate_v)
@@ -243,10 +280,10 @@ def test_compiled_and_by_the_operator_it_is_the_same() -> None:
 
 
 def test_the_mean_can_be_traced() -> None:
-    compiled = torch.compile(robust_mean_of_keys, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(mean_worth_subtracting, fullgraph=True, backend="aot_eager")
     for seqlen in (1, 40, 1500):
         x = torch.randn(2, seqlen, 2, 16)
-        assert torch.equal(compiled(x), robust_mean_of_keys(x))
+        assert torch.equal(compiled(x), mean_worth_subtracting(x))
     with FakeTensorMode():
         parts = quantize_qkv(
             *(torch.empty(2, 100, 2, 64, dtype=torch.bfloat16) for _ in range(3)), quantization=SMOOTH

@@ -53,7 +53,8 @@ class Fp8ForwardConfig(ForwardConfig):
     FMA pipe instead of MUFU (``hopper.forward.fp8.exp2``).
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
-    whose bits FP8 WGMMA keeps only a part in its sums.
+    whose bits FP8 WGMMA keeps only a part in its sums. With ``split_scores`` Q K^T is added up in float32 as well
+    (``hopper.forward.fp8.split_scores``).
     """
 
     output: str = "bfloat16"
@@ -61,6 +62,7 @@ class Fp8ForwardConfig(ForwardConfig):
     softmax: Softmax = Softmax.EXACT
     v_rows: bool = False
     two_level: bool = False
+    split_scores: bool = False
 
     @property
     def pv_columns(self) -> int:
@@ -90,6 +92,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
+        parts += ["split"] if self.split_scores else []
         return "_".join([super().name, *parts])
 
     @property
@@ -111,6 +114,8 @@ class Fp8ForwardConfig(ForwardConfig):
             raise ValueError(f"polynomial_pairs is {self.polynomial_pairs}, allowed: 0 to 8")
         if self.two_level:
             _validate_two_level(self)
+        if self.split_scores:
+            _validate_split_scores(self)
         if self.softmax in STALE_MAXIMUM:
             _validate_stale_maximum(self)
 
@@ -127,6 +132,14 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
     if config.softmax is Softmax.HALF_SCORES and config.v_rows:
         raise ValueError(f"v_rows is True, allowed with {softmax}: False")
+
+
+def _validate_split_scores(config: Fp8ForwardConfig) -> None:
+    """What scores gain, polynomials would lose."""
+    if config.softmax in STALE_MAXIMUM:
+        raise ValueError(f"split_scores is True, allowed with softmax {config.softmax.value!r}: False")
+    if config.polynomial_pairs:
+        raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed with split_scores: 0")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:

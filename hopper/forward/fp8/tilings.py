@@ -25,6 +25,10 @@ two_level = partial(tiling, two_level=True)
 """The second accumulator takes registers that are not there for keys."""
 
 
+exact_lse = partial(tiling, split_scores=True, two_level=True, pipelined=False)
+"""Everything is added up in float32, and takes its maximum. Registers allow no other block beside that."""
+
+
 def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
     """``exact`` or ``two_level`` for V in rows, whose producers take registers."""
     transposing = TWO_CONSUMERS_TRANSPOSING if tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS_TRANSPOSING
@@ -140,6 +144,14 @@ FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 }
 """By head_dim, for V in rows."""
 
+FP8_EXACT_LSE_TILINGS: dict[int, tuple[Tiling, ...]] = {
+    64: (exact_lse(192, 64, 4),),
+    128: (exact_lse(128, 128, 4), exact_lse(128, 64, 4)),
+    256: (exact_lse(128, 64, 4),),
+}
+"""By head_dim, where the LSE is to be exact, whatever scores fit and however P V is to be added up: few kernels, and
+each serves what was quantized for others."""
+
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
 ``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
@@ -166,22 +178,29 @@ def select_fp8_forward_config(
     window: bool = False,
     layout: str = DENSE,
     chunk: bool = False,
+    exact_lse: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
     (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
+    ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed.
 
     Raises:
-        ValueError: a head dimension is too large, or no tiling divides ``block_k``.
+        ValueError: a head dimension is too large, no tiling divides ``block_k``, or V in rows meets ``exact_lse``.
     """
+    if exact_lse and v_rows:
+        raise ValueError("v_rows is True, allowed with exact_lse: False")
     fits = [size for size, _ in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
     if not fits:
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores)
+    if exact_lse:
+        tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
+    else:
+        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
@@ -219,8 +238,20 @@ def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8Forwa
     )
 
 
+def shipped_exact_lse_configs() -> tuple[Fp8ForwardConfig, ...]:
+    """Every config that ``select_fp8_forward_config`` can return with ``exact_lse``."""
+    return tuple(
+        _build(tiling, head_dim, causal, output)
+        for output in DTYPES
+        for head_dim, tilings in FP8_EXACT_LSE_TILINGS.items()
+        for tiling in tilings
+        for causal in (False, True)
+    )
+
+
 def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConfig, ...]:
-    """Every config that ``select_fp8_forward_config`` can return for this ``two_level``, each once."""
+    """Every config that ``select_fp8_forward_config`` can return for this ``two_level`` without ``exact_lse``, each
+    once."""
     transposed = tuple(
         _build(tiling, head_dim, causal, output)
         for output in DTYPES

@@ -31,7 +31,7 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.layout import make_addressable
+from hopper_attention.layout import make_addressable, new_layout
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
@@ -76,17 +76,38 @@ class BackwardLauncher(Launcher):
         """As ``run_backward``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
+        gradients = empty_gradients(q, k, v)
+        dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
+        options = self._options(window, scores, q, k)
+        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
+        return gradients
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        """Queue the kernels on tensors that they can address, on the current GPU, which is that of this launcher.
+
+        ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
+        """
         pieces = work_pieces(self.dq_tile, q.shape)
         lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
         sums.zero_()
-        dq, dk, dv = empty_gradients(q, k, v)
-        dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
-        self.prepare(out, dout, lse.contiguous(), lse_log2, delta)
+        self.prepare(out, dout, lse, lse_log2, delta)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
-        self.start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, window, scores)
+        dq, dk, dv = gradients
+        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
         self.finish(sums, dq, softmax_scale)
-        return dq, dk, dv
 
     def start(
         self,
@@ -98,14 +119,25 @@ class BackwardLauncher(Launcher):
     ) -> None:
         """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
         base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
-        q, k, *_ = inputs
+        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
+
+    def _start(
+        self,
+        inputs: tuple[Tensor, ...],
+        memory: tuple[Tensor, ...],
+        softmax_scale: float,
+        options: tuple[Any, ...],
+    ) -> None:
         counter = backward_counter(self.config, memory[2])
-        options: tuple[Any, ...] = ()
-        if self.config.block_lists:
-            options = listed_options(self.config, scores, q, k)
-        elif window or scores is not NO_SCORES or not self.is_plain:
-            options = kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
         self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
+
+    def _options(self, window: tuple[int, ...], scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        """What the kernel takes behind the scale."""
+        if self.config.block_lists:
+            return listed_options(self.config, scores, q, k)
+        if window or scores is not NO_SCORES or not self.is_plain:
+            return kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
+        return ()
 
     @cached_property
     def is_plain(self) -> bool:
@@ -308,8 +340,9 @@ def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
 
 
 def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """New contiguous tensors of the shapes, dtype and device of the inputs."""
-    return tuple([torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs])
+    """New contiguous tensors of the shapes and dtypes of the inputs, on the current GPU."""
+    make = device_memory.empty_on_gpu
+    return tuple([make(*new_layout(x.shape), x.dtype) for x in inputs])
 
 
 def lse_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ shapes are read off the tensors of a call, and a grid is as large as the GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -74,6 +75,14 @@ def no_vectors(batch: int, heads: int, device: torch.device) -> Tensor:
     """
     shape, strides = (batch, heads, 0), (4 * heads, 4, 1)
     return make_apart(lambda: torch.empty_strided(shape, strides, dtype=torch.float32, device=device))
+
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
+"""The number of the current GPU, once there are tensors on one: torch's function asks first whether CUDA is there."""
 
 
 def index_of(device: torch.device) -> int:

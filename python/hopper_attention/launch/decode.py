@@ -11,17 +11,18 @@ from torch import Tensor
 
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
-from hopper_attention import compile_cache
+from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode
-from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales, work_memory
+from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.layout import (
     TMA_BYTES,
     make_addressable,
     make_packed_addressable,
+    new_layout,
     repair_for,
     repairs_for,
 )
@@ -54,41 +55,66 @@ class DecodeLauncher(Launcher):
             return self.call_there(tensors, scores)
         shape, t = self.shape, tensors
         addressable = make_packed_addressable if shape.is_packed_q else make_addressable
-        q = addressable(t.q)
-        out = self._empty_out(q)
-        parts, *spare = work_memory(q.device, self.device_index, self.work)
-        lse = spare[0] if spare else torch.empty(*shape.lse_shape, dtype=torch.float32, device=q.device)
+        queries = (t.q,) if t.qv is None else (t.q, t.qv)
+        k_cache, v_cache = t.k_cache, t.v_cache
+        if self.restrides:
+            k_cache, v_cache = _restrided(k_cache), _restrided(v_cache)
         cap, sinks = None, None
         if scores is not NO_SCORES:
             cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
+        lengths = _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens
+        lists = lengths, table_of(t), t.cache_leftpad, t.cu_seqlens_q
+        given = tuple(map(addressable, queries)), k_cache, v_cache, *lists
+        return self.launch(*given, cap, sinks, _descales(shape, t))
+
+    def launch(
+        self,
+        queries: tuple[Tensor, ...],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        lengths: Tensor,
+        table: Tensor | None,
+        leftpad: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        descales: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """The call of tensors that the kernel can address, on the current GPU, which is that of this launcher.
+
+        ``queries`` are q, or q and qv; ``descales`` are those of K and V, or none for the kernel of qv.
+        """
+        out = device_memory.empty_on_gpu(*self.out_facts)
+        work = device_memory.stream_memory(self.device_index, self.work)
+        lse = device_memory.empty_on_gpu(*self.lse_facts) if self.wants_lse else work[-1]
         self.kernel(
-            q,
-            *(() if t.qv is None else (addressable(t.qv),)),
-            _restrided(t.k_cache) if self.restrides else t.k_cache,
-            _restrided(t.v_cache) if self.restrides else t.v_cache,
+            *queries,
+            k_cache,
+            v_cache,
             out,
             lse,
-            _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens,
-            table_of(t),
-            t.cache_leftpad,
-            t.cu_seqlens_q,
-            parts,
+            lengths,
+            table,
+            leftpad,
+            cu_seqlens_q,
+            work[0],
             self.softmax_scale,
             self.max_splits,
             *self.sides,
             cap,
             sinks,
-            *_descales(shape, t),
+            *descales,
             self.pieces,
         )
         return out, lse
 
-    def _empty_out(self, q: Tensor) -> Tensor:
-        shape = self.shape
-        if shape.head_dim_v == shape.head_dim:
-            # As ``ResultSpec``: cheaper.
-            return torch.empty_like(q, memory_format=torch.contiguous_format)
-        return torch.empty(*shape.out_shape, dtype=shape.out_dtype, device=q.device)
+    @cached_property
+    def out_facts(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        return *new_layout(self.shape.out_shape), self.shape.out_dtype
+
+    @cached_property
+    def lse_facts(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        return *new_layout(self.shape.lse_shape), torch.float32
 
     @cached_property
     def work(self) -> Pieces:
@@ -129,9 +155,10 @@ def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, 
         return ()
     if not shape.is_fp8_cache:
         return None, None
-    given = tensors.k_descale, tensors.v_descale
-    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if None in given else None
-    return tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
+    k, v = tensors.k_descale, tensors.v_descale
+    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if k is None or v is None else None
+    k, v = (ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (k, v))
+    return k, v
 
 
 def is_aligned(tensors: CacheTensors) -> bool:

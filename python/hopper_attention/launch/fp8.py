@@ -217,11 +217,13 @@ def attend(
     wants_lse: bool = True,
     sm_margin: int = 0,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
-    Without ``wants_lse`` the lse may lack its rows. ``causal`` and ``window`` are those of a ``MaskSpec``.
-    ``two_level`` is that of ``Fp8Problem``. ``sm_margin`` multiprocessors are left to others by the FP8 kernel.
+    Without ``wants_lse`` the lse may lack its rows; ``exact_lse`` is that of an ``Fp8AttentionProblem``.
+    ``causal`` and ``window`` are those of a ``MaskSpec``. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
+    multiprocessors are left to others by the FP8 kernel.
 
     Raises:
         ValueError: the tensors do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
@@ -248,6 +250,7 @@ def attend(
         backend,
         sm_margin,
         window,
+        exact_lse,
     )
     return launch(parts, softmax_scale, wants_lse, window)
 
@@ -272,6 +275,7 @@ def _find_flat(
     backend: str | None,
     sm_margin: int,
     window: Sides,
+    exact_lse: bool,
 ) -> Fp8Launch:
     """``find_fp8_launch`` by what ``problem_of`` reads, which costs less than to make a problem at every call. V has
     rows, or ``keys`` of them if it is transposed."""
@@ -287,12 +291,17 @@ def _find_flat(
         two_level,
         window,
         v_rows=keys is None,
+        exact_lse=exact_lse,
     )
     return find_fp8_launch(problem, q_strides, k_strides, device, backend, sm_margin)
 
 
 def problem_of(
-    parts: QuantizedQKV, causal: bool, two_level: bool = False, window: Sides = FULL_SIDES
+    parts: QuantizedQKV,
+    causal: bool,
+    two_level: bool = False,
+    window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> Fp8Problem:
     """What the rules need to know of quantized tensors; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
@@ -305,6 +314,7 @@ def problem_of(
         two_level,
         window,
         v_rows=isinstance(v, QuantizedTensor),
+        exact_lse=exact_lse,
     )
 
 
@@ -317,6 +327,7 @@ def problem_of_sizes(
     two_level: bool,
     window: Sides,
     v_rows: bool = False,
+    exact_lse: bool = False,
 ) -> Fp8Problem:
     """``problem_of`` tensors of these shapes, with so many rows a scale and no larger codes of Q and K than these."""
     block_q, block_k, block_v = (block_of(rows, shape[1]) for rows, shape in zip(blocks, shapes, strict=True))
@@ -331,6 +342,7 @@ def problem_of_sizes(
         two_level=two_level,
         half_scores=scores_fit_half(*largest, shapes[0][3]),
         window=window,
+        exact_lse=exact_lse,
     )
 
 

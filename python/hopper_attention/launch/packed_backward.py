@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,13 +11,13 @@ from torch import Tensor
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.plan.config import check_packed_size, plan_entries
 from hopper.backward.config import BackwardConfig
-from hopper_attention import compile_cache
+from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backward_rules import KernelConfig
 from hopper_attention.launch import backward
-from hopper_attention.launch.base import Launcher, count_ctas, index_of
+from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.launch.packed_forward import OF_KEYS, Planner, find_planner
-from hopper_attention.layout import make_packed_addressable
+from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import NO_SCORES, Scores
 
@@ -73,7 +74,9 @@ class PackedBackwardLauncher(Launcher):
             dv.zero_()
         dout, out, q, k, v = map(make_packed_addressable, (dout, out, q, k, v))
         plan = self.planner(*lengths, totals, c.tile_n, OF_KEYS)
-        dlse = lse.new_empty(lse.shape[0], 0) if dlse is None else dlse.contiguous()
+        if dlse is None:
+            dlse = device_memory.empty_on_gpu(*new_layout((lse.shape[0], 0)), torch.float32)
+        dlse = dlse.contiguous()
         self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
         counter = backward.backward_counter(c, sums)
         given = (window_left, window_right, attention_chunk) if c.window else ()
@@ -89,12 +92,17 @@ class PackedBackwardLauncher(Launcher):
     def _work(self, q: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence."""
         c, (total_q, heads, _) = self.config, q.shape
-        tiles = plan_entries(total_q, batch, c.tile_m)
-        lse_log2, delta = torch.empty(
-            2, heads, tiles * c.tile_m, dtype=torch.float32, device=q.device
-        ).unbind()
-        sums = torch.zeros(heads, tiles, c.dq_parts, c.dq_words, dtype=torch.float32, device=q.device)
-        return lse_log2, delta, sums
+        tile = backward.DqTile(c.tile_m, c.dq_parts, c.dq_words)
+        pieces = packed_work_pieces(tile, heads, plan_entries(total_q, batch, c.tile_m))
+        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
+        return lse_log2, delta, sums.zero_()
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def packed_work_pieces(tile: backward.DqTile, heads: int, tiles: int) -> device_memory.Pieces:
+    """LSE in base 2, delta and the sums of dQ."""
+    rows = device_memory.Piece((heads, tiles * tile.tile_m))
+    return rows, rows, device_memory.Piece((heads, tiles, tile.dq_parts, tile.dq_words))
 
 
 def make_packed_backward_launcher(config: KernelConfig, device: torch.device) -> PackedBackwardLauncher:

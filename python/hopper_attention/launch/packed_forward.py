@@ -16,7 +16,7 @@ from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import NO_PAGES, NO_SIDES, Launcher, count_ctas, index_of
-from hopper_attention.layout import make_packed_addressable
+from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.scores import NO_SCORES, Scores
@@ -43,7 +43,8 @@ class Planner:
     ) -> Tensor:
         """A plan for tiles of ``tile`` rows, of Q or of K; ``totals`` are rows of Q and of K."""
         batch = cu_seqlens_q.shape[0] - 1
-        plan = cu_seqlens_q.new_empty(plan_words(totals[rows], batch, tile))
+        words = plan_words(totals[rows], batch, tile)
+        plan = device_memory.empty_on_gpu((words,), (1,), torch.int32)
         used_q = device_memory.no_lengths(plan.device) if seqused_q is None else seqused_q
         used_k = device_memory.no_lengths(plan.device) if seqused_k is None else seqused_k
         self.kernel(cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *totals, tile, rows)
@@ -52,9 +53,13 @@ class Planner:
 
 def empty_results(q: Tensor, head_dim_v: int, wants_lse: bool) -> tuple[Tensor, Tensor]:
     """Memory for out (total_q, heads, head_dim_v) and lse (heads, total_q), which lacks its rows if not wanted."""
-    total_q, heads, _ = q.shape
-    out = torch.empty(total_q, heads, head_dim_v, dtype=q.dtype, device=q.device)
-    return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=q.device)
+    (total_q, heads, _), make = q.shape, device_memory.empty_on_gpu
+    out = make(*new_layout((total_q, heads, head_dim_v)), q.dtype)
+    return out, make(*new_layout((heads, total_q if wants_lse else 0)), torch.float32)
+
+
+NO_CHANGES = NO_SCORES.for_kernel(0, 0)
+"""What the kernel takes of scores that nothing changes."""
 
 
 def find_planner(config: object) -> Planner:
@@ -114,7 +119,8 @@ class PackedForwardLauncher(Launcher):
         options: tuple[Any, ...]
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
-            options = *(sides or NO_SIDES), plan, batch + 1, *NO_PAGES, *scores.for_kernel(batch, heads)
+            options = *(sides or NO_SIDES), plan, batch + 1, *NO_PAGES
+            options = *options, *(NO_CHANGES if scores is NO_SCORES else scores.for_kernel(batch, heads))
             self.kernel(q, k, v, out, lse, counter, softmax_scale, *options, self.num_ctas)
         else:
             options = softmax_scale, *present(sides)

@@ -151,7 +151,7 @@ def restore(out: Tensor, parts: PackedQuantizedQKV) -> Tensor:
 
 
 def packed_problem_of(
-    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: Sides
+    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: Sides, exact_lse: bool = False
 ) -> Fp8AttentionProblem:
     """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
@@ -168,9 +168,10 @@ def packed_problem_of(
         block_k=_block(k.block),
         block_v=_block(v.block),
         v_rows=has_rows,
-        transposes=has_rows,
+        transposes=has_rows and not exact_lse,
         two_level=two_level,
         half_scores=scores_fit_half(q.largest, k.largest, q.shape[2]),
+        exact_lse=exact_lse,
     )
 
 
@@ -206,13 +207,14 @@ def attend_packed(
     wants_lse: bool = True,
     sm_margin: int = 0,
     window: Sides = FULL_SIDES,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with the rotation of V undone, and lse
     (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.
 
     Rows of no sequence get 0 and -inf, as do rows that see no key.
     """
-    problem = packed_problem_of(parts, causal, two_level, window)
+    problem = packed_problem_of(parts, causal, two_level, window, exact_lse)
     launch = find_packed_fp8(problem, parts.q.data.device, backend, sm_margin)
     if is_empty(parts.q.data, parts.k.data, parts.lengths):
         return no_results(parts)

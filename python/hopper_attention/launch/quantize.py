@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.problem import MAX_SEQLEN
 from hopper.quantize.config import CHUNK, HEAD_DIM_STEP, QuantizeConfig, validate_quantize_config
-from hopper_attention import compile_cache
+from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
@@ -23,7 +23,7 @@ from hopper_attention.launch.base import (
     count_ctas,
     index_of,
 )
-from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable
+from hopper_attention.layout import TMA_BYTES, contiguous_copy, make_addressable, new_layout
 from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import (
     E4M3,
@@ -177,18 +177,10 @@ def output_pieces(
 
 
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
-    """New tensors for the kernel to fill."""
-    _, _, vt8, q_scale, k_scale, _ = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
-    device = q.device
-    scale = k_scale.empty(device)
-    return Outputs(
-        torch.empty_like(q, dtype=E4M3, memory_format=torch.contiguous_format),
-        torch.empty_like(k, dtype=E4M3, memory_format=torch.contiguous_format),
-        vt8.empty(device),
-        q_scale.empty(device),
-        scale,
-        torch.empty_like(scale),
-    )
+    """New tensors for the kernel to fill, on the current GPU."""
+    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
+    make = device_memory.empty_on_gpu
+    return Outputs(*[make(*new_layout(piece.shape), piece.dtype) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -209,6 +201,13 @@ class QuantizeLauncher(Launcher):
         """As ``quantize_fused``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(q, k, v, seed, means)
+        q, k, v = map(addressable, (q, k, v))
+        return self.launch(q, k, v, seed, means)
+
+    def launch(
+        self, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means
+    ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+        """The same of ``addressable`` tensors on the current GPU, which is that of this launcher."""
         c = self.config
         outputs = empty_outputs(c, q, k, v)
         self.fill(outputs, q, k, v, seed, means)
@@ -220,11 +219,13 @@ class QuantizeLauncher(Launcher):
         )
 
     def fill(self, outputs: Outputs, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means) -> None:
-        """Queue the kernel on ``outputs``."""
+        """Queue the kernel on ``outputs`` and on tensors that are ``addressable``."""
         c, device = self.config, q.device
         unused = no_words(device)
         self.kernel(
-            *map(_addressable, (q, k, v)),
+            q,
+            k,
+            v,
             *outputs,
             sign_masks(c.head_dim, seed, device) if c.rotate else unused,
             sign_masks(c.head_dim_v, seed, device) if c.rotate_v else unused,
@@ -273,7 +274,7 @@ def quantize_fused(
     return q8, k8, vt8
 
 
-def _addressable(x: Tensor) -> Tensor:
+def addressable(x: Tensor) -> Tensor:
     """x with rows of neighbouring elements that begin at multiples of 16 bytes; copied if it has none."""
     *strides, last = x.stride()
     if last == 1 and x.data_ptr() % TMA_BYTES == 0 and not (strides[0] | strides[1] | strides[2]) % CHUNK:

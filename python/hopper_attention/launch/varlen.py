@@ -311,7 +311,16 @@ def run_varlen_backward(
     if is_empty(q, k, lengths):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         return dq, dk, dv
-    problem = GradientProblem(
+    problem = gradient_problem(q, v, causal, window, deterministic, scores.kind if given else PLAIN)
+    launch = find_varlen_backward(problem, q.device, backend)
+    return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)
+
+
+def gradient_problem(
+    q: Tensor, v: Tensor, causal: bool, window: Sides, deterministic: bool, scores: ScoreKind = PLAIN
+) -> GradientProblem:
+    """The kind of a packed problem of these tensors."""
+    return GradientProblem(
         q.dtype,
         q.dtype,
         q.shape[2],
@@ -320,8 +329,6 @@ def run_varlen_backward(
         has_window=window != FULL_SIDES,
         has_chunk=window[2] > 0,
         is_packed=True,
-        scores=scores.kind if given else PLAIN,
+        scores=scores,
         deterministic=deterministic,
     )
-    launch = find_varlen_backward(problem, q.device, backend)
-    return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)

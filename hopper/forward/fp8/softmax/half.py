@@ -16,6 +16,7 @@ from cute_kernels.fast_math import (
     pack,
     permute_bytes,
     pin,
+    round_to_e4m3,
     unpack,
 )
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
@@ -36,7 +37,6 @@ from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduc
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LEAST_MAXIMUM_EXPONENT,
-    NEARLY,
     WARY_LIMIT,
     StaleMaximumSoftmax,
     octaves_over,
@@ -133,9 +133,9 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
 
         The largest P is a power of two, at most 2^8, but for the rounding of ``offset``, and the sums of the row's
-        threads are about 2^6 at most if that leaves it at 2^3. Where it would be below 2^3 nothing is raised: other
-        rows need this, perhaps in every block. Where e4m3 undoes that rounding, ``row_sum`` does too: a P that
-        outweighs all others would be wrong by it.
+        threads are about 2^7 at most if that leaves it at 2^4. Where it would be below 2^4 nothing is raised: other
+        rows need this, perhaps in every block. ``row_sum`` counts that P as e4m3 rounds it: one that outweighs all
+        others would be wrong by the difference.
         """
         before = self.shift[r]
         of_thread = self._largest_score(acc_S, r)
@@ -157,10 +157,10 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
             self.words[r, j] = scale_words(self.words[r, j], factor)
         self.row_scale[r] = exp2(before - self.shift[r])
         total = total * factor
-        exponent = top - self.shift[r]
-        whole = cute.math.floor(exponent + Float32(0.5))
-        is_rounded = of_thread == of_row and cute.math.absf(exponent - whole) < Float32(NEARLY)
-        total = total + (exp2(whole) - exp2(exponent)) if is_rounded else total
+        largest = exp2(top - self.shift[r])
+        largest = pack(largest, largest, Float16)
+        rounding = unpack(round_to_e4m3(largest), Float16)[0] - unpack(largest, Float16)[0]
+        total = total + rounding if of_thread == of_row else total
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
 
     @cute.jit

@@ -1,0 +1,63 @@
+"""Decoding with tensors like those of an earlier call: what that found, its checks among it, is used again.
+
+A decode step makes the same call in every layer, with other tensors. One comparison in C++ (``like_calls``) says that
+they are like those that were checked, and the launch follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hopper_attention.checks import Result
+from hopper_attention.kvcache_call import CheckedCall
+from hopper_attention.kvcache_schedule import ATTRIBUTE, schedule_of
+from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.decode import find_decode
+from hopper_attention.launch.decode_call import DecodeCall, Decoded, is_launched_as_it_is
+from hopper_attention.launch.kvcache import find_way
+from hopper_attention.like_calls import Remembered, may_be_like
+
+remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
+"""By the shapes of q and k_cache, and ``_key_of``."""
+
+
+def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
+    """The results, if an earlier call was like this one; None if it has to be read and checked.
+
+    Args:
+        options: all other arguments of the call. They count with their types, as True is no number of splits.
+    """
+    if not may_be_like() or type(tensors[0]) is not Tensor or type(tensors[1]) is not Tensor:
+        return None
+    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
+    metadata = tensors[-1]
+    if type(metadata) is Tensor and ATTRIBUTE in metadata.__dict__:
+        call = metadata.__dict__[ATTRIBUTE].calls.find(key, *given)
+    else:
+        call = remembered.find((tensors[0].shape, tensors[1].shape, key), *given)
+    return None if call is None else call(tensors)
+
+
+def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What is compared of a call beside its tensors: which are given, and all else with its type."""
+    return tuple(map(type, tensors + options)), options
+
+
+def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
+    """Keep a call that was made, if ``decode_again`` can make others like it."""
+    call, read, scores, _ = checked
+    if find_way(call).path != "decode":
+        return
+    key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
+    sizes = tensors[0].shape, tensors[1].shape, key
+    if schedule is None and not remembered.comes_again(sizes):
+        return
+    if is_launched_as_it_is(call.shape, read, tensors):
+        given = [x for x in tensors if x is not None]
+        found = DecodeCall(find_decode(call), scores.softcap or None)
+        if schedule is None:
+            remembered.keep(sizes, found, *given)
+        else:
+            schedule.calls.keep(key, found, *given)

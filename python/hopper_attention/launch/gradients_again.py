@@ -1,0 +1,93 @@
+"""Gradients of tensors like those of an earlier backward pass: what that found is used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopper_attention.checks import TensorSpec
+from hopper_attention.launch import backward
+from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
+from hopper_attention.layout import TMA_BYTES, repairs_for
+from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
+from hopper_attention.scores import NO_SCORES
+
+
+class GradientOptions(NamedTuple):
+    """Of a backward pass whose scores nothing changes: as for ``gradients.differentiate``, ``sides`` of its mask."""
+
+    softmax_scale: float
+    causal: bool
+    backend: str | None
+    deterministic: bool
+    sides: Sides
+
+
+class ForGradients(NamedTuple):
+    """What a backward pass reads, where there is no gradient of the LSE."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCall:
+    """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale."""
+
+    launcher: BackwardLauncher
+    softmax_scale: float
+    options: tuple[Any, ...]
+
+    def __call__(self, tensors: ForGradients) -> tuple[Tensor, ...] | None:
+        """dq, dk and dv; None if TMA cannot address the tensors, or another GPU is current."""
+        dout, q, k, v, out, lse = tensors
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addresses % TMA_BYTES or current_device() != self.launcher.device_index:
+            return None
+        gradients = backward.empty_gradients(q, k, v)
+        self.launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
+        return gradients
+
+
+remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
+
+
+def differentiate_again(tensors: ForGradients, options: GradientOptions) -> tuple[Tensor, ...] | None:
+    """dq, dk and dv, if an earlier backward pass was like this one; else None."""
+    # With create_graph the gradients would be differentiated.
+    if torch.is_grad_enabled() or not may_be_like():
+        return None
+    call = remembered.find(_key_of(tensors, options), *tensors)
+    return None if call is None else call(tensors)
+
+
+def _key_of(tensors: ForGradients, options: GradientOptions) -> tuple[Any, ...]:
+    return tensors.q.shape, tensors.k.shape, options, torch.are_deterministic_algorithms_enabled()
+
+
+def remember(tensors: ForGradients, options: GradientOptions) -> None:
+    """Keep a backward pass that was made, if ``differentiate_again`` can make others like it."""
+    _, q, k, v, _, lse = tensors
+    if not q.is_cuda or torch.is_grad_enabled() or not may_be_like():
+        return
+    key = _key_of(tensors, options)
+    if not remembered.comes_again(key):
+        return
+    scale, causal, backend, deterministic, sides = options
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    sizes = q.shape, k.shape, v.shape
+    launcher = backward.find_plain(*sizes, q.dtype, q.device, causal, deterministic, backend, sides)
+    if launcher is None or not lse.is_contiguous() or repairs_for(*map(TensorSpec.of, tensors[:5])):
+        return
+    window = kernel_sides(*sides) if sides != FULL_SIDES else ()
+    behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
+    remembered.keep(key, GradientCall(launcher, scale, behind), *tensors)

@@ -1,0 +1,97 @@
+"""Whether the tensors of a call are like those of one that was made before: one question to torch in place of many.
+
+Reading shape, strides, dtype and device of a tensor takes half a microsecond in Python. torch has the comparison ready
+in C++, for the code that torch.compile made for tensors of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+
+IsLike = Callable[..., bool]
+"""Of so many tensors, in their order."""
+
+Call = TypeVar("Call")
+
+
+def like(*tensors: Tensor) -> IsLike:
+    """Whether tensors are of the class, dtype, device, shape, strides and requires_grad of these, each of its own.
+
+    They are not, either, where autocast, inference mode, torch.jit.trace or a transform of torch.func is at work and
+    was not when this was called, or the other way round. Storage, and where in it a tensor begins, does not count. Of
+    no tensors is it said where two of them are one object.
+    """
+    # Each a list a tensor, which is not what torch's declaration of it says.
+    sizes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def may_be_like() -> bool:
+    """Whether nothing changes a call that ``like`` does not see: torch.compile, dispatch modes, forward derivatives."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[Call]):
+    """What serves calls with tensors like those of an earlier one."""
+
+    is_like: IsLike
+    call: Call
+
+
+KINDS = 4
+"""Of tensors under one key. Those that came first stay, so that calls with more kinds do not drive each other out."""
+
+
+class Remembered(Generic[Call]):
+    """What serves calls, by what is cheap to read of them; all is forgotten where it becomes too much."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._calls: dict[Hashable, list[Kept[Call]]] = {}
+        self._once: set[Hashable] = set()
+
+    def find(self, key: Hashable, *tensors: Tensor) -> Call | None:
+        """What was kept under this key for tensors like these; None if nothing was, or the key has no hash."""
+        try:
+            kinds = self._calls.get(key)
+        except TypeError:
+            return None
+        if kinds is not None:
+            for kept in kinds:
+                if kept.is_like(*tensors):
+                    return kept.call
+        return None
+
+    def keep(self, key: Hashable, call: Call, *tensors: Tensor) -> None:
+        """Serve calls with tensors like these so. Nothing is like tensors of which two are one."""
+        if len(self._calls) >= self._limit:
+            self._calls.clear()
+        kinds = self._calls.setdefault(key, [])
+        if len(kinds) < KINDS and len(set(map(id, tensors))) == len(tensors):
+            kinds.append(Kept(like(*tensors), call))
+
+    def comes_again(self, key: Hashable) -> bool:
+        """Whether this was asked of the key before: what ``keep`` takes is lost on sizes that are new in every call."""
+        if key in self._once:
+            return True
+        if len(self._once) >= self._limit:
+            self._once.clear()
+        self._once.add(key)
+        return False
+
+    def cache_clear(self) -> None:
+        self._calls.clear()
+        self._once.clear()

@@ -1,0 +1,82 @@
+"""Attention of packed 16-bit tensors like those of an earlier call: what that found is used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopper_attention import autograd, checks
+from hopper_attention.checks import TensorSpec
+from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.varlen import VarlenLaunch, find_varlen_launch
+from hopper_attention.lengths import Lengths
+from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.masks import FULL_SIDES
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """What serves calls like an earlier one, without a window and with tokens and keys."""
+
+    launch: VarlenLaunch
+    records_gradient: bool
+    default_scale: float
+
+    def __call__(
+        self, tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths, softmax_scale: Any, options: Key
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse, which may lack its rows where it is not wanted; ``options`` as for ``find_again``."""
+        scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
+        causal, deterministic, wants_lse, backend, _ = options
+        if self.records_gradient:
+            # The flags are 0 or 1, or True or False.
+            flags = bool(causal), bool(deterministic), backend
+            out, lse = autograd.forward_varlen_by(*tensors, *lengths, self.launch, scale, *flags)
+            return out, lse
+        return self.launch(*tensors, *lengths, scale, *FULL_SIDES, bool(wants_lse))
+
+
+remembered: Remembered[VarlenCall] = Remembered(REMEMBERED_CALLS)
+
+
+def find_again(q: Any, k: Any, v: Any, lengths: Lengths, options: Key) -> VarlenCall | None:
+    """What serves a call of plain tensors with a full window, without descales, whose scores nothing changes.
+
+    Args:
+        options: causal, deterministic, whether the LSE is wanted, backend and sm_margin, which count with their types.
+    """
+    longest_q, longest_k = lengths[4:]
+    if not (type(q) is type(k) is Tensor and type(longest_q) is type(longest_k) is int and may_be_like()):
+        return None
+    if longest_q < 1 or longest_k < 1:
+        return None
+    return remembered.find(_key_of(q, k, lengths, options), q, k, v, *lengths.different)
+
+
+def remember(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths, options: Key, records_gradient: bool
+) -> None:
+    """Keep such a call, which was made: of tensors of 16 bits on a GPU, with tokens and keys."""
+    q, k, v = tensors
+    key = _key_of(q, k, lengths, options)
+    if (
+        not q.shape[0]
+        or not k.shape[0]
+        or lengths.cu_seqlens_q.shape[0] < 2
+        or not remembered.comes_again(key)
+    ):
+        return
+    causal, _, _, backend, sm_margin = options
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    launch = find_varlen_launch(specs, lengths.specs, bool(causal), (False, False), backend, sm_margin)
+    call = VarlenCall(launch, records_gradient, q.shape[2] ** -0.5)
+    remembered.keep(key, call, *tensors, *lengths.different)
+
+
+def _key_of(q: Tensor, k: Tensor, lengths: Lengths, options: Key) -> Key:
+    return q.shape, k.shape, options, tuple(map(type, options)), lengths.pattern, torch.is_grad_enabled()

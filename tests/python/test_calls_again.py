@@ -1,0 +1,322 @@
+"""Calls with tensors like those of earlier ones: what was found is used again, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hopper_attention import (
+    Fp8Quantization,
+    api,
+    compile_cache,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    fp8,
+    ops,
+    quantization,
+    quantize_qkv,
+    varlen,
+)
+from hopper_attention.launch import backward, forward, quantize
+from hopper_attention.launch import fp8 as fp8_launch
+from hopper_attention.launch import varlen as varlen_launch
+from hopper_attention.like_calls import Remembered, like, may_be_like
+from tests.python.fake_gpu import forget_launchers, pretend
+
+BF16 = torch.bfloat16
+Seen = list[tuple[Any, ...]]
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Arguments of the kernels of a pretended H200, which compute nothing."""
+    found: Seen = []
+    pretend(monkeypatch, backward, forward, fp8_launch, quantize, varlen_launch)
+    for name in ("get_forward", "get_backward", "get_quantize"):
+        monkeypatch.setattr(compile_cache, name, lambda config: lambda *given: found.append(given))
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    yield found
+    forget_launchers()
+
+
+def draw(*shape: int, requires_grad: bool = False, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=requires_grad)
+
+
+def qkv(rows: int = 40, requires_grad: bool = False) -> list[Tensor]:
+    return [draw(1, rows, 2, 64, requires_grad=requires_grad) for _ in range(3)]
+
+
+def packed(requires_grad: bool = False) -> tuple[Any, ...]:
+    starts = torch.tensor([0, 16, 40], dtype=torch.int32)
+    return *(draw(40, 2, 64, requires_grad=requires_grad) for _ in range(3)), starts, starts, 24, 24
+
+
+def floats(given: tuple[Any, ...]) -> list[float]:
+    return [x for x in given if isinstance(x, float)]
+
+
+def refuse(*given: Any, **options: Any) -> Any:
+    raise AssertionError("a call is found anew that was made before")
+
+
+# what is like and what is not
+
+
+def test_what_tensors_are_like() -> None:
+    x, y = draw(2, 3, 4), draw(5, dtype=torch.int32)
+    is_like = like(x, y)
+    assert is_like(x, y) and is_like(draw(2, 3, 4), draw(5, dtype=torch.int32)) and is_like(x.clone(), y)
+    assert is_like(draw(4, 3, 4)[2:], y)
+    others: list[Any] = [
+        draw(2, 3, 5),
+        draw(1, 3, 4),
+        draw(2, 12),
+        x.half(),
+        x.to("meta"),
+        x.mT.contiguous().mT,
+    ]
+    others += [
+        draw(2, 3, 8)[..., :4],
+        torch.nn.Parameter(x, requires_grad=False),
+        draw(2, 3, 4, requires_grad=True),
+    ]
+    others += [None, 3, x.numpy]
+    for other in others:
+        assert not is_like(other, y)
+    assert not like(x, x)(x, x)
+
+
+def test_what_changes_a_call_is_seen() -> None:
+    x = draw(2, 3)
+    is_like, inside = like(x), []
+    with torch.autocast("cpu", dtype=BF16):
+        assert not is_like(x)
+    with torch.inference_mode():
+        assert not is_like(x) and not is_like(draw(2, 3)) and like(x)(x)
+    with torch.no_grad():
+        assert is_like(x)
+    torch.func.vmap(lambda sample: inside.append(is_like(x) or is_like(sample)) or sample)(draw(4, 2, 3))
+    torch.func.grad(lambda sample: inside.append(is_like(sample)) or sample.sum())(torch.zeros(2, 3))
+    assert inside == [False, False]
+    assert may_be_like()
+    with TorchDispatchMode():
+        assert not may_be_like()
+    with torch.autograd.forward_ad.dual_level():
+        assert not may_be_like()
+
+
+def test_no_more_is_remembered_than_the_limit() -> None:
+    calls: Remembered[int] = Remembered(2)
+    x = draw(2)
+    for key in (1, 2, 3):
+        assert not calls.comes_again(key) and calls.find(key, x) is None
+        calls.keep(key, 10 * key, x)
+        assert calls.find(key, x) == 10 * key and calls.find(key, draw(3)) is None
+    assert calls.find(1, x) is None and calls.find([3], x) is None
+    assert calls.comes_again(3)
+
+
+def test_tensors_of_several_kinds_have_one_key() -> None:
+    calls: Remembered[int] = Remembered(2)
+    kinds = [draw(n + 1) for n in range(6)]
+    for n, x in enumerate(kinds):
+        calls.keep("key", n, x)
+    assert [calls.find("key", x) for x in kinds] == [0, 1, 2, 3, None, None]
+    calls.keep("one twice", 7, kinds[0], kinds[0])
+    assert calls.find("one twice", kinds[0], kinds[0]) is None
+
+
+# forward and gradients
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_forward_call_is_found_once(
+    requires_grad: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        flash_attn_func(*qkv(requires_grad=requires_grad), causal=True)
+    for module, name in ((api, "run_forward"), (api, "is_plain_16_bit_call"), (forward, "find_launch")):
+        monkeypatch.setattr(module, name, refuse)
+    given = qkv(requires_grad=requires_grad)
+    out, lse = flash_attn_func(*given, 0.25, True, return_attn_probs=True)
+    assert out.shape == (1, 40, 2, 64) and out.requires_grad == requires_grad and lse.shape == (1, 2, 40)
+    assert all(x is y for x, y in zip(given, seen[-1], strict=False)) and 0.25 in floats(seen[-1])
+    assert seen[0][6] == 64**-0.5
+    with pytest.raises(AssertionError, match="found anew"):
+        flash_attn_func(*qkv(41), causal=True)
+    with pytest.raises(ValueError, match="softmax_scale is -1"):
+        flash_attn_func(*given, -1.0, True)
+
+
+def test_a_forward_call_that_is_unlike_is_checked() -> None:
+    given = qkv()
+    for _ in range(3):
+        flash_attn_func(*given)
+    q, k, v = given
+    for bad, error, message in (
+        ((q, k.half(), v), TypeError, "k has dtype torch.float16"),
+        ((q, k, v[:, :39]), ValueError, "v has shape"),
+        ((q.tolist(), k, v), TypeError, "q is a list"),
+        ((q, None, v), TypeError, "k is a NoneType"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_func(*bad)
+    with pytest.raises(TypeError, match="sm_margin is a bool"):
+        flash_attn_func(*given, sm_margin=True)
+    out = flash_attn_func(q, k, v.clone().requires_grad_())
+    assert out.requires_grad
+    with torch.no_grad():
+        assert not flash_attn_func(q, k, v.clone().requires_grad_()).requires_grad
+
+
+def test_tensors_at_odd_addresses_are_copied(seen: Seen) -> None:
+    given = qkv()
+    for _ in range(3):
+        flash_attn_func(*given)
+    odd = draw(given[0].numel() + 1)[1:].view(given[0].shape)
+    flash_attn_func(odd, *given[1:])
+    assert seen[-1][0] is not odd and seen[-1][0].data_ptr() % 16 == 0
+
+
+def gradients_of(
+    attend: Callable[..., Tensor], leaves: tuple[Tensor, ...], **options: Any
+) -> tuple[Tensor, ...]:
+    out = attend()
+    return torch.autograd.grad(out, leaves, torch.ones_like(out), **options)
+
+
+def test_a_backward_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        leaves = qkv(requires_grad=True)
+        gradients_of(lambda leaves=leaves: flash_attn_func(*leaves, 0.5), tuple(leaves))
+    for module, name in ((ops, "differentiate"), (backward, "find_plain")):
+        monkeypatch.setattr(module, name, refuse)
+    leaves, before = qkv(requires_grad=True), len(seen)
+    found = gradients_of(lambda: flash_attn_func(*leaves, 0.5), tuple(leaves))
+    assert [x.shape for x in found] == [x.shape for x in leaves] and all(x.is_contiguous() for x in found)
+    # The forward kernel, and the three of the backward pass.
+    _, prepare, kernel, finish = seen[before:]
+    assert kernel[7] is found[1] and kernel[8] is found[2] and kernel[10] == finish[2] == 0.5
+    assert finish[1] is found[0] and prepare[2].shape == (1, 2, 40)
+    assert [x.data_ptr() for x in kernel[:3]] == [x.data_ptr() for x in leaves]
+    with pytest.raises(AssertionError, match="found anew"):
+        gradients_of(lambda: flash_attn_func(*leaves, 0.25), tuple(leaves))
+
+
+def test_gradients_that_are_asked_for_in_another_way_are_not_those_before() -> None:
+    leaves = qkv(requires_grad=True)
+    for _ in range(3):
+        gradients_of(lambda: flash_attn_func(*leaves), tuple(leaves))
+    dq, *_ = gradients_of(lambda: flash_attn_func(*leaves), tuple(leaves), create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(dq.sum(), leaves)
+    out, lse = flash_attn_func(*leaves, return_attn_probs=True)
+    both = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    assert both[0].shape == leaves[0].shape
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(flash_attn_func, tuple(qkv()), tuple(qkv()))
+    assert torch.func.vmap(flash_attn_func)(*(draw(3, 1, 40, 2, 64) for _ in range(3))).shape[0] == 3
+
+
+# packed sequences
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_packed_call_is_found_once(
+    requires_grad: bool, used: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"causal": True}
+    if used:
+        options |= {name: torch.tensor([3, 4], dtype=torch.int32) for name in ("seqused_q", "seqused_k")}
+
+    def step(*, longest: int = 24) -> None:
+        *given, _, _ = packed(requires_grad)
+        out = flash_attn_varlen_func(*given, longest, longest, **options)
+        assert out.shape == (40, 2, 64) and out.requires_grad == requires_grad
+        if requires_grad:
+            found = torch.autograd.grad(out, given[:3], torch.ones_like(out))
+            assert [x.shape for x in found] == [x.shape for x in given[:3]]
+
+    for _ in range(2):
+        step()
+    monkeypatch.setattr(varlen, "check_kinds", refuse)
+    monkeypatch.setattr(varlen_launch, "find_varlen_launch", refuse)
+    monkeypatch.setattr(varlen_launch, "gradient_problem", refuse)
+    before = len(seen)
+    step()
+    # The bounds decide on nothing.
+    step(longest=30)
+    # A plan and a kernel, and backward a plan and three kernels.
+    assert len(seen) - before == (12 if requires_grad else 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1"),
+        ({"max_seqlen_k": 24.0}, TypeError, "max_seqlen_k is a float"),
+        ({"max_seqlen_k": True}, TypeError, "max_seqlen_k is a bool"),
+        ({"cu_seqlens_q": torch.zeros(3)}, TypeError, "cu_seqlens_q has dtype torch.float32"),
+        ({"cu_seqlens_k": torch.zeros(4, dtype=torch.int32)}, ValueError, "cu_seqlens_k has 4 elements"),
+        ({"num_splits": -1}, ValueError, "num_splits is -1"),
+        ({"sm_margin": True}, TypeError, "sm_margin is a bool"),
+        ({"causal": 2}, ValueError, "causal is 2"),
+        ({"causal": [1]}, TypeError, "causal is a list"),
+        ({"q_descale": torch.ones(2, 2)}, ValueError, "q_descale is given"),
+    ],
+    ids=str,
+)
+def test_a_packed_call_that_is_unlike_is_checked(
+    bad: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    for _ in range(3):
+        flash_attn_varlen_func(*packed())
+    given = dict(zip(names, packed(), strict=True))
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attn_varlen_func(**{**given, **bad})
+
+
+# FP8
+
+
+def test_an_fp8_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        flash_attn_fp8_func(*qkv(), causal=True)
+        quantize_qkv(*qkv())
+    monkeypatch.setattr(fp8, "find_at_once", refuse)
+    monkeypatch.setattr(quantization, "quantize_plain", refuse)
+    given = qkv()
+    assert flash_attn_fp8_func(*given, 0.5, True).shape == (1, 40, 2, 64)
+    assert all(x is y for x, y in zip(given, seen[-2], strict=False)) and 0.5 in floats(seen[-1])
+    parts = quantize_qkv(*given)
+    assert parts.q.data.dtype == torch.float8_e4m3fn and parts.q.data is seen[-1][3]
+    assert parts.q.data.is_contiguous() and parts.dtype == BF16 and parts.v.scale is seen[-1][8]
+    other = Fp8Quantization(seed=7)
+    for attend in (flash_attn_fp8_func, quantize_qkv):
+        with pytest.raises(AssertionError, match="found anew"):
+            attend(*given, quantization=other)
+
+
+def test_an_fp8_call_that_is_unlike_is_checked() -> None:
+    for _ in range(3):
+        flash_attn_fp8_func(*qkv(), two_level_accumulation=True)
+        quantize_qkv(*qkv())
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="k has dtype"):
+        flash_attn_fp8_func(q, k.half(), v, two_level_accumulation=True)
+    with pytest.raises(TypeError, match="two_level_accumulation is 1"):
+        flash_attn_fp8_func(q, k, v, two_level_accumulation=1)
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        quantize_qkv(q, k, v, backend="cuda")
+    with pytest.raises(TypeError, match=r"quantization is \{\}"):
+        quantize_qkv(q, k, v, quantization={})
