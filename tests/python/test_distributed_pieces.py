@@ -27,7 +27,9 @@ from hopper_attention.distributed.pieces import (
     rows_of_none,
 )
 from hopper_attention.distributed.ring import steps_of
+from hopper_attention.distributed.wire import packed, quantize_chunks, travelling, unpacked
 from hopper_attention.masks import UNLIMITED
+from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.reference.tiles import Mask, Span
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -373,3 +375,15 @@ def test_by_the_model_slower_links_cost_efficiency() -> None:
         for g in (300.0, 5.0)
     )
     assert slow.efficiency < 0.7 * fast.efficiency
+
+
+@pytest.mark.parametrize("smooth_v", [False, True])
+def test_a_chunk_of_e4m3_travels_in_one_message(smooth_v: bool) -> None:
+    quantization = Fp8Quantization(smooth_v=smooth_v)
+    tensors = tuple(torch.randn(2, 40, heads, 64).bfloat16() for heads in (4, 2, 2))
+    first, second = map(travelling, quantize_chunks(tensors, "zigzag", quantization, "reference"))
+    buffer = packed(first)
+    assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
+    for got, sent in zip(unpacked(buffer, second), first, strict=True):
+        assert got.dtype == sent.dtype and torch.equal(got.float(), sent.float())
+        assert not got.numel() or not (got.data_ptr() - buffer.data_ptr()) % 256

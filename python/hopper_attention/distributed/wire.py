@@ -12,8 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hopper_attention.device_memory import PIECE_BYTES
 from hopper_attention.distributed.attend import Call
-from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
+from hopper_attention.distributed.exchange import (
+    Message,
+    Ranks,
+    Transfer,
+    as_bytes,
+    exchange,
+    give_head_start,
+)
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS, chunk_numbers
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Piece, Problem, groups_between
@@ -50,6 +58,26 @@ def quantize_chunks(
 def travelling(chunk: Chunk) -> tuple[Tensor, ...]:
     """What of it goes to another rank."""
     return chunk.k.data, chunk.k.scale, chunk.v.data, chunk.v.scale, chunk.mean_v
+
+
+def packed(tensors: tuple[Tensor, ...]) -> Tensor:
+    """All of them as bytes in one tensor, so that a chunk is one message."""
+    sizes = _rooms(tensors)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    for room, x in zip(buffer.split(sizes), tensors, strict=True):
+        room[: x.nbytes].copy_(as_bytes(x.contiguous()).view(-1))
+    return buffer
+
+
+def unpacked(buffer: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors that were packed, of the shapes and dtypes of others, in the memory of the buffer."""
+    rooms = buffer.split(_rooms(like))
+    return tuple(room[: x.nbytes].view(x.dtype).view(x.shape) for room, x in zip(rooms, like, strict=True))
+
+
+def _rooms(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Bytes of each, up to where the next one begins."""
+    return [-(-x.nbytes // PIECE_BYTES) * PIECE_BYTES for x in tensors]
 
 
 def with_keys(chunk: Chunk, tensors: tuple[Tensor, ...]) -> Chunk:
@@ -106,19 +134,19 @@ def _along(
     """At each distance what is visible and the chunks of keys for it; those of the next are on their way."""
     rank, size = ranks.rank, ranks.size
     keys = {j: travelling(chunk) for j, chunk in enumerate(chunks)}
+    like = travelling(chunks[0])
+    given = [packed(travelling(chunk)) for chunk in chunks] if size > 1 else []
     transfer = Transfer(ranks, [], [])
     for distance in range(size):
         transfer.wait()
         here = visible_chunks(problem, rank, (rank - distance) % size), keys
         if distance + 1 < size:
             before, after = (rank - distance - 1) % size, (rank + distance + 1) % size
-            gives = [t for j in _needed(visible_chunks(problem, after, rank)) for t in travelling(chunks[j])]
-            keys = {
-                j: tuple(map(torch.empty_like, travelling(chunks[j])))
-                for j in _needed(visible_chunks(problem, rank, before))
-            }
-            sends = Message(after, tuple(x.contiguous() for x in gives), "K and V in e4m3")
-            receives = Message(before, tuple(t for ts in keys.values() for t in ts), "K and V in e4m3")
+            gives = tuple(given[j] for j in _needed(visible_chunks(problem, after, rank)))
+            takes = {j: torch.empty_like(given[j]) for j in _needed(visible_chunks(problem, rank, before))}
+            keys = {j: unpacked(buffer, like) for j, buffer in takes.items()}
+            sends = Message(after, gives, "K and V in e4m3")
+            receives = Message(before, tuple(takes.values()), "K and V in e4m3")
             transfer = exchange(ranks, [sends], [receives])
             give_head_start(chunks[0].q.data.device)
         yield here
