@@ -36,9 +36,6 @@ WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
-ROW_BYTES = 128
-"""Of shared memory, over which the widest swizzle goes."""
-
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
 
@@ -67,9 +64,7 @@ class ForwardConfig:
     tanh, ``alibi`` adds ALiBi's bias to them, ``sinks`` a logit without a value to each row; ``dropout`` zeroes
     elements of P. ``functions`` are a user's ``score_mod`` and ``mask_mod``. With ``block_lists`` the kernel visits the
     key blocks of a list alone, and asks the mask function only in those that the list calls seen in part. With
-    ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache. With
-    ``padded`` rows of Q, K and V take whole 128 bytes of shared memory, of which the products read ``head_dim``
-    columns: TMA copies fewer and wider boxes.
+    ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache.
     """
 
     dtype: str
@@ -95,7 +90,6 @@ class ForwardConfig:
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
     page_box: int = 0
-    padded: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -148,24 +142,9 @@ class ForwardConfig:
     def validate_precision(self) -> None:
         """Raise ValueError naming the first field that does not go with what a subclass adds."""
 
-    def stored(self, columns: int) -> int:
-        """Columns that a row of Q, K or V takes in shared memory."""
-        whole = ROW_BYTES // self.element_bytes
-        return -(-columns // whole) * whole if self.padded else columns
-
-    @property
-    def stored_dim(self) -> int:
-        """Of Q and K."""
-        return self.stored(self.head_dim)
-
-    @property
-    def stored_dim_v(self) -> int:
-        """Of V."""
-        return self.stored(self.head_dim_v)
-
     @property
     def q_bytes(self) -> int:
-        return self.tile_m * self.stored_dim * self.element_bytes
+        return self.tile_m * self.head_dim * self.element_bytes
 
     @property
     def o_bytes(self) -> int:
@@ -173,7 +152,7 @@ class ForwardConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.stored_dim + self.stored_dim_v) * self.element_bytes
+        return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     @property
     def o_shares_q(self) -> bool:
@@ -209,7 +188,6 @@ class ForwardConfig:
         parts += [self.functions.name] if self.functions else []
         parts += ["listed"] if self.block_lists else []
         parts += [f"pages{self.page_box}"] if self.page_box else []
-        parts += ["padded"] if self.padded else []
         return "_".join(parts)
 
 

@@ -6,9 +6,6 @@ from cutlass import Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor, smem_descriptor_to_int
 
-STEP_BYTES = 32
-"""Of a row of A, and of B, that one WGMMA takes."""
-
 
 def keep_descriptor(operand: cute.Tensor) -> cute.Tensor:
     """An operand in shared memory whose descriptor is made here, once, and not again for every GEMM."""
@@ -27,12 +24,10 @@ def issue_gemm(
     tB: cute.Tensor,
     accumulate: cutlass.Constexpr[bool],
     closes: cutlass.Constexpr[bool] = True,
-    steps: cutlass.Constexpr[int | None] = None,
 ):
     """Start acc (+)= A B^T as one group of asynchronous WGMMAs and return at once.
 
-    With ``closes=False`` the group is left open for the next call. ``steps`` are those of the depth that count, by
-    default all that A has.
+    With ``closes=False`` the group is left open for the next call.
 
     The atom is made here and not taken from ``tiled_mma``, because its ACCUMULATE field is state: set inside a
     dynamic loop on an atom from outside, it would have to be carried around that loop.
@@ -40,7 +35,7 @@ def issue_gemm(
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(tA.shape[2]) if steps is None else steps):
+    for k in cutlass.range_constexpr(cute.size(tA.shape[2])):
         cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     if const_expr(closes):

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TileScheduler, heads_per_section
+from cute_kernels.tile_scheduler import TileOrder, TileScheduler
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import BackwardWork, PackedBackwardWork
@@ -45,27 +45,12 @@ class DenseBatch(LoopInvariant):
         return mQ.shape[0], mK.shape[0]
 
     def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
-        """Of the views of Q and K: (key tiles, key/value heads, batches, and with a causal mask the heads of a
-        section), and (key tiles of all of them, query tiles of a head)."""
+        """Of the views of Q and K: (key tiles, key/value heads, batches), and (key tiles of all of them, query tiles of
+        a head)."""
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
-        if const_expr(self._longest_first):
-            of_group = mQ.shape[2] // mK.shape[2] * self._bytes_per_query
-            tiles = *tiles, heads_per_section(of_group, mQ.shape[0], mK.shape[2] * mK.shape[3])
         return tiles, totals
-
-    @property
-    def _longest_first(self) -> bool:
-        """Whether the key tiles of several heads that most queries see come first. Head by head, the longest of the
-        last one would begin when there is little else left. A fixed order of dQ has an order of its own."""
-        return self.config.causal and not self.config.ordered
-
-    @property
-    def _bytes_per_query(self) -> int:
-        """Of Q, dO and the sums of dQ, which all key tiles of a head read or add to."""
-        c = self.config
-        return (c.head_dim + c.head_dim_v) * (DSL_DTYPES[c.dtype].width // 8) + c.head_dim * 4
 
     def work(
         self,
@@ -75,9 +60,8 @@ class DenseBatch(LoopInvariant):
         heads_per_kv_head: Int32,
         sizes: tuple[tuple, tuple],
     ) -> BackwardWork:
-        (n_blocks, kv_heads, batches, *section), totals = sizes
-        per_section = section[0] if const_expr(self._longest_first) else Int32(1)
-        order = TileOrder(n_blocks, kv_heads, batches, per_section, self._longest_first)
+        tiles, totals = sizes
+        order = TileOrder(*tiles, Int32(1), longest_first=False)
         seqlens = DenseSeqlens(*lengths)
         return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
 

@@ -47,9 +47,7 @@ class BackwardWork(LoopInvariant):
     def coordinates(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, head_kv, batch) of a tile number."""
         n_block, head_kv, batch = self.order.coordinates(tile)
-        is_reversed = self.config.ordered and self.queries.last_keys_first
-        # The order has the last tiles first; here the first keys are those that most queries see.
-        if const_expr(is_reversed or self.order.longest_first):
+        if const_expr(self.config.ordered and self.queries.last_keys_first):
             n_block = self._num_n_blocks(batch) - 1 - n_block
         return n_block, head_kv, batch
 

@@ -17,7 +17,7 @@ from hopper.forward.barriers import PingPong
 from hopper.forward.consumer_loads import NoConsumerLoads
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
-from hopper.wgmma import STEP_BYTES, issue_gemm
+from hopper.wgmma import issue_gemm
 
 
 class Consumer(LoopInvariant):
@@ -246,10 +246,7 @@ class Consumer(LoopInvariant):
 
     def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
         """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
-        steps = self.config.head_dim * self.config.element_bytes // STEP_BYTES
-        issue_gemm(
-            self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False, steps=steps
-        )
+        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         return ()
 
     def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):

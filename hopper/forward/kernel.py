@@ -171,7 +171,7 @@ class ForwardKernel:
 
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.stored_dim))
+        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
         atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
@@ -367,10 +367,10 @@ class ForwardKernel:
     def _smem_layouts(self) -> SmemLayouts:
         """Shared memory of each operand; the last mode of each is its pipeline stage."""
         c = self.config
-        o_stride = WARPGROUP_ROWS * (c.stored_dim if c.o_shares_q else c.head_dim_v)
+        o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
         return SmemLayouts(
-            q=swizzled_layout(WARPGROUP_ROWS, c.stored_dim, c.consumers, self.dtype),
-            k=swizzled_layout(c.tile_n, c.stored_dim, c.stages, self.dtype),
+            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
             vt=self.parts.kv_source.v_layout(self.dtype),
             o=swizzled_layout(
                 WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride

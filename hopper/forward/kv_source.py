@@ -54,17 +54,17 @@ class DenseTma(LoopInvariant):
     def v_layout(self, dtype) -> cute.ComposedLayout:
         """Of V in shared memory, (head_dim_v, tile_n, stages)."""
         c = self.config
-        rows = swizzled_layout(c.tile_n, c.stored_dim_v, c.stages, dtype)
+        rows = swizzled_layout(c.tile_n, c.head_dim_v, c.stages, dtype)
         return cute.make_composed_layout(rows.inner, 0, cute.select(rows.outer, mode=[1, 0, 2]))
 
     def make_k_atom(self, mK: cute.Tensor, layout: cute.ComposedLayout) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The TMA that loads a block of K, whose ``layout`` in shared memory is (tile_n, head_dim, stages)."""
-        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.tile_n, self.config.stored_dim)
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.tile_n, self.config.head_dim)
         return cpasync.make_tiled_tma_atom(load, mK, layout, tile)
 
     def make_v_atom(self, mVt: cute.Tensor, dtype) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The TMA that loads a block of V."""
-        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.stored_dim_v, self.config.tile_n)
+        load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
         return cpasync.make_tiled_tma_atom(load, mVt, self.v_layout(dtype), tile)
 
     def make_pipelines(self, storage: Any) -> Pipelines:
@@ -73,15 +73,15 @@ class DenseTma(LoopInvariant):
         warps_of_one = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
         warps_of_all = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
         return Pipelines(
-            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.stored_dim),
-            self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.stored_dim),
+            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
+            self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
             self._make_v_pipeline(storage, warps_of_all),
             self._make_row_pipelines(storage),
         )
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
         c = self.config
-        return self._tma_pipeline(storage.barriers_v, c.stages, consumers, c.tile_n * c.stored_dim_v)
+        return self._tma_pipeline(storage.barriers_v, c.stages, consumers, c.tile_n * c.head_dim_v)
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         return ()

@@ -14,23 +14,15 @@ from hopper.wgmma import issue_gemm, keep_descriptor
 class Output(LoopInvariant):
     """O as the accumulator of every P V, shrunk between two of them for a new maximum.
 
-    ``acc`` is the thread's part of the 64 rows. ``sV`` is V in shared memory, transposed, with a last mode over stages;
-    ``stored_mma`` multiplies all columns that are there, of which the product may leave out the last.
+    ``acc`` is the thread's part of the 64 rows. ``sV`` is V in shared memory, transposed, with a last mode over stages.
     For each key block the consumer calls ``enter_product``, ``start``, ``wait`` and ``collect`` in this order, and
     ``rescale`` between ``collect`` of a block and ``enter_product`` of the next, whose maximum the softmax has found by
     then.
     """
 
-    def __init__(
-        self,
-        config: ForwardConfig,
-        mmas: Mmas,
-        sV: cute.Tensor,
-        softmax: OnlineSoftmax,
-        stored_mma: cute.TiledMma,
-    ):
+    def __init__(self, config: ForwardConfig, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax):
         self.config, self.mma, self.softmax = config, mmas.pv, softmax
-        self.tOrV = keep_descriptor(stored_mma.make_fragment_B(stored_mma.get_slice(0).partition_B(sV)))
+        self.tOrV = keep_descriptor(self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(sV)))
         self.acc = make_accumulator(mmas.pv, config.head_dim_v)
 
     def clear(self):

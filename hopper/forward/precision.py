@@ -39,7 +39,7 @@ class SixteenBits(LoopInvariant):
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""
-        return Output(self.config, mmas, sV, softmax, part_mma(self.config.stored_dim_v))
+        return Output(self.config, mmas, sV, softmax)
 
     def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> NoScales:
         """What the producer publishes beside each block of K."""

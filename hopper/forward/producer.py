@@ -39,9 +39,9 @@ class Producer(LoopInvariant):
         c = self.config
         m_block, head, _ = coordinates
         seqlens = blocks.seqlens
-        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.stored_dim), (None, 0), head, seqlens.rows_q)
-        tKsK, tKgK = self.k.partition((c.tile_n, c.stored_dim), (None, 0), head_kv, seqlens.rows_k)
-        tVsV, tVgV = self.v.partition((c.stored_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, c.head_dim), (None, 0), head, seqlens.rows_q)
+        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, seqlens.rows_k)
+        tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
 
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
         first = blocks.number(blocks.last)
@@ -65,14 +65,14 @@ class Producer(LoopInvariant):
         """Issue the loads of Q for one output tile, before those of K."""
         self.scales.begin()
         rows = seqlens.rows_q
-        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.stored_dim), (None, 0), head, rows)
+        tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, rows)
         for wg in cutlass.range_constexpr(self.config.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
 
     @cute.jit
     def load_keys(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of K."""
-        tile, rows = (self.config.tile_n, self.config.stored_dim), seqlens.rows_k
+        tile, rows = (self.config.tile_n, self.config.head_dim), seqlens.rows_k
         tKsK, tKgK = self.k.partition(tile, (None, 0), head_kv, rows)
         self.scales.publish(head_kv, seqlens, n_block, producer_slot(state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, state)
@@ -80,7 +80,7 @@ class Producer(LoopInvariant):
     @cute.jit
     def load_values(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
         """Issue the load of one block of V."""
-        tile, rows = (self.config.stored_dim_v, self.config.tile_n), self._rows_v(seqlens)
+        tile, rows = (self.config.head_dim_v, self.config.tile_n), self._rows_v(seqlens)
         tVsV, tVgV = self.v.partition(tile, (0, None), head_kv, rows)
         self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, state)
 

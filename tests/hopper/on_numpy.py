@@ -171,9 +171,9 @@ def forward_on_numpy(
     c = config
     arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
     maps = (
-        row_map(q, WARPGROUP_ROWS, c.stored_dim),
-        row_map(k, c.tile_n, c.stored_dim),
-        row_map(v, c.tile_n, c.stored_dim_v),
+        row_map(q, WARPGROUP_ROWS, c.head_dim),
+        row_map(k, c.tile_n, c.head_dim),
+        row_map(v, c.tile_n, c.head_dim_v),
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values[:4] = maps
@@ -208,9 +208,9 @@ def packed_forward_on_numpy(
     lse = torch.full((q.shape[1], q.shape[0]), math.nan)
     arguments = Arguments()
     arguments.add(
-        ragged_map(q, WARPGROUP_ROWS, c.stored_dim),
-        ragged_map(k, c.tile_n, c.stored_dim),
-        ragged_map(v, c.tile_n, c.stored_dim_v),
+        ragged_map(q, WARPGROUP_ROWS, c.head_dim),
+        ragged_map(k, c.tile_n, c.head_dim),
+        ragged_map(v, c.tile_n, c.head_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values += [b"\0" * 16] * 4

@@ -41,7 +41,6 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     test_two_keys_whose_sum_float32_lacks,
     test_units_of_o_that_change_with_jumps,
     test_warps_that_are_wary,
-    test_what_is_small_beside_many_large_p_counts,
 )
 
 lagging_config = test_lagging_softmax.config_of

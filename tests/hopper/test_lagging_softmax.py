@@ -170,8 +170,8 @@ def test_one_key_above_all_others(octaves: float, column: int, pairs: int) -> No
 @pytest.mark.parametrize("octaves", [2.1, 2.3, 2.45, 2.6, 2.7])
 @pytest.mark.parametrize("column", [POLYNOMIAL + 2, MUFU + 2])
 def test_a_key_that_dominates_is_not_rounded(octaves: float, column: int) -> None:
-    """Two keys outweigh all others: the first is 2^7 by then, and the second, of a later block, may be any number. In
-    e4m3 it would be off by up to a 16th."""
+    """Two keys outweigh all others: the first is 2^6 by then, and the second, of a later block, below 448. In e4m3 it
+    would be off by up to a 16th."""
     q, k, v = draw(TILE, 3 * TILE)
     q[..., 0], k[..., 0] = 0.0, 0.0
     q[:, 7, :, 0] = LOUD
@@ -187,18 +187,6 @@ def test_a_key_that_dominates_is_not_rounded(octaves: float, column: int) -> Non
     out = check(parts)
     exact = torch.softmax(scores, 0) @ v[0, :, 0]
     assert relative(out[0, 7, 0], exact) < 0.008
-
-
-def test_what_is_small_beside_many_large_p_counts() -> None:
-    """Keys 13 octaves below five of a thread's columns, which lower P most: e4m3 has 2^-9 of it still."""
-    q, k, v = draw(TILE, 3 * TILE)
-    q[:], k[:], v[:] = 0.0, 0.0, 1.0
-    q[..., 0] = 16.0
-    large = [2 * TILE + 8 * i for i in range(5)]
-    k[:, large, :, 0], v[:, large] = 4.5, 0.0
-    parts = quantized(q, k, v)
-    out, _ = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
-    assert relative(out, attention_naive(*dequantized(parts))[0]) < 0.04
 
 
 @pytest.mark.parametrize("octaves", [122.2, 122.6, 123.4])

@@ -133,7 +133,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
 
         The largest P is a power of two, at most 2^8, but for the rounding of ``offset``, and the sums of the row's
-        threads are about 2^7 at most if that leaves it at 2^4. Where it would be below 2^4 nothing is raised: other
+        threads are about 2^6 at most if that leaves it at 2^3. Where it would be below 2^3 nothing is raised: other
         rows need this, perhaps in every block. ``row_sum`` counts that P as e4m3 rounds it: one that outweighs all
         others would be wrong by the difference.
         """

@@ -40,9 +40,9 @@ class LaggingSoftmax(StaleMaximumSoftmax):
       scores once more by mma.sync (``WarpScores``), and starts the block over. So the result is exact for any input.
 
     With each new maximum P of the row is lowered by a power of two besides (``LARGEST_SUM_EXPONENT``): the largest P of
-    the row is 2^4 to 2^7 then. What this costs: the largest P is a power of two, which e4m3 has, only if its block
-    takes a maximum. P becomes 0 at 2^-14 to 2^-17 of it instead of 2^-18. Made by chords it adds nothing to the row
-    sum from 2^-17.9 to 2^-20.9 on instead of 2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in
+    the row is 2^3 to 2^6 then. What this costs: the largest P is a power of two, which e4m3 has, only if its block
+    takes a maximum. P becomes 0 at 2^-13 to 2^-16 of it instead of 2^-18. Made by chords it adds nothing to the row
+    sum from 2^-16.9 to 2^-19.9 on instead of 2^-21.9. Chords are off by up to 1 %, and so is the sum of a row in
     which a single one counts.
 
     ``scores`` are the warp's, ``totals`` the thread's sums of P of the block, one for each row.
@@ -163,7 +163,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     ):
         """All P from scores that are computed twice, a few keys at a time, for their maximum and for what comes of it.
 
-        The largest P of the block is 2^4 then, unless the maximum is that of an earlier block.
+        The largest P of the block is 2^3 then, unless the maximum is that of an earlier block.
         """
         stage, slot = place
         rows = as_rows(acc_S)
@@ -229,9 +229,9 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         r: cutlass.Constexpr[int],
         polynomial_pairs: cutlass.Constexpr[int],
     ):
-        """Bring the largest P of row ``r`` down to a power of two, at most 2^8, and the sums of its threads below 2^7.
+        """Bring the largest P of row ``r`` down to a power of two, at most 2^8, and the sums of its threads below 2^6.
 
-        Where it is below 2^4 it stays: other rows need this, perhaps in every block.
+        Where it is below 2^3 it stays: other rows need this, perhaps in every block.
 
         ``polynomial_pairs`` says which pairs are two float16.
         """

@@ -29,15 +29,15 @@ from hopper.forward.fp8.softmax.exact import P_EXPONENT, ExactSoftmax
 LARGEST_P = 448.0
 """Of e4m3."""
 
-LARGEST_SUM_EXPONENT = 7
-"""With a new maximum P is lowered until no thread's sum of a row is above 2^7, so that the sums of later blocks may be
-3.5 times as large before they reach 448."""
+LARGEST_SUM_EXPONENT = 6
+"""With a new maximum P is lowered until no thread's sum of a row is above 2^6, so that the sums of later blocks may be
+seven times as large before they reach 448."""
 
 DOMINATES = 4.0, 16.0
 """A block's sum that is so many times the running sum, and so much more, may hold one P that outweighs all others."""
 
-LEAST_MAXIMUM_EXPONENT = 4
-"""But P is never lowered so far that the row's largest is below 2^4: what is small beside it counts too."""
+LEAST_MAXIMUM_EXPONENT = 3
+"""But P is never lowered so far that the row's largest is below 2^3: what is small beside it counts too."""
 
 NEARLY = 2.0**-5
 """Octaves: e4m3 rounds what is that near to a power of two to it."""
@@ -144,7 +144,7 @@ class StaleMaximumSoftmax(ExactSoftmax):
 
 
 def octaves_over(total: Float32, largest: Float32) -> Float32:
-    """By how many powers of two a row is to be divided: ``total`` below 2^7, but ``largest`` no less than 2^4."""
+    """By how many powers of two a row is to be divided: ``total`` below 2^6, but ``largest`` no less than 2^3."""
     over, above = (
         exponent_of(total) - (LARGEST_SUM_EXPONENT - 1),
         exponent_of(largest) - LEAST_MAXIMUM_EXPONENT,
