@@ -170,7 +170,7 @@ def fa3_arguments(workload: ServingWorkload, inputs: CacheInputs) -> dict[str, A
     if inputs.descales is not None:
         found |= {"k_descale": inputs.descales.k, "v_descale": inputs.descales.v}
     if inputs.qv is not None:
-        found |= {"qv": inputs.qv, "softmax_scale": workload.softmax_scale}
+        found |= {"q_v": inputs.qv, "softmax_scale": workload.softmax_scale}
     return found
 
 

@@ -86,7 +86,7 @@ def test_who_is_meant_for_a_latent() -> None:
     assert meant == {"ours", "ours_plain", "fa3", "fa3_best", "flashmla"}
     assert not SERVING_PEERS["flashmla"].takes(spec.SHORT)
     given = fa3_arguments(SMALL, drawn(SMALL))
-    assert given["qv"].shape == (3, 2, 8, 32) and given["softmax_scale"] == pytest.approx(48**-0.5)
+    assert given["q_v"].shape == (3, 2, 8, 32) and given["softmax_scale"] == pytest.approx(48**-0.5)
 
 
 def test_a_cell_comes_back_from_json() -> None:
