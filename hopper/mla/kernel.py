@@ -37,9 +37,6 @@ from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, 
 
 ONE_WARPGROUP = (1, 1, 1)
 
-MOST_COMBINING_CTAS = 1024
-"""For 128 columns each, where tiles are in several parts; else ``COMBINING_CTAS``, most of which find nothing to do."""
-
 
 class MlaKernel:
     """softmax(softmax_scale (Q K^T + QV V^T)) V of the queries of a decoding step, K and V in a cache, on sm_90a.
@@ -125,14 +122,12 @@ class MlaKernel:
             min_blocks_per_mp=1,
             use_pdl=True,
         )
-        ctas, rows, most = num_pieces, Int32(c.tile_m), Int32(COMBINING_CTAS)
+        ctas, rows = num_pieces, Int32(c.tile_m)
         if const_expr(not is_packed):
             of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
             ctas = cutlass.min(num_pieces, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
             rows = cutlass.min(of_head, rows)
-            # With fewer tiles than pieces there is something to put together.
-            most = Int32(MOST_COMBINING_CTAS) if ctas < num_pieces else most
-        row_ctas = cutlass.min(rows, cutlass.max(most // ctas, 1))
+        row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
         self.combine(mQ, lists, outputs, num_pieces).launch(
             grid=(ctas, row_ctas, c.head_dim_v // COLUMNS_OF_A_CTA),
             block=(WARPS * LANES, 1, 1),

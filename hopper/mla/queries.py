@@ -27,9 +27,6 @@ CHUNKS_PER_ROW = BOX_COLUMNS // VECTOR
 ROWS_AT_ONCE = 16
 """That a warpgroup loads, a thread for each chunk of a row."""
 
-ROUNDS_UNDER_WAY = 2
-"""Of so many rows, that are loaded before the first is stored."""
-
 
 def chunks_of(smem: cute.Tensor, columns: int) -> cute.Tensor:
     """(CHUNK_WORDS, CHUNKS_PER_ROW, 64, parts) of a tile of 64 rows, as it lies and not as its swizzle says."""
@@ -71,30 +68,25 @@ class Queries(LoopInvariant):
     def load(self, rows: TileRows):
         """The rows of a tile; zeros for rows and columns that there are not."""
         thread_row = self.thread // CHUNKS_PER_ROW
-        for row in cutlass.range_constexpr(0, self.config.cta_rows, ROUNDS_UNDER_WAY * ROWS_AT_ONCE):
-            self._load_rows(rows, tuple(row + i * ROWS_AT_ONCE + thread_row for i in range(ROUNDS_UNDER_WAY)))
+        for row in cutlass.range_constexpr(0, self.config.cta_rows, ROWS_AT_ONCE):
+            self._load_row(rows, row + thread_row)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(FIRST_HALF)
 
     @cute.jit
-    def _load_rows(self, rows: TileRows, of_thread: tuple):
-        """The thread's chunks of some rows of this CTA: all are under way before the first is stored."""
-        chunk = self.thread % CHUNKS_PER_ROW
+    def _load_row(self, rows: TileRows, row: Int32):
+        """The thread's chunks of a row of this CTA: all are under way before the first is stored."""
+        of_tile, chunk = self.first + row, self.thread % CHUNKS_PER_ROW
+        place, is_row = self._place(row), of_tile < rows.count
         loaded = []
-        for row in of_thread:
-            of_tile = self.first + row
-            for source, target in zip(self.sources, self.targets, strict=True):
-                of_row = rows.of(source, of_tile)
-                for part in cutlass.range_constexpr(target.shape[3]):
-                    column = part * BOX_COLUMNS + chunk * VECTOR
-                    loaded.append(load_chunk(of_row, column, of_tile < rows.count))
-        for row in of_thread:
-            place = self._place(row)
-            for target in self.targets:
-                for part in cutlass.range_constexpr(target.shape[3]):
-                    cute.autovec_copy(
-                        loaded.pop(0), target[None, place % CHUNKS_PER_ROW ^ chunk, place, part]
-                    )
+        for source, target in zip(self.sources, self.targets, strict=True):
+            of_row = rows.of(source, of_tile)
+            for part in cutlass.range_constexpr(target.shape[3]):
+                column = part * BOX_COLUMNS + chunk * VECTOR
+                loaded.append(load_chunk(of_row, column, is_row))
+        for target in self.targets:
+            for part in cutlass.range_constexpr(target.shape[3]):
+                cute.autovec_copy(loaded.pop(0), target[None, place % CHUNKS_PER_ROW ^ chunk, place, part])
 
     def _place(self, row: Int32) -> Int32:
         """Of a row, among the 64 of a WGMMA."""
