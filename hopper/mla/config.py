@@ -43,8 +43,8 @@ class MlaConfig:
     ``cluster`` CTAs has ``cta_rows`` of them, 64, or 32 in the upper half of each warp's 16 rows of a WGMMA. A block of
     ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. With
     ``holds_values`` P V of the second half of the columns waits for the scores of the next block, so that the tensor
-    cores have work while the softmax runs; without it V is given back sooner. With
-    ``prefetches`` L2 is asked for the block behind each that is loaded. The other fields are as in ``DecodeConfig``.
+    cores have work while the softmax runs; without it V is given back sooner. The other fields are as in
+    ``DecodeConfig``.
     """
 
     dtype: str
@@ -56,7 +56,6 @@ class MlaConfig:
     cta_rows: int = WARPGROUP_ROWS
     cluster: int = 1
     holds_values: bool = False
-    prefetches: bool = False
     window: bool = False
     chunk: bool = False
     layout: str = DENSE
@@ -117,7 +116,6 @@ class MlaConfig:
         ]
         parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += ["held"] if self.holds_values else []
-        parts += ["ahead"] if self.prefetches else []
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
         parts += [] if self.layout == DENSE else [self.layout]
