@@ -13,6 +13,7 @@ import torch
 
 from hopper.quantize.config import hadamard_blocks
 from hopper_attention import device_memory
+from hopper_attention.autocast import without_autocast
 
 
 def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -83,6 +84,26 @@ def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """The inverse of :func:`rotate_head_dim`, float32: Hadamard matrices are symmetric, the signs their own inverse."""
-    parts = x.float().split(hadamard_blocks(x.shape[-1]), -1)
-    return torch.cat([_hadamard(part) for part in parts], -1) * rotation_signs(x.shape[-1], seed, x.device)
+    """The inverse of :func:`rotate_head_dim`, float32, by products with its transpose: a GPU reads x once for that, and
+    nothing follows the bits of the result."""
+    matrix = _matrix_back(x.shape[-1], seed, x.device)
+    start, parts = 0, []
+    with without_autocast(x.device):
+        # By blocks, so that what is not finite stays within its own.
+        for part in x.float().split(hadamard_blocks(x.shape[-1]), -1):
+            end = start + part.shape[-1]
+            parts.append(part @ matrix[start:end, start:end])
+            start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _matrix_back(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    return (
+        _draw_back(head_dim, seed) if device.type == "cpu" else _constant(_draw_back, head_dim, seed, device)
+    )
+
+
+def _draw_back(head_dim: int, seed: int) -> torch.Tensor:
+    """H diag(signs): Hadamard matrices are symmetric, the signs their own inverse."""
+    blocks = [_hadamard(torch.eye(size)) for size in hadamard_blocks(head_dim)]
+    return torch.block_diag(*blocks) * _draw_signs(head_dim, seed)
