@@ -464,8 +464,7 @@ def _launch_gradients(
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
-    sections = [max(kv_heads * batch - 1, 1)] if c.causal and not c.ordered else []
-    arguments.add(*sizes, n_blocks, kv_heads, batch, *sections, n_blocks * kv_heads * batch, m_blocks)
+    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
     _add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
 

@@ -73,7 +73,7 @@ def run(
     )
     stamps = torch.zeros(stamp_shape(config, BLOCKS), dtype=torch.int64)
     arguments.tensor(stamps, (stamps.numel(),), ())
-    on_numpy._finish_forward(arguments, q, k, 0.125)
+    on_numpy._finish_forward(config, arguments, q, k, 0.125)
     arguments.launch(program, (1, 1, 1))
     return forward_on_numpy(config, q, k, v, 0.125)[0], out, stamps
 

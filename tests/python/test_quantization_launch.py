@@ -20,7 +20,7 @@ from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.launch import quantize
 from hopper_attention.launch.quantize import quantize_fused, select_quantize_config, why_not_fused
 from hopper_attention.quantization import Fp8Quantization, TransposedV, default_block_k, quantize_qkv
-from hopper_attention.quantization_rules import robust_mean_of_keys
+from hopper_attention.quantization_rules import mean_worth_subtracting
 from hopper_attention.quantized import Means
 from hopper_attention.rotation import rotation_signs
 from tests.python.fake_gpu import H200 as HOPPER
@@ -140,12 +140,13 @@ def test_what_the_kernel_is_given(kernel: FakeKernel) -> None:
 
 def test_the_means_and_the_signs_of_v_are_given_where_they_are_used(kernel: FakeKernel) -> None:
     q, k, v = qkv(head_dim_v=32)
+    v = v + 1.0
     c = Fp8Quantization(rotate=False, rotate_v=True, smooth_k=True, smooth_v=True, block_k=96)
     parts = fused_qkv(q, k, v, quantization=c)
     signs, signs_v, mean_k, mean_v = kernel.arguments[9:13]
     assert signs.numel() == 0 and signs_v.shape == (16,)
     torch.testing.assert_close(mean_k, k.float().mean(1), rtol=0, atol=1e-6)
-    assert torch.equal(mean_v, robust_mean_of_keys(v))
+    assert torch.equal(mean_v, mean_worth_subtracting(v)) and mean_v.all()
     assert mean_k.is_contiguous() and mean_v.is_contiguous()
     assert parts.shift.shape == (2, 4, 113) and parts.mean_v is mean_v
 

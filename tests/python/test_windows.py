@@ -189,7 +189,7 @@ def test_sides_reach_a_kernel_and_are_no_part_of_a_key(
     for window, sides in (((5, 2), (5, 2)), ((7, -1), (7, NO_LIMIT))):
         run_forward(*tensors, None, False, None, 0, window=(*window, 0))
         assert kernel_calls[-1][6:] == (32**-0.5, *sides, *ABSENT, 3 * SMS)
-    assert kernel_calls[0][6:] == (32**-0.5, SMS)
+    assert kernel_calls[0][6:] == (32**-0.5, 3 * SMS)
     assert [p.has_window for p in problems] == [False, True]
     run_forward(*qkv(head_dim_v=264), None, True, "ampere", 0, window=(5, -1, 0))
     assert [call[5:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT)] * 2

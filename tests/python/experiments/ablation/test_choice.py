@@ -19,7 +19,7 @@ from hopper_attention.experiments.bench.timing import Interval, Launch
 from tests.python.experiments.ablation.test_ablation import D128, FAST, SLOW, run_fakes
 from tests.python.experiments.fakes import FakeStopwatch
 
-FULL_D64 = select_forward_config("float16", 64, 64, False, 128)
+FULL_D64 = select_forward_config("float16", 64, 64, False, 8448)
 
 
 @dataclass

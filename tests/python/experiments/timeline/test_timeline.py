@@ -188,7 +188,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_a_kernel_is_recorded_if_its_clock_changes_no_bit(kernels_on_cpu: dict[str, float]) -> None:
     problem = Problem("float16", 1, 128, 8 * 128, 1, 1, 64, 64, causal=False)
     row = COMMITTED.rows[0]
-    config = select_forward_config("float16", 64, 64, False, 8 * 128)
+    config = select_forward_config("float16", 64, 64, False, 8448)
     inputs = bench.draw_inputs(problem, 0, "cpu")
     recorded = script.record(row, config, problem, inputs)
     assert (recorded.variant, recorded.config) == ("full", config.name) and recorded.slowdown > 0
