@@ -155,10 +155,15 @@ class Piece(NamedTuple):
 
 Pieces = tuple[Piece, ...]
 
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-empty_on_gpu = vars(guards)["_empty_strided_cuda"]
+empty_on_gpu = vars(guards).get("_empty_strided_cuda", _empty_strided)
 """A new tensor of a shape and strides on the current GPU. It is what code of torch.compile allocates with: half of the
-host time of torch.empty, as it leaves the dispatcher out."""
+host time of torch.empty, as it leaves the dispatcher out. A torch that has it no more takes that time."""
 
 KEPT_BYTES = 2**24
 """Work memory that a thread keeps for a stream, at most."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 IsLike = Callable[..., bool]
@@ -31,7 +31,17 @@ def like(*tensors: Tensor) -> IsLike:
     # Each a list a tensor, which is not what torch's declaration of it says.
     sizes: Any = [list(x.shape) for x in tensors]
     strides: Any = [list(x.stride()) for x in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    make = vars(guards).get("TensorGuards")
+    # A torch that has it no more: each call is read and checked.
+    return (
+        _is_not
+        if make is None
+        else make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    )
+
+
+def _is_not(*tensors: Tensor) -> bool:
+    return False
 
 
 def may_be_like() -> bool:

@@ -113,6 +113,15 @@ def test_what_changes_a_call_is_seen() -> None:
         assert not may_be_like()
 
 
+def test_a_torch_without_the_comparison_has_every_call_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = draw(2, 8)
+    assert like(q)(q)
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    assert not like(q)(q)
+    for _ in range(4):
+        flash_attn_func(*qkv())
+
+
 def test_no_more_is_remembered_than_the_limit() -> None:
     calls: Remembered[int] = Remembered(2)
     x = draw(2)
