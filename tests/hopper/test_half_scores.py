@@ -30,6 +30,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     test_a_key_that_dominates_is_not_rounded,
     test_a_nan_reaches_who_sees_it,
     test_a_scale_that_is_nan,
+    test_a_tile_has_the_bits_that_it_has_alone,
     test_blocks_of_zeros,
     test_many_large_p,
     test_odd_lengths_and_a_scale_for_each_row,

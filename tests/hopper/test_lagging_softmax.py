@@ -245,6 +245,24 @@ def test_warps_that_are_wary(octaves: float) -> None:
     check(parts, causal=True)
 
 
+def test_a_tile_has_the_bits_that_it_has_alone() -> None:
+    """Which tile a CTA takes next is chance, so a tile must not know of a peaky one before it."""
+    q, k, v = draw(2 * TILE, 9 * TILE)
+    rising = torch.arange(k.shape[1]).flip(0) // TILE * 20.0
+    k[..., 0] = rising.view(1, -1, 1) / (LOUD * OCTAVES)
+    for peaky in (slice(0, TILE), slice(TILE, 2 * TILE)):
+        q[..., 0] = 3.0
+        q[:, peaky, :, 0] = LOUD
+        parts = quantized(q, k, v)
+        both, _ = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+        for rows in (slice(0, TILE), slice(TILE, 2 * TILE)):
+            of_tile = replace(
+                parts.q, data=parts.q.data[:, rows].clone(), scale=parts.q.scale[..., rows].clone()
+            )
+            alone, _ = fp8_forward_on_numpy(config_of(), replace(parts, q=of_tile), SCALE, LATE)
+            assert torch.equal(alone, both[:, rows])
+
+
 def test_a_warp_that_is_wary_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that rise once, so that each warp is wary, and then no more."""
     q, k, v = draw(TILE, 6 * TILE)
