@@ -32,6 +32,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
+from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
@@ -229,7 +230,13 @@ def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
 
 
 def get_serving(
-    config: AdditionConfig | AppendConfig | CombineConfig | DecodeConfig | MergeConfig | MlaConfig,
+    config: AdditionConfig
+    | AppendConfig
+    | CombineConfig
+    | DecodeConfig
+    | LaunchesConfig
+    | MergeConfig
+    | MlaConfig,
 ) -> Kernel:
     """A kernel that works beside those of attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)

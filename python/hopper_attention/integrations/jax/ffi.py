@@ -1,8 +1,8 @@
 """Compiled kernels as XLA's custom calls, by jax-tvm-ffi.
 
-A kernel takes its arguments in one order, tensors that it reads and writes among each other, while XLA hands over all
-inputs and then all outputs. So what a kernel writes goes in as well, in its place, and the output is an alias of it:
-XLA's buffer is written where it lies. What is empty before is not filled.
+A call of attention is one custom call, however many kernels it launches, with nothing around it that XLA would have to
+launch: it has no attributes, which jax-tvm-ffi decodes anew and never lets go, and no tensor that XLA would have to
+zero but the sums of dQ. ``script`` says what is launched, in a function that needs no Python.
 
 jax-tvm-ffi makes XLA's stream the environment's of TVM FFI while a call lasts, and that is where kernels launch
 (``cute_kernels.arguments.compile_for_torch``). A call is a part of no CUDA graph of XLA's: a kernel's first launch
@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
+
+from hopper_attention.integrations.jax.script import Argument, Given, Step, make_function, name_of
 
 PLATFORM = "gpu"
 """What custom calls are registered for, by jax-tvm-ffi's name."""
@@ -29,21 +30,31 @@ PLATFORM = "gpu"
 PREFIX = "hopper_attention"
 """Of the names of custom calls."""
 
+MAX_CALLS = 1000
+"""That differ in more than sizes, of a process; jax-tvm-ffi has room for 1024 from all packages."""
+
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A tensor that a kernel writes, with what is in it before."""
+    """A tensor that kernels write; ``before`` is empty, or the array that it is in the beginning."""
 
-    before: Array
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Written:
-        """With whatever is in memory."""
-        return cls(jax.lax.empty(shape, dtype))
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+    before: tuple[Array, ...] = ()
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> Written:
-        return cls(jnp.zeros(shape, dtype))
+        return cls(shape, dtype, (jnp.zeros(shape, dtype),))
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """The kernel that ``get`` has for ``config``, and what it takes in its order: arrays, ``Written``, COUNTER, numbers
+    and None."""
+
+    config: Any
+    get: Callable[[Any], Callable[..., Any]]
+    arguments: tuple[Any, ...]
 
 
 def is_missing() -> bool:
@@ -51,43 +62,54 @@ def is_missing() -> bool:
     return importlib.util.find_spec("jax_tvm_ffi") is None
 
 
-@dataclass(frozen=True)
-class Target:
-    """The kernel that ``get`` has for a config."""
+def call(launches: tuple[Launch, ...], *wanted: Written) -> tuple[Array, ...]:
+    """Launch one after the other, as one custom call of the program that JAX traces; returns what is ``wanted``."""
+    arguments = [x for launch in launches for x in launch.arguments]
+    written = _distinct([x for x in arguments if isinstance(x, Written)])
+    before = [x.before[0] for x in written if x.before]
+    arrays = _distinct([x for x in arguments if isinstance(x, Array)])
+    inputs = _varying_alike(before + arrays)
+    # An array in the place of each tensor that is written has its type, over a mesh too. XLA sees that nobody needs it.
+    shapes = _varying_alike([*inputs, *(jax.lax.empty(x.shape, x.dtype) for x in written)])[len(inputs) :]
+    tensors = [*(id(x) for x in before + arrays), *(id(x) for x in written)]
 
-    config: Any
-    get: Callable[[Any], Callable[..., Any]]
+    def argument_of(x: Any) -> Argument:
+        return Given(tensors.index(id(x))) if isinstance(x, (Array, Written)) else x
 
-    def __call__(self, *arguments: Any) -> tuple[Array, ...]:
-        """Call the kernel while JAX traces, with tensors, ``Written`` among them, then numbers and None, in its order.
+    steps = tuple(Step(x.config, x.get, tuple(map(argument_of, x.arguments))) for x in launches)
+    filled = [number for number, x in enumerate(written) if x.before]
+    run = jax.ffi.ffi_call(
+        _register(steps), [jax.typeof(x) for x in shapes], input_output_aliases=dict(enumerate(filled))
+    )
+    results = dict(zip(map(id, written), run(*inputs), strict=True))
+    return tuple(results[id(x)] for x in wanted)
 
-        Returns what is written.
-        """
-        tensors = [x for x in arguments if isinstance(x, (Array, Written))]
-        options = arguments[len(tensors) :]
-        numbers = {_name_of(i): _sized(x) for i, x in enumerate(x for x in options if x is not None)}
-        inputs = _varying_alike([x.before if isinstance(x, Written) else x for x in tensors])
-        places = [place for place, x in enumerate(tensors) if isinstance(x, Written)]
-        call = jax.ffi.ffi_call(
-            self._register(len(tensors), tuple(x is None for x in options)),
-            [jax.typeof(inputs[place]) for place in places],
-            input_output_aliases={place: number for number, place in enumerate(places)},
-        )
-        return tuple(call(*inputs, **numbers))
 
-    def _register(self, tensors: int, are_none: tuple[bool, ...]) -> str:
-        """The name under which XLA knows the kernel, which takes so many tensors, and then numbers or None."""
-        import jax_tvm_ffi
+def _distinct(things: list[Any]) -> list[Any]:
+    """Each once, in the order in which they come."""
+    return list({id(x): x for x in things}.values())
 
-        name = f"{PREFIX}.{self.config.name}"
-        with _lock:
-            if name not in _registered:
-                kernel = self.get(self.config)
-                function = _with_gaps(kernel, tensors, are_none) if any(are_none) else kernel
-                numbers = (f"attrs.{_name_of(i)}" for i in range(are_none.count(False)))
-                jax_tvm_ffi.register_ffi_target(name, function, ["args", *numbers], PLATFORM)
-                _registered.add(name)
-        return name
+
+def _register(steps: tuple[Step, ...]) -> str:
+    """The name under which XLA knows these launches.
+
+    Raises:
+        NotImplementedError: there are too many.
+    """
+    import jax_tvm_ffi
+
+    name = f"{PREFIX}.{name_of(steps)}"
+    with _lock:
+        if name not in _registered:
+            if len(_registered) >= MAX_CALLS:
+                raise NotImplementedError(
+                    f"a process has {MAX_CALLS} calls of attention in JAX that differ in scale, window, cap or kernel, "
+                    "allowed: no more; multiply q by the scale instead"
+                )
+            function = make_function(steps, PLATFORM)
+            jax_tvm_ffi.register_ffi_target(name, function, ["ctx.stream", "args", "rets"], PLATFORM)
+            _registered.add(name)
+    return name
 
 
 _lock = Lock()
@@ -109,23 +131,3 @@ def _varying_axes(x: Array) -> frozenset[str]:
     kind: Any = jax.typeof(x)
     # The former is JAX's name for it from 0.10 on.
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
-
-
-def _name_of(number: int) -> str:
-    """Of an attribute; XLA sorts them by name."""
-    return f"n{number:02}"
-
-
-def _sized(number: float) -> Any:
-    """A number as kernels take it."""
-    return np.float32(number) if isinstance(number, float) else np.int32(number)
-
-
-def _with_gaps(kernel: Callable[..., Any], tensors: int, are_none: tuple[bool, ...]) -> Callable[..., None]:
-    """``kernel`` without the arguments that are None, which XLA cannot hand over."""
-
-    def call(*given: Any) -> None:
-        numbers = iter(given[tensors:])
-        kernel(*given[:tensors], *(None if is_none else next(numbers) for is_none in are_none))
-
-    return call

@@ -24,7 +24,8 @@ from hopper_attention.backends import KERNELS, Choice, Target, choose_backend
 from hopper_attention.checks import TensorSpec
 from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
-from hopper_attention.integrations.jax.ffi import Written
+from hopper_attention.integrations.jax.ffi import Launch, Written
+from hopper_attention.integrations.jax.script import COUNTER, Counter
 from hopper_attention.launch.backward import dq_shape, kernel_options, lse_shape
 from hopper_attention.launch.base import NO_PAGES, NO_PLAN, NO_SIDES
 from hopper_attention.masks import kernel_sides, present
@@ -152,19 +153,16 @@ def launch_forward(
     scores = _scores_of(call)
     sides = kernel_sides(*call.mask.sides) if call.mask.has_window else ()
     changes = scores.for_kernel(batch, heads)
-    results = (
-        Written.empty((batch, seqlen_q, heads, v.shape[3]), q.dtype),
-        Written.empty((batch, heads, seqlen_q)),
-    )
-    kernel = ffi.Target(config, compile_cache.get_forward)
+    results = Written((batch, seqlen_q, heads, v.shape[3]), q.dtype), Written((batch, heads, seqlen_q))
+    arguments: tuple[Any, ...] = q, k, v, *results
     if isinstance(config, AmpereForwardConfig):
         options = *present(sides), *(() if scores is NO_SCORES else changes)
-        out, lse = kernel(q, k, v, *results, call.softmax_scale, *options)
-        return out, lse
-    options = () if config.is_plain else (*(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *changes)
-    counter = Written.zeros((2,), jnp.int32)
-    ctas = multiprocessors * config.ctas_per_sm
-    out, lse, _ = kernel(q, k, v, *results, counter, call.softmax_scale, *options, ctas)
+        arguments += call.softmax_scale, *options
+    else:
+        options = () if config.is_plain else (*(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *changes)
+        ctas = multiprocessors * config.ctas_per_sm
+        arguments += COUNTER, call.softmax_scale, *options, ctas
+    out, lse = ffi.call((Launch(config, compile_cache.get_forward, arguments),), *results)
     return out, lse
 
 
@@ -181,33 +179,42 @@ def launch_backward(
     dlse: Array | None = None,
 ) -> Gradients:
     """As ``hopper_attention.launch.backward.BackwardLauncher``."""
-    prepare, finish = (
-        ffi.Target(BackwardStep(step, config), compile_cache.get_backward) for step in ("prepare", "finish")
-    )
-    like_q: Any = q
     rows = lse_shape(config, q.shape)
-    lse_log2, delta = prepare(out, dout, lse, Written.empty(rows), Written.empty(rows))
+    lse_log2: Any = Written(rows)
+    delta: Any = Written(rows)
+    prepare = _step("prepare", config, (out, dout, lse, lse_log2, delta))
+    before: tuple[Launch, ...] = (prepare,)
     if dlse is not None:
+        lse_log2, delta = ffi.call(before, lse_log2, delta)
+        before = ()
         # A row without keys keeps its delta of 0.
         seen = jnp.where(lse == -math.inf, 0.0, dlse)
         delta = delta - jnp.pad(seen, ((0, 0), (0, 0), (0, rows[2] - seen.shape[2])))
-    tiles = rows[2] // config.tile_m
-    counts = math.prod(rows[:2]) * tiles * config.counts_per_tile if config.ordered else 0
+    sums = Written.zeros(dq_shape(config, q.shape), jnp.float32)
+    dq, dk, dv = (Written(x.shape, x.dtype) for x in (q, k, v))
+    like_q: Any = q
     sides = kernel_sides(*call.mask.sides) if call.mask.has_window else ()
-    sums, dk, dv, _ = ffi.Target(config, compile_cache.get_backward)(
-        q,
-        k,
-        v,
-        dout,
-        lse_log2,
-        delta,
-        Written.zeros(dq_shape(config, q.shape), jnp.float32),
-        Written.empty(k.shape, k.dtype),
-        Written.empty(v.shape, v.dtype),
-        Written.zeros((2 + counts,), jnp.int32),
+    arguments = (
+        *(q, k, v, dout, lse_log2, delta, sums, dk, dv),
+        _counter(config, rows),
         call.softmax_scale,
         *kernel_options(config, sides, NO_PLAN, _scores_of(call), like_q),
         *((multiprocessors,) if config.is_persistent else ()),
     )
-    (dq,) = finish(sums, Written.empty(q.shape, q.dtype), call.softmax_scale)
-    return dq, dk, dv
+    kernel = Launch(config, compile_cache.get_backward, arguments)
+    finish = _step("finish", config, (sums, dq, call.softmax_scale))
+    of_q, of_k, of_v = ffi.call((*before, kernel, finish), dq, dk, dv)
+    return of_q, of_k, of_v
+
+
+def _step(name: str, config: backward_rules.KernelConfig, arguments: tuple[Any, ...]) -> Launch:
+    """What comes before or after the kernel of ``config``."""
+    return Launch(BackwardStep(name, config), compile_cache.get_backward, arguments)
+
+
+def _counter(config: backward_rules.KernelConfig, rows: tuple[int, ...]) -> Written | Counter:
+    """As ``hopper_attention.launch.backward.backward_counter``."""
+    if not config.ordered:
+        return COUNTER
+    counts = math.prod(rows[:2]) * (rows[2] // config.tile_m) * config.counts_per_tile
+    return Written.zeros((2 + counts,), jnp.int32)

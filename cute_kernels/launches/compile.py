@@ -1,0 +1,198 @@
+"""Compile the function that makes several launches one function of TVM FFI. It is code for the host alone.
+
+What a launch is given is data (``config`` has the layout), so one object serves kernels of any kind. It is written in
+MLIR's LLVM dialect, as the DSL has no functions of any number of arguments.
+"""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass._mlir import ir
+
+from cute_kernels.launches.config import (
+    ANY_WORDS,
+    COUNTER_PLACE,
+    COUNTER_WORDS,
+    FIRST_CONSTANT,
+    HEAD_WORDS,
+    LAUNCH_WORDS,
+    MAX_ARGUMENTS,
+    LaunchesConfig,
+)
+
+MODULE = f"""
+module {{
+  llvm.func @TVMFFIFunctionCreate(!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
+  llvm.func @TVMFFIFunctionCall(!llvm.ptr, !llvm.ptr, i32, !llvm.ptr) -> i32
+  llvm.func @TVMFFIErrorSetRaisedFromCStr(!llvm.ptr, !llvm.ptr)
+  llvm.mlir.global internal constant @kind("RuntimeError\\00") {{addr_space = 0 : i32}}
+  llvm.mlir.global internal constant @full("more streams of a GPU than there are tile counters\\00") {{addr_space = 0 : i32}}
+
+  // The counter of a stream: the first that has its key, or that is free and gets it. Null if there is none.
+  llvm.func @find_counter(%counters: !llvm.ptr, %number: i64, %device: i64, %key: i64) -> !llvm.ptr {{
+    %zero = llvm.mlir.constant(0 : i64) : i64
+    %one = llvm.mlir.constant(1 : i64) : i64
+    %null = llvm.mlir.zero : !llvm.ptr
+    llvm.br ^look(%zero : i64)
+  ^look(%i: i64):
+    %is_left = llvm.icmp "slt" %i, %number : i64
+    llvm.cond_br %is_left, ^compare, ^give(%null : !llvm.ptr)
+  ^compare:
+    %counter = llvm.getelementptr %counters[%i] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{COUNTER_WORDS} x i64>
+    %device_at = llvm.getelementptr %counter[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %its_device = llvm.load %device_at : !llvm.ptr -> i64
+    %is_there = llvm.icmp "eq" %its_device, %device : i64
+    llvm.cond_br %is_there, ^claim, ^next
+  ^claim:
+    %swap = llvm.cmpxchg %counter, %zero, %key acq_rel acquire : !llvm.ptr, i64
+    %before = llvm.extractvalue %swap[0] : !llvm.struct<(i64, i1)>
+    %is_new = llvm.extractvalue %swap[1] : !llvm.struct<(i64, i1)>
+    %is_known = llvm.icmp "eq" %before, %key : i64
+    %is_ours = llvm.or %is_new, %is_known : i1
+    %tensor = llvm.getelementptr %counter[2] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.cond_br %is_ours, ^give(%tensor : !llvm.ptr), ^next
+  ^next:
+    %following = llvm.add %i, %one : i64
+    llvm.br ^look(%following : i64)
+  ^give(%found: !llvm.ptr):
+    llvm.return %found : !llvm.ptr
+  }}
+
+  // What XLA calls: (stream, tensors...). ``script`` is what ``bind`` was given.
+  llvm.func @run(%script: !llvm.ptr, %given: !llvm.ptr, %count: i32, %result: !llvm.ptr) -> i32 {{
+    %zero = llvm.mlir.constant(0 : i64) : i64
+    %one = llvm.mlir.constant(1 : i64) : i64
+    %head = llvm.mlir.constant({HEAD_WORDS} : i64) : i64
+    %launch_head = llvm.mlir.constant({LAUNCH_WORDS} : i64) : i64
+    %counter_place = llvm.mlir.constant({COUNTER_PLACE} : i64) : i64
+    %first_constant = llvm.mlir.constant({FIRST_CONSTANT} : i64) : i64
+    %tensor_kind = llvm.mlir.constant(7 : i64) : i64
+    %success = llvm.mlir.constant(0 : i32) : i32
+    %failure = llvm.mlir.constant(-1 : i32) : i32
+    %single = llvm.mlir.constant(1 : i32) : i32
+    %room = llvm.mlir.constant({MAX_ARGUMENTS} : i32) : i32
+    %null = llvm.mlir.zero : !llvm.ptr
+    %arguments = llvm.alloca %room x !llvm.array<{ANY_WORDS} x i64> : (i32) -> !llvm.ptr
+    %ignored = llvm.alloca %single x !llvm.array<{ANY_WORDS} x i64> : (i32) -> !llvm.ptr
+    %launches = llvm.load %script : !llvm.ptr -> i64
+    %constants_at = llvm.getelementptr %script[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %constants = llvm.load %constants_at : !llvm.ptr -> !llvm.ptr
+    %counters_at = llvm.getelementptr %script[2] : (!llvm.ptr) -> !llvm.ptr, i64
+    %counters = llvm.load %counters_at : !llvm.ptr -> !llvm.ptr
+    %number_at = llvm.getelementptr %script[3] : (!llvm.ptr) -> !llvm.ptr, i64
+    %number = llvm.load %number_at : !llvm.ptr -> i64
+    %needs_counter = llvm.icmp "ne" %number, %zero : i64
+    llvm.cond_br %needs_counter, ^find, ^launch(%zero, %head, %null : i64, i64, !llvm.ptr)
+  ^find:
+    %stream_at = llvm.getelementptr %given[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %stream = llvm.load %stream_at : !llvm.ptr -> i64
+    %key = llvm.add %stream, %one : i64
+    %tensor_at = llvm.getelementptr %given[3] : (!llvm.ptr) -> !llvm.ptr, i64
+    %tensor = llvm.load %tensor_at : !llvm.ptr -> !llvm.ptr
+    %device_at = llvm.getelementptr %tensor[3] : (!llvm.ptr) -> !llvm.ptr, i32
+    %device32 = llvm.load %device_at : !llvm.ptr -> i32
+    %device = llvm.sext %device32 : i32 to i64
+    %found = llvm.call @find_counter(%counters, %number, %device, %key) : (!llvm.ptr, i64, i64, i64) -> !llvm.ptr
+    %is_full = llvm.icmp "eq" %found, %null : !llvm.ptr
+    llvm.cond_br %is_full, ^refuse, ^launch(%zero, %head, %found : i64, i64, !llvm.ptr)
+  ^refuse:
+    %kind = llvm.mlir.addressof @kind : !llvm.ptr
+    %full = llvm.mlir.addressof @full : !llvm.ptr
+    llvm.call @TVMFFIErrorSetRaisedFromCStr(%kind, %full) : (!llvm.ptr, !llvm.ptr) -> ()
+    llvm.return %failure : i32
+  ^launch(%n: i64, %at: i64, %counter: !llvm.ptr):
+    %is_left = llvm.icmp "slt" %n, %launches : i64
+    llvm.cond_br %is_left, ^begin, ^end
+  ^begin:
+    %kernel_at = llvm.getelementptr %script[%at] : (!llvm.ptr, i64) -> !llvm.ptr, i64
+    %kernel = llvm.load %kernel_at : !llvm.ptr -> !llvm.ptr
+    %size_at = llvm.getelementptr %kernel_at[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %size = llvm.load %size_at : !llvm.ptr -> i64
+    %places = llvm.getelementptr %kernel_at[{LAUNCH_WORDS}] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.br ^argument(%zero : i64)
+  ^argument(%i: i64):
+    %is_missing = llvm.icmp "slt" %i, %size : i64
+    llvm.cond_br %is_missing, ^choose, ^call
+  ^choose:
+    %place_at = llvm.getelementptr %places[%i] : (!llvm.ptr, i64) -> !llvm.ptr, i64
+    %place = llvm.load %place_at : !llvm.ptr -> i64
+    %slot = llvm.getelementptr %arguments[%i] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
+    %is_given = llvm.icmp "sge" %place, %zero : i64
+    llvm.cond_br %is_given, ^from_given, ^from_script
+  ^from_given:
+    %given_at = llvm.getelementptr %given[%place] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
+    llvm.br ^copy(%given_at : !llvm.ptr)
+  ^from_script:
+    %is_counter = llvm.icmp "eq" %place, %counter_place : i64
+    llvm.cond_br %is_counter, ^put(%tensor_kind, %counter : i64, !llvm.ptr), ^from_constants
+  ^from_constants:
+    %constant = llvm.sub %first_constant, %place : i64
+    %constant_at = llvm.getelementptr %constants[%constant] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
+    llvm.br ^copy(%constant_at : !llvm.ptr)
+  ^copy(%from: !llvm.ptr):
+    %from_kind = llvm.load %from : !llvm.ptr -> i64
+    %from_at = llvm.getelementptr %from[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %from_value = llvm.load %from_at : !llvm.ptr -> !llvm.ptr
+    llvm.br ^put(%from_kind, %from_value : i64, !llvm.ptr)
+  ^put(%value_kind: i64, %value: !llvm.ptr):
+    llvm.store %value_kind, %slot : i64, !llvm.ptr
+    %value_at = llvm.getelementptr %slot[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.store %value, %value_at : !llvm.ptr, !llvm.ptr
+    %following = llvm.add %i, %one : i64
+    llvm.br ^argument(%following : i64)
+  ^call:
+    %size32 = llvm.trunc %size : i64 to i32
+    llvm.store %zero, %ignored : i64, !llvm.ptr
+    %status = llvm.call @TVMFFIFunctionCall(%kernel, %arguments, %size32, %ignored) : (!llvm.ptr, !llvm.ptr, i32, !llvm.ptr) -> i32
+    %is_done = llvm.icmp "eq" %status, %success : i32
+    llvm.cond_br %is_done, ^next, ^stop
+  ^next:
+    %following_launch = llvm.add %n, %one : i64
+    %words = llvm.add %size, %launch_head : i64
+    %following_at = llvm.add %at, %words : i64
+    llvm.br ^launch(%following_launch, %following_at, %counter : i64, i64, !llvm.ptr)
+  ^stop:
+    llvm.return %status : i32
+  ^end:
+    llvm.return %success : i32
+  }}
+
+  // bind(address of a script) -> the function that runs it.
+  llvm.func @__tvm_ffi_NAME(%self: !llvm.ptr, %given: !llvm.ptr, %count: i32, %result: !llvm.ptr) -> i32 {{
+    %null = llvm.mlir.zero : !llvm.ptr
+    %function_kind = llvm.mlir.constant(68 : i64) : i64
+    %success = llvm.mlir.constant(0 : i32) : i32
+    %script_at = llvm.getelementptr %given[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %script = llvm.load %script_at : !llvm.ptr -> !llvm.ptr
+    %run = llvm.mlir.addressof @run : !llvm.ptr
+    %function_at = llvm.getelementptr %result[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    %status = llvm.call @TVMFFIFunctionCreate(%script, %run, %null, %function_at) : (!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
+    %is_made = llvm.icmp "eq" %status, %success : i32
+    llvm.cond_br %is_made, ^give, ^end
+  ^give:
+    llvm.store %function_kind, %result : i64, !llvm.ptr
+    llvm.br ^end
+  ^end:
+    llvm.return %status : i32
+  }}
+}}
+"""
+"""7 and 68 are the type indices of a tensor that is borrowed and of a function, in TVM FFI's stable ABI. There the words
+of an argument are its type index and its value; a device's number is the fourth int32 of a tensor."""
+
+
+@cute.jit
+def _nothing() -> None:
+    """Gives the compiler something to make an object of."""
+
+
+def compile_launches(config: LaunchesConfig, options: str = "") -> Any:
+    """Compile the function of ``config``; ``options`` go to ``cute.compile``.
+
+    Gives ``bind(address)``, which returns the TVM FFI function that runs the script there. The script, and all that it
+    points to, are to stay where they are for as long as that function lives.
+    """
+    compiled = cute.compile(_nothing, options=f"--enable-tvm-ffi {options}".strip())
+    with ir.Context():
+        compiled.ir_module = ir.Module.parse(MODULE.replace("NAME", compiled.function_name))
+    return compiled

@@ -1,0 +1,37 @@
+"""Several launches as one function of TVM FFI, as data: the layout of a script, which says what each launch is given.
+
+A caller such as XLA hands over a stream and tensors, inputs and then outputs. Kernels take tensors in an order of their
+own, numbers among them, None, and a tile counter. A script maps one to the other, in words of 64 bits:
+
+    number of launches, address of constants, address of counters, number of counters (0 where none is needed)
+    for each launch: handle of the kernel's function, number of its arguments, place of each
+
+A place p >= 0 is an argument of the caller, of which 0 is the stream. ``COUNTER_PLACE`` is the tile counter of the
+stream. Those below are constants, from ``FIRST_CONSTANT`` down. A constant is TVM FFI's ``Any`` of two words. A counter
+is a key, which is 1 + the stream or 0 while it has none, the number of its GPU, and a ``DLTensor``.
+
+Nothing here imports the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_WORDS, LAUNCH_WORDS, ANY_WORDS, COUNTER_WORDS = 4, 2, 2, 8
+
+COUNTER_PLACE, FIRST_CONSTANT = -1, -2
+
+MAX_ARGUMENTS = 64
+"""Of one launch."""
+
+
+@dataclass(frozen=True)
+class LaunchesConfig:
+    """There is one: no kernel is part of it. ``arch`` is what the compiler asks for."""
+
+    arch: str = "sm_80"
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels."""
+        return "launches"
