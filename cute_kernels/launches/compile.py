@@ -21,45 +21,48 @@ from cute_kernels.launches.config import (
 )
 
 MODULE = f"""
+!ptr = !llvm.ptr
+!any = !llvm.array<{ANY_WORDS} x i64>
+!counter = !llvm.array<{COUNTER_WORDS} x i64>
 module {{
-  llvm.func @TVMFFIFunctionCreate(!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
-  llvm.func @TVMFFIFunctionCall(!llvm.ptr, !llvm.ptr, i32, !llvm.ptr) -> i32
-  llvm.func @TVMFFIErrorSetRaisedFromCStr(!llvm.ptr, !llvm.ptr)
-  llvm.mlir.global internal constant @kind("RuntimeError\\00") {{addr_space = 0 : i32}}
-  llvm.mlir.global internal constant @full("more streams of a GPU than there are tile counters\\00") {{addr_space = 0 : i32}}
+  llvm.func @TVMFFIFunctionCreate(!ptr, !ptr, !ptr, !ptr) -> i32
+  llvm.func @TVMFFIFunctionCall(!ptr, !ptr, i32, !ptr) -> i32
+  llvm.func @TVMFFIErrorSetRaisedFromCStr(!ptr, !ptr)
+  llvm.mlir.global internal constant @kind("RuntimeError\\00")
+  llvm.mlir.global internal constant @full("more streams of a GPU than there are tile counters\\00")
 
   // The counter of a stream: the first that has its key, or that is free and gets it. Null if there is none.
-  llvm.func @find_counter(%counters: !llvm.ptr, %number: i64, %device: i64, %key: i64) -> !llvm.ptr {{
+  llvm.func @find_counter(%counters: !ptr, %number: i64, %device: i64, %key: i64) -> !ptr {{
     %zero = llvm.mlir.constant(0 : i64) : i64
     %one = llvm.mlir.constant(1 : i64) : i64
-    %null = llvm.mlir.zero : !llvm.ptr
+    %null = llvm.mlir.zero : !ptr
     llvm.br ^look(%zero : i64)
   ^look(%i: i64):
     %is_left = llvm.icmp "slt" %i, %number : i64
-    llvm.cond_br %is_left, ^compare, ^give(%null : !llvm.ptr)
+    llvm.cond_br %is_left, ^compare, ^give(%null : !ptr)
   ^compare:
-    %counter = llvm.getelementptr %counters[%i] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{COUNTER_WORDS} x i64>
-    %device_at = llvm.getelementptr %counter[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %its_device = llvm.load %device_at : !llvm.ptr -> i64
+    %counter = llvm.getelementptr %counters[%i] : (!ptr, i64) -> !ptr, !counter
+    %device_at = llvm.getelementptr %counter[1] : (!ptr) -> !ptr, i64
+    %its_device = llvm.load %device_at : !ptr -> i64
     %is_there = llvm.icmp "eq" %its_device, %device : i64
     llvm.cond_br %is_there, ^claim, ^next
   ^claim:
-    %swap = llvm.cmpxchg %counter, %zero, %key acq_rel acquire : !llvm.ptr, i64
+    %swap = llvm.cmpxchg %counter, %zero, %key acq_rel acquire : !ptr, i64
     %before = llvm.extractvalue %swap[0] : !llvm.struct<(i64, i1)>
     %is_new = llvm.extractvalue %swap[1] : !llvm.struct<(i64, i1)>
     %is_known = llvm.icmp "eq" %before, %key : i64
     %is_ours = llvm.or %is_new, %is_known : i1
-    %tensor = llvm.getelementptr %counter[2] : (!llvm.ptr) -> !llvm.ptr, i64
-    llvm.cond_br %is_ours, ^give(%tensor : !llvm.ptr), ^next
+    %tensor = llvm.getelementptr %counter[2] : (!ptr) -> !ptr, i64
+    llvm.cond_br %is_ours, ^give(%tensor : !ptr), ^next
   ^next:
     %following = llvm.add %i, %one : i64
     llvm.br ^look(%following : i64)
-  ^give(%found: !llvm.ptr):
-    llvm.return %found : !llvm.ptr
+  ^give(%found: !ptr):
+    llvm.return %found : !ptr
   }}
 
   // What XLA calls: (stream, tensors...). ``script`` is what ``bind`` was given.
-  llvm.func @run(%script: !llvm.ptr, %given: !llvm.ptr, %count: i32, %result: !llvm.ptr) -> i32 {{
+  llvm.func @run(%script: !ptr, %given: !ptr, %count: i32, %result: !ptr) -> i32 {{
     %zero = llvm.mlir.constant(0 : i64) : i64
     %one = llvm.mlir.constant(1 : i64) : i64
     %head = llvm.mlir.constant({HEAD_WORDS} : i64) : i64
@@ -71,86 +74,86 @@ module {{
     %failure = llvm.mlir.constant(-1 : i32) : i32
     %single = llvm.mlir.constant(1 : i32) : i32
     %room = llvm.mlir.constant({MAX_ARGUMENTS} : i32) : i32
-    %null = llvm.mlir.zero : !llvm.ptr
-    %arguments = llvm.alloca %room x !llvm.array<{ANY_WORDS} x i64> : (i32) -> !llvm.ptr
-    %ignored = llvm.alloca %single x !llvm.array<{ANY_WORDS} x i64> : (i32) -> !llvm.ptr
-    %launches = llvm.load %script : !llvm.ptr -> i64
-    %constants_at = llvm.getelementptr %script[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %constants = llvm.load %constants_at : !llvm.ptr -> !llvm.ptr
-    %counters_at = llvm.getelementptr %script[2] : (!llvm.ptr) -> !llvm.ptr, i64
-    %counters = llvm.load %counters_at : !llvm.ptr -> !llvm.ptr
-    %number_at = llvm.getelementptr %script[3] : (!llvm.ptr) -> !llvm.ptr, i64
-    %number = llvm.load %number_at : !llvm.ptr -> i64
+    %null = llvm.mlir.zero : !ptr
+    %arguments = llvm.alloca %room x !any : (i32) -> !ptr
+    %ignored = llvm.alloca %single x !any : (i32) -> !ptr
+    %launches = llvm.load %script : !ptr -> i64
+    %constants_at = llvm.getelementptr %script[1] : (!ptr) -> !ptr, i64
+    %constants = llvm.load %constants_at : !ptr -> !ptr
+    %counters_at = llvm.getelementptr %script[2] : (!ptr) -> !ptr, i64
+    %counters = llvm.load %counters_at : !ptr -> !ptr
+    %number_at = llvm.getelementptr %script[3] : (!ptr) -> !ptr, i64
+    %number = llvm.load %number_at : !ptr -> i64
     %needs_counter = llvm.icmp "ne" %number, %zero : i64
-    llvm.cond_br %needs_counter, ^find, ^launch(%zero, %head, %null : i64, i64, !llvm.ptr)
+    llvm.cond_br %needs_counter, ^find, ^launch(%zero, %head, %null : i64, i64, !ptr)
   ^find:
-    %stream_at = llvm.getelementptr %given[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %stream = llvm.load %stream_at : !llvm.ptr -> i64
+    %stream_at = llvm.getelementptr %given[1] : (!ptr) -> !ptr, i64
+    %stream = llvm.load %stream_at : !ptr -> i64
     %key = llvm.add %stream, %one : i64
-    %tensor_at = llvm.getelementptr %given[3] : (!llvm.ptr) -> !llvm.ptr, i64
-    %tensor = llvm.load %tensor_at : !llvm.ptr -> !llvm.ptr
-    %device_at = llvm.getelementptr %tensor[3] : (!llvm.ptr) -> !llvm.ptr, i32
-    %device32 = llvm.load %device_at : !llvm.ptr -> i32
+    %tensor_at = llvm.getelementptr %given[3] : (!ptr) -> !ptr, i64
+    %tensor = llvm.load %tensor_at : !ptr -> !ptr
+    %device_at = llvm.getelementptr %tensor[3] : (!ptr) -> !ptr, i32
+    %device32 = llvm.load %device_at : !ptr -> i32
     %device = llvm.sext %device32 : i32 to i64
-    %found = llvm.call @find_counter(%counters, %number, %device, %key) : (!llvm.ptr, i64, i64, i64) -> !llvm.ptr
-    %is_full = llvm.icmp "eq" %found, %null : !llvm.ptr
-    llvm.cond_br %is_full, ^refuse, ^launch(%zero, %head, %found : i64, i64, !llvm.ptr)
+    %found = llvm.call @find_counter(%counters, %number, %device, %key) : (!ptr, i64, i64, i64) -> !ptr
+    %is_full = llvm.icmp "eq" %found, %null : !ptr
+    llvm.cond_br %is_full, ^refuse, ^launch(%zero, %head, %found : i64, i64, !ptr)
   ^refuse:
-    %kind = llvm.mlir.addressof @kind : !llvm.ptr
-    %full = llvm.mlir.addressof @full : !llvm.ptr
-    llvm.call @TVMFFIErrorSetRaisedFromCStr(%kind, %full) : (!llvm.ptr, !llvm.ptr) -> ()
+    %kind = llvm.mlir.addressof @kind : !ptr
+    %full = llvm.mlir.addressof @full : !ptr
+    llvm.call @TVMFFIErrorSetRaisedFromCStr(%kind, %full) : (!ptr, !ptr) -> ()
     llvm.return %failure : i32
-  ^launch(%n: i64, %at: i64, %counter: !llvm.ptr):
+  ^launch(%n: i64, %at: i64, %counter: !ptr):
     %is_left = llvm.icmp "slt" %n, %launches : i64
     llvm.cond_br %is_left, ^begin, ^end
   ^begin:
-    %kernel_at = llvm.getelementptr %script[%at] : (!llvm.ptr, i64) -> !llvm.ptr, i64
-    %kernel = llvm.load %kernel_at : !llvm.ptr -> !llvm.ptr
-    %size_at = llvm.getelementptr %kernel_at[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %size = llvm.load %size_at : !llvm.ptr -> i64
-    %places = llvm.getelementptr %kernel_at[{LAUNCH_WORDS}] : (!llvm.ptr) -> !llvm.ptr, i64
+    %kernel_at = llvm.getelementptr %script[%at] : (!ptr, i64) -> !ptr, i64
+    %kernel = llvm.load %kernel_at : !ptr -> !ptr
+    %size_at = llvm.getelementptr %kernel_at[1] : (!ptr) -> !ptr, i64
+    %size = llvm.load %size_at : !ptr -> i64
+    %places = llvm.getelementptr %kernel_at[{LAUNCH_WORDS}] : (!ptr) -> !ptr, i64
     llvm.br ^argument(%zero : i64)
   ^argument(%i: i64):
     %is_missing = llvm.icmp "slt" %i, %size : i64
     llvm.cond_br %is_missing, ^choose, ^call
   ^choose:
-    %place_at = llvm.getelementptr %places[%i] : (!llvm.ptr, i64) -> !llvm.ptr, i64
-    %place = llvm.load %place_at : !llvm.ptr -> i64
-    %slot = llvm.getelementptr %arguments[%i] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
+    %place_at = llvm.getelementptr %places[%i] : (!ptr, i64) -> !ptr, i64
+    %place = llvm.load %place_at : !ptr -> i64
+    %slot = llvm.getelementptr %arguments[%i] : (!ptr, i64) -> !ptr, !any
     %is_given = llvm.icmp "sge" %place, %zero : i64
     llvm.cond_br %is_given, ^from_given, ^from_script
   ^from_given:
-    %given_at = llvm.getelementptr %given[%place] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
-    llvm.br ^copy(%given_at : !llvm.ptr)
+    %given_at = llvm.getelementptr %given[%place] : (!ptr, i64) -> !ptr, !any
+    llvm.br ^copy(%given_at : !ptr)
   ^from_script:
     %is_counter = llvm.icmp "eq" %place, %counter_place : i64
-    llvm.cond_br %is_counter, ^put(%tensor_kind, %counter : i64, !llvm.ptr), ^from_constants
+    llvm.cond_br %is_counter, ^put(%tensor_kind, %counter : i64, !ptr), ^from_constants
   ^from_constants:
     %constant = llvm.sub %first_constant, %place : i64
-    %constant_at = llvm.getelementptr %constants[%constant] : (!llvm.ptr, i64) -> !llvm.ptr, !llvm.array<{ANY_WORDS} x i64>
-    llvm.br ^copy(%constant_at : !llvm.ptr)
-  ^copy(%from: !llvm.ptr):
-    %from_kind = llvm.load %from : !llvm.ptr -> i64
-    %from_at = llvm.getelementptr %from[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %from_value = llvm.load %from_at : !llvm.ptr -> !llvm.ptr
-    llvm.br ^put(%from_kind, %from_value : i64, !llvm.ptr)
-  ^put(%value_kind: i64, %value: !llvm.ptr):
-    llvm.store %value_kind, %slot : i64, !llvm.ptr
-    %value_at = llvm.getelementptr %slot[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    llvm.store %value, %value_at : !llvm.ptr, !llvm.ptr
+    %constant_at = llvm.getelementptr %constants[%constant] : (!ptr, i64) -> !ptr, !any
+    llvm.br ^copy(%constant_at : !ptr)
+  ^copy(%from: !ptr):
+    %from_kind = llvm.load %from : !ptr -> i64
+    %from_at = llvm.getelementptr %from[1] : (!ptr) -> !ptr, i64
+    %from_value = llvm.load %from_at : !ptr -> !ptr
+    llvm.br ^put(%from_kind, %from_value : i64, !ptr)
+  ^put(%value_kind: i64, %value: !ptr):
+    llvm.store %value_kind, %slot : i64, !ptr
+    %value_at = llvm.getelementptr %slot[1] : (!ptr) -> !ptr, i64
+    llvm.store %value, %value_at : !ptr, !ptr
     %following = llvm.add %i, %one : i64
     llvm.br ^argument(%following : i64)
   ^call:
     %size32 = llvm.trunc %size : i64 to i32
-    llvm.store %zero, %ignored : i64, !llvm.ptr
-    %status = llvm.call @TVMFFIFunctionCall(%kernel, %arguments, %size32, %ignored) : (!llvm.ptr, !llvm.ptr, i32, !llvm.ptr) -> i32
+    llvm.store %zero, %ignored : i64, !ptr
+    %status = llvm.call @TVMFFIFunctionCall(%kernel, %arguments, %size32, %ignored) : (!ptr, !ptr, i32, !ptr) -> i32
     %is_done = llvm.icmp "eq" %status, %success : i32
     llvm.cond_br %is_done, ^next, ^stop
   ^next:
     %following_launch = llvm.add %n, %one : i64
     %words = llvm.add %size, %launch_head : i64
     %following_at = llvm.add %at, %words : i64
-    llvm.br ^launch(%following_launch, %following_at, %counter : i64, i64, !llvm.ptr)
+    llvm.br ^launch(%following_launch, %following_at, %counter : i64, i64, !ptr)
   ^stop:
     llvm.return %status : i32
   ^end:
@@ -158,27 +161,28 @@ module {{
   }}
 
   // bind(address of a script) -> the function that runs it.
-  llvm.func @__tvm_ffi_NAME(%self: !llvm.ptr, %given: !llvm.ptr, %count: i32, %result: !llvm.ptr) -> i32 {{
-    %null = llvm.mlir.zero : !llvm.ptr
+  llvm.func @__tvm_ffi_NAME(%self: !ptr, %given: !ptr, %count: i32, %result: !ptr) -> i32 {{
+    %null = llvm.mlir.zero : !ptr
     %function_kind = llvm.mlir.constant(68 : i64) : i64
     %success = llvm.mlir.constant(0 : i32) : i32
-    %script_at = llvm.getelementptr %given[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %script = llvm.load %script_at : !llvm.ptr -> !llvm.ptr
-    %run = llvm.mlir.addressof @run : !llvm.ptr
-    %function_at = llvm.getelementptr %result[1] : (!llvm.ptr) -> !llvm.ptr, i64
-    %status = llvm.call @TVMFFIFunctionCreate(%script, %run, %null, %function_at) : (!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
+    %script_at = llvm.getelementptr %given[1] : (!ptr) -> !ptr, i64
+    %script = llvm.load %script_at : !ptr -> !ptr
+    %run = llvm.mlir.addressof @run : !ptr
+    %function_at = llvm.getelementptr %result[1] : (!ptr) -> !ptr, i64
+    %status = llvm.call @TVMFFIFunctionCreate(%script, %run, %null, %function_at)
+        : (!ptr, !ptr, !ptr, !ptr) -> i32
     %is_made = llvm.icmp "eq" %status, %success : i32
     llvm.cond_br %is_made, ^give, ^end
   ^give:
-    llvm.store %function_kind, %result : i64, !llvm.ptr
+    llvm.store %function_kind, %result : i64, !ptr
     llvm.br ^end
   ^end:
     llvm.return %status : i32
   }}
 }}
 """
-"""7 and 68 are the type indices of a tensor that is borrowed and of a function, in TVM FFI's stable ABI. There the words
-of an argument are its type index and its value; a device's number is the fourth int32 of a tensor."""
+"""7 and 68 are the type indices of a borrowed tensor and of a function, in TVM FFI's stable ABI. There the words of an
+argument are its type index and its value; the number of a device is the fourth int32 of a tensor."""
 
 
 @cute.jit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -98,6 +100,34 @@ def test_vmap_is_one_launch_over_a_longer_batch() -> None:
     assert jnp.array_equal(mapped(*split).reshape(q.shape), flash_attention(q, k, v, causal=True))
     text = jax.jit(mapped).lower(*split).as_text()
     assert text.count("custom_call @hopper_attention") == 1
+
+
+def test_a_call_is_all_that_xla_launches() -> None:
+    """Forward one call, and backward one more and the zeros that dQ is added to."""
+    q, k, v, _ = to_jax(*draw("bfloat16", SHAPES["d64"]))
+
+    def launched(function: Any, *arrays: Any) -> list[str]:
+        _, _, entry = jax.jit(function).lower(*arrays).compile().as_text().partition("ENTRY")
+        kinds = re.findall(r"= [^=]*? ([a-z-]+)\(", entry)
+        return [x for x in kinds if x not in ("parameter", "get-tuple-element", "tuple", "constant")]
+
+    call = functools.partial(flash_attention, causal=True, softcap=9.0, backend="hopper")
+    assert launched(call, q, k, v) == ["custom-call"]
+    gradient = jax.vjp(call, q, k, v)[1]
+    assert sorted(launched(gradient, q)) == ["custom-call", "fusion"]
+
+
+def test_programs_in_two_threads() -> None:
+    """They share a stream, and so a tile counter."""
+    q, k, v, _ = to_jax(*draw("bfloat16", (2, 1024, 1024, 8, 8, 64, 64)))
+    calls = [jax.jit(functools.partial(flash_attention, causal=x, backend="hopper")) for x in (True, False)]
+    expected = [call(q, k, v) for call in calls]
+
+    def repeat(number: int) -> bool:
+        return all(bool(jnp.array_equal(calls[number](q, k, v), expected[number])) for _ in range(50))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(repeat, (0, 1)))
 
 
 def test_many_calls_of_one_program_keep_their_counters_apart() -> None:

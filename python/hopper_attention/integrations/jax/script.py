@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +57,15 @@ class Counter(NamedTuple):
 
 COUNTER = Counter()
 
+
+class Counters(NamedTuple):
+    """Those of all GPUs of a process: what scripts know of them, and their memory."""
+
+    words: np.ndarray
+    memory: tuple[Array, ...]
+    extent: np.ndarray
+
+
 Argument = Given | Counter | int | float | None
 
 
@@ -82,12 +90,14 @@ def make_function(steps: tuple[Step, ...], platform: str) -> Any:
     import tvm_ffi
 
     needs_counter = any(argument is COUNTER for step in steps for argument in step.arguments)
-    counters = _counters_of(platform).words if needs_counter else np.zeros(0, np.int64)
+    counters = find_counters(platform).words if needs_counter else np.zeros(0, np.int64)
     constants: list[int] = []
     launches: list[int] = []
     for step in steps:
         if len(step.arguments) > MAX_ARGUMENTS:
-            raise ValueError(f"{step.config.name} takes {len(step.arguments)} arguments, allowed: {MAX_ARGUMENTS}")
+            raise ValueError(
+                f"{step.config.name} takes {len(step.arguments)} arguments, allowed: {MAX_ARGUMENTS}"
+            )
         kernel = step.get(step.config)
         function = kernel if isinstance(kernel, tvm_ffi.Function) else tvm_ffi.convert(kernel)
         places = [_place_of(argument, constants) for argument in step.arguments]
@@ -102,6 +112,8 @@ def make_function(steps: tuple[Step, ...], platform: str) -> Any:
 
 _kept: list[Any] = []
 """What scripts point to."""
+
+_counters: dict[str, Counters] = {}
 
 
 def _place_of(argument: Argument, constants: list[int]) -> int:
@@ -121,16 +133,15 @@ def _place_of(argument: Argument, constants: list[int]) -> int:
     return place
 
 
-class Counters(NamedTuple):
-    """Of all GPUs of a process: their description for scripts, and their memory."""
+def find_counters(platform: str) -> Counters:
+    """Those of a platform; made the first time."""
+    if platform not in _counters:
+        _counters[platform] = make_counters(platform)
+    return _counters[platform]
 
-    words: np.ndarray
-    memory: tuple[Array, ...]
-    extent: np.ndarray
 
-
-@lru_cache(maxsize=2)
-def _counters_of(platform: str) -> Counters:
+def make_counters(platform: str) -> Counters:
+    """New ones on all devices of a platform that this process has."""
     is_cpu = platform == "cpu"
     # XLA knows a CPU's devices as one, by jax-tvm-ffi.
     devices = jax.local_devices(backend="cpu")[:1] if is_cpu else jax.local_devices(backend="cuda")
