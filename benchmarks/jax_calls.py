@@ -1,9 +1,24 @@
-"""Host time and device time of a call in JAX beside the same call in PyTorch, on a GPU.
+"""Host and device time of a call in JAX beside the same call in PyTorch, on a GPU, and what the host time is made of.
 
     python benchmarks/jax_calls.py --out jax_calls.json
+    python benchmarks/jax_calls.py --device cpu --out out/tiny.json   # to try the script: its kernels do nothing
 
-Host time is that of a call which waits for nothing, after the first ones, of jitted JAX and of plain PyTorch, in turns.
-Device time is that of many calls until the last result is there, of a problem that is large enough to hide the host.
+Host time is that of a call which waits for nothing, after the first ones, in turns. Its parts, each a row of "host":
+
+    jax addition        a jitted x + 1: one kernel of XLA's, which is the least that a jitted call takes
+    jax empty call      a jitted custom call of q, k and v with our results that launches nothing
+    jax                 our call, jitted
+    jax with lse        the same, which returns the LSE too
+    jax window          the same with a window
+    jax not jitted      our call as it is, which looks at its arguments in Python
+    jax gradients       jitted value and gradients
+    torch               our call in PyTorch
+    torch gradients     the same, forward and backward
+    kernel              the compiled kernel alone, called from Python with tensors that are there
+
+So "jax" less "jax empty call" is what a launch costs, and "jax empty call" less "jax addition" what a custom call costs
+beyond one kernel of XLA's. Device time is that of many calls until the last result is there, of a problem that is large
+enough to hide the host.
 """
 
 from __future__ import annotations
@@ -17,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -26,50 +41,150 @@ import jax.numpy as jnp
 import torch
 
 from hopper_attention import flash_attn_func
-from hopper_attention.integrations.jax import flash_attention
+from hopper_attention.integrations.jax import ffi, flash_attention, script
+from hopper_attention.launch.forward import ForwardLauncher, find_launch
 
 SMALL, LARGE = (1, 128, 2, 128), (1, 16384, 16, 128)
 """(batch, seqlen, heads, head_dim) for host time, and for device time."""
 
-
-def torch_call(shape: tuple[int, ...]) -> tuple[Callable[[], Any], Callable[[], None]]:
-    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    return functools.partial(flash_attn_func, *inputs, causal=True), torch.cuda.synchronize
+Shape = tuple[int, ...]
 
 
-def jax_call(shape: tuple[int, ...]) -> tuple[Callable[[], Any], Callable[[], None]]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
-    call = jax.jit(functools.partial(flash_attention, causal=True, backend="hopper"))
-    last: list[Any] = []
+class Peer(NamedTuple):
+    """Something to time: a call that returns what it waits for, and what waits for it."""
 
-    def run() -> None:
-        last[:] = [call(*inputs)]
-
-    return run, lambda: jax.block_until_ready(last)
+    call: Callable[[], Any]
+    wait: Callable[[Any], Any]
 
 
-def host_us(call: Callable[[], Any], wait: Callable[[], None], calls: int) -> float:
+def wait_for_torch(_: Any) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def torch_inputs(shape: Shape, device: str) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def jax_inputs(shape: Shape) -> list[jax.Array]:
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)]
+
+
+def of_jax(function: Callable[..., Any], arrays: list[jax.Array]) -> Peer:
+    return Peer(functools.partial(function, *arrays), jax.block_until_ready)
+
+
+def empty_call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A custom call that takes and gives what that of a forward pass does."""
+    batch, seqlen_q, heads, _ = q.shape
+    shapes = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, heads, seqlen_q), jnp.float32),
+    )
+    out, _ = jax.ffi.ffi_call("hopper_attention_empty", shapes)(q, k, v)
+    return out
+
+
+def register_empty_call(platform: str) -> None:
+    import jax_tvm_ffi
+
+    nothing = script.make_function((), platform)
+    jax_tvm_ffi.register_ffi_target(
+        "hopper_attention_empty", nothing, ["ctx.stream", "args", "rets"], platform
+    )
+
+
+def kernel_alone(shape: Shape, device: str) -> Peer:
+    """The kernel of the call in PyTorch, with everything that it takes made before."""
+    q, k, v = torch_inputs(shape, device)
+    specs = (x for t in (q, k, v) for x in (t.shape, t.stride(), t.dtype, t.device))
+    launcher = find_launch(*specs, True, "hopper", 0)
+    assert isinstance(launcher, ForwardLauncher)
+    out, lse = launcher.result.empty_out(q), launcher.result.empty_lse(q)
+    counter = torch.zeros(2, dtype=torch.int32, device=device)
+    arguments = q, k, v, out, lse, counter, launcher.default_scale, launcher.num_ctas
+    return Peer(functools.partial(launcher.kernel, *arguments), wait_for_torch)
+
+
+def torch_gradients(shape: Shape, device: str) -> Peer:
+    inputs = [x.requires_grad_() for x in torch_inputs(shape, device)]
+    dout = torch.ones(shape, device=device, dtype=torch.bfloat16)
+
+    def call() -> Any:
+        return torch.autograd.grad(flash_attn_func(*inputs, causal=True), inputs, dout)
+
+    return Peer(call, wait_for_torch)
+
+
+def host_peers(shape: Shape, device: str) -> dict[str, Peer]:
+    """By the names above; those of the kernels of a GPU only on one."""
+    arrays = jax_inputs(shape)
+    backend = "hopper" if device == "cuda" else None
+    ours = functools.partial(flash_attention, causal=True, backend=backend)
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, vjp = jax.vjp(ours, q, k, v)
+        return vjp(jnp.ones_like(out))
+
+    peers = {
+        "torch": Peer(
+            functools.partial(flash_attn_func, *torch_inputs(shape, device), causal=True), wait_for_torch
+        ),
+        "torch gradients": torch_gradients(shape, device),
+        "jax addition": of_jax(jax.jit(lambda x: x + 1), arrays[:1]),
+        "jax empty call": of_jax(jax.jit(empty_call), arrays),
+        "jax": of_jax(jax.jit(ours), arrays),
+        "jax with lse": of_jax(jax.jit(functools.partial(ours, return_lse=True)), arrays),
+        "jax window": of_jax(jax.jit(functools.partial(ours, window_size=(64, 0))), arrays),
+        "jax not jitted": of_jax(ours, arrays),
+        "jax gradients": of_jax(jax.jit(gradients), arrays),
+    }
+    return peers | ({"kernel": kernel_alone(shape, device)} if device == "cuda" else {})
+
+
+def device_peers(shape: Shape, device: str) -> dict[str, Peer]:
+    names = ("torch", "jax", "torch gradients", "jax gradients")
+    peers = host_peers(shape, device)
+    return {name: peers[name] for name in names}
+
+
+def host_us(peer: Peer, calls: int) -> float:
     """Median time of a call, with nothing queued before it."""
     times = []
     for _ in range(calls):
-        wait()
         start = time.perf_counter()
-        call()
+        result = peer.call()
         times.append(time.perf_counter() - start)
-    wait()
+        peer.wait(result)
     return statistics.median(times) * 1e6
 
 
-def device_us(call: Callable[[], Any], wait: Callable[[], None], calls: int) -> float:
+def device_us(peer: Peer, calls: int) -> float:
     """Mean time of calls back to back."""
-    call()
-    wait()
+    peer.wait(peer.call())
     start = time.perf_counter()
     for _ in range(calls):
-        call()
-    wait()
+        result = peer.call()
+    peer.wait(result)
     return (time.perf_counter() - start) / calls * 1e6
+
+
+RATIOS = {
+    "jax over torch": ("jax", "torch"),
+    "gradients, jax over torch": ("jax gradients", "torch gradients"),
+}
+
+
+def measure(
+    peers: dict[str, Peer], measure_one: Callable[[Peer, int], float], calls: int, rounds: int
+) -> dict[str, Any]:
+    """Medians over rounds in which all take turns."""
+    for peer in peers.values():
+        peer.wait(peer.call())
+    found = [{name: measure_one(peer, calls) for name, peer in peers.items()} for _ in range(rounds)]
+    medians = {name: statistics.median(each[name] for each in found) for name in peers}
+    ratios = {what: statistics.median(each[a] / each[b] for each in found) for what, (a, b) in RATIOS.items()}
+    return {"us": medians, **ratios, "each round": found}
 
 
 def main(arguments: list[str]) -> int:
@@ -77,23 +192,25 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    is_gpu = options.device == "cuda"
     figures: dict[str, Any] = {"jax": jax.__version__, "torch": torch.__version__, "rounds": options.rounds}
-    for what, shape, measure, calls in (("host", SMALL, host_us, 300), ("device", LARGE, device_us, 20)):
-        peers = {"torch": torch_call(shape), "jax": jax_call(shape)}
-        for call, wait in peers.values():
-            call()
-            wait()
-        rounds = [
-            {name: measure(*peer, calls) for name, peer in peers.items()} for _ in range(options.rounds)
-        ]
-        medians = {name: statistics.median(each[name] for each in rounds) for name in peers}
-        ratio = statistics.median(each["jax"] / each["torch"] for each in rounds)
-        figures[what] = {"shape": shape, "us": medians, "jax over torch": ratio, "each round": rounds}
-        print(
-            f"{what} time a call, us: torch {medians['torch']:.1f}, jax {medians['jax']:.1f}, ratio {ratio:.2f}"
-        )
+    figures["gpu"] = torch.cuda.get_device_name() if is_gpu else "none"
+    large = LARGE if is_gpu else SMALL
+    register_empty_call(ffi.PLATFORM if is_gpu else "cpu")
+    for what, make, shape, measure_one, calls in (
+        ("host", host_peers, SMALL, host_us, 300 if is_gpu else 20),
+        ("device", device_peers, large, device_us, 20 if is_gpu else 2),
+    ):
+        found = measure(make(shape, options.device), measure_one, calls, options.rounds)
+        figures[what] = {"shape": shape, **found}
+        print(f"{what} time a call, us, for {shape}")
+        for name, us in found["us"].items():
+            print(f"  {name:18} {us:9.1f}")
+        for name in RATIOS:
+            print(f"  {name}: {found[name]:.2f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
