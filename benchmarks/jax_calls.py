@@ -1,7 +1,7 @@
 """Host and device time of a call in JAX beside the same call in PyTorch, on a GPU, and what the host time is made of.
 
     python benchmarks/jax_calls.py --out jax_calls.json
-    python benchmarks/jax_calls.py --device cpu --out out/tiny.json   # to try the script: its kernels do nothing
+    python benchmarks/jax_calls.py --device cpu --out out/tiny.json   # by the formula, to try the script
 
 Host time is that of a call which waits for nothing, after the first ones, in turns. Its parts, each a row of "host":
 

@@ -43,7 +43,7 @@ from hopper_attention.quantized import (
     default_block_widths,
 )
 from hopper_attention.quantizers import quantize_here
-from hopper_attention.rotation import rotate_back, rotate_head_dim
+from hopper_attention.rotation import rotate_back_alike, rotate_head_dim
 from hopper_attention.transforms import differentiable
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -162,9 +162,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
     options_16 = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
     dq, dk, dv = ops.backward(dout, dlse, q, k, v, out, lse, *options_16)
     if c.rotate:
-        dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
+        dq, dk = (rotate_back_alike(x, c.seed) for x in (dq, dk))
     if c.rotate_v:
-        dv = rotate_back(dv, c.seed).to(out.dtype)
+        dv = rotate_back_alike(dv, c.seed)
     return dq, dk, dv
 
 

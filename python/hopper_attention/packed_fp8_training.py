@@ -31,7 +31,7 @@ from hopper_attention.packed_quantized import (
 )
 from hopper_attention.packed_quantizers import quantize_packed_here
 from hopper_attention.quantized import Fp8Quantization
-from hopper_attention.rotation import rotate_back, rotate_head_dim
+from hopper_attention.rotation import rotate_back_alike, rotate_head_dim
 from hopper_attention.transforms import differentiable
 
 LENGTHS = (
@@ -149,9 +149,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
     options = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
     dq, dk, dv = varlen_ops.backward_varlen(dout, dlse, q, k, v, out, lse, *given.lengths, *options)
     if c.rotate:
-        dq, dk = (rotate_back(x, c.seed).to(out.dtype) for x in (dq, dk))
+        dq, dk = (rotate_back_alike(x, c.seed) for x in (dq, dk))
     if c.rotate_v:
-        dv = rotate_back(dv, c.seed).to(out.dtype)
+        dv = rotate_back_alike(dv, c.seed)
     return dq, dk, dv
 
 
