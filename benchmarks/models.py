@@ -2,17 +2,24 @@
 
     python benchmarks/models.py --out benchmarks/results/models_nvidia_h200.json
     python benchmarks/models.py --only generate --ways sdpa,hopper_attention --append --out SAME.json
+    python benchmarks/models.py --only generate --ways sdpa,hopper_attention --layers 4 --answer 128 --out F.json
+    python benchmarks/models.py --only train --profile --out F.json
     python benchmarks/models.py --tiny --device cpu --out out/tiny.json
 
 All ways of attention share one set of weights and take turns. ``none`` is a model whose attention adds up Q, K and V in
 place of attending, so that the time of a step less that of ``none`` is that of attention. Needs the ``transformers``
 extra. Before the timing each way's result is held against that of sdpa.
+
+What takes long of ``generate`` is that torch.compile compiles a model for each way, whose time goes with the layers:
+the third command ends within a minute. ``--seconds`` ends the rounds of a workload early, after one at least.
+``--profile`` measures nothing; it prints which kernels of the GPU a run of each way has, and their time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -193,6 +200,9 @@ def difference(name: str, found: Tensor, wanted: Tensor) -> float:
 
 # Measuring
 
+SHOWN_KERNELS = 25
+"""Of a profile, those that take longest."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -228,9 +238,9 @@ def seconds_of(run: Run, device: str) -> tuple[float, Tensor]:
 
 
 def measure(
-    name: str, workload: Workload, models: dict[str, LlamaForCausalLM], device: str
+    name: str, workload: Workload, models: dict[str, LlamaForCausalLM], device: str, seconds: float
 ) -> tuple[list[Row], list[tuple[float, float]]]:
-    """A row for each model, and when it was timed."""
+    """A row for each model, and when it was timed: for so many seconds, or one round where that takes longer."""
     rows, runs = {}, {}
     wanted: Tensor | None = None
     for way, model in models.items():
@@ -249,10 +259,13 @@ def measure(
                 rows[way] = replace(row, failed=f"wrong result: off by {row.difference:.2e} from sdpa")
                 continue
         rows[way], runs[way] = row, run
+        print(f"  {way}: ready, the first run took {row.first_s:.1f} s", flush=True)
     taken: dict[str, list[float]] = {way: [] for way in runs}
     begin = time.perf_counter()
     order = list(runs)
     for number in range(workload.rounds):
+        if number and time.perf_counter() - begin > seconds:
+            break
         first = number % len(order) if order else 0
         for way in order[first:] + order[:first]:
             taken[way].append(seconds_of(runs[way], device)[0])
@@ -275,6 +288,30 @@ def first_run(
     _, result = seconds_of(run, device)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     return Row(name, way, first_s=first_s, peak_mib=peak), run, result
+
+
+def show_kernels(
+    name: str, workload: Workload, models: dict[str, LlamaForCausalLM], device: str, console: Console
+) -> None:
+    """Print what a run of each way spends the GPU's time on; on a CPU, the operators."""
+    on_gpu = torch.device(device).type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    for way, model in models.items():
+        if way == NONE and workload.flops is None:
+            continue
+        run = workload.make(model)
+        run()
+        synchronize(device)
+        with torch.profiler.profile(activities=[kind]) as profile:
+            run()
+            synchronize(device)
+        table = Table("kernel", "calls", "ms", title=f"{name}, {way}", title_justify="left")
+        own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        events = sorted(profile.key_averages(), key=lambda event: -getattr(event, own))
+        for event in events[:SHOWN_KERNELS]:
+            table.add_row(event.key[:100], str(event.count), f"{getattr(event, own) / 1e3:.3f}")
+        table.add_row("all", "", f"{sum(getattr(event, own) for event in events) / 1e3:.3f}")
+        console.print(table)
 
 
 def with_times(row: Row, seconds: Sequence[float], workload: Workload) -> Row:
@@ -373,12 +410,19 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--heads", type=int, help="query heads; head_dim is hidden over these")
     parser.add_argument("--tokens", type=int, help="of a training step and of prefill")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--answer", type=int, help="tokens to generate for each sequence")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a workload, once it is compiled")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of a run, and measure nothing"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, to try the script")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", "--json", type=Path, required=True)
     given = parser.parse_args(arguments)
-    sizes = {key: getattr(given, key) for key in ("heads", "tokens") if getattr(given, key) is not None}
+    changed = ("heads", "tokens", "layers", "answer")
+    sizes = {key: getattr(given, key) for key in changed if getattr(given, key) is not None}
     shape = replace(TINY if given.tiny else Shape(), **sizes)
     all_workloads = workloads(shape, given.device, given.rounds)
     if unknown := set(given.only.split(",")) - set(all_workloads):
@@ -394,12 +438,16 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         kept = rows_to_keep(given.out, head, names)
     models = make_models(shape, ways, given.device)
     console = Console() if sys.stdout.isatty() else Console(width=150)
+    if given.profile:
+        for name in names:
+            show_kernels(name, all_workloads[name], models, given.device, console)
+        return []
     rows: list[Row] = []
     clocks = kept["clocks"]
     with ClockSampler(find_gauge(given.device)) as sampler:
         for name in names:
             console.print(f"{name} ...")
-            found, spans = measure(name, all_workloads[name], models, given.device)
+            found, spans = measure(name, all_workloads[name], models, given.device, given.seconds)
             rows += found
             clocks[name] = dict(zip(("clock_mhz", "power_w"), sampler.window(spans), strict=True))
             records = kept["rows"] + [asdict(row) for row in rows]
