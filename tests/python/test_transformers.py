@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
 
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate  # noqa: E402
 
 import hopper_attention.integrations.transformers as integration  # noqa: E402
-from hopper_attention.integrations.transformers import batches  # noqa: E402
+from hopper_attention.integrations.transformers import batches, visible  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "transformers.md"
 
@@ -405,6 +407,59 @@ def test_a_step_on_a_static_cache_is_one_graph_that_is_compiled_once() -> None:
         logits = compiled(step, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
         assert difference(logits[:, 0], expected[:, at]) < 0.02
         assert graphs.frame_count == 1
+
+
+class Operators(TorchDispatchMode):
+    """Names of all that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+VIEWS = {f"aten::{name}" for name in ("transpose.int", "view", "slice.Tensor", "select.int", "detach")}
+
+
+def launches_of_a_layer(run: Callable[[transformers.PreTrainedModel], Any], name: str) -> Counter[str]:
+    """What a second layer adds: all but views and what the attention itself is."""
+    counts = []
+    for layers in (1, 2):
+        model = make_model("llama", name, num_hidden_layers=layers).to(torch.bfloat16)
+        with Operators() as operators:
+            run(model)
+        counts.append(operators.names)
+    return Counter(
+        {
+            name: count
+            for name, count in (counts[1] - counts[0]).items()
+            if name not in VIEWS and "attention" not in name and "attend" not in name
+        }
+    )
+
+
+def test_a_layer_of_training_launches_nothing_beside_attention() -> None:
+    def train(model: transformers.PreTrainedModel) -> None:
+        model(tokens(1, 24), labels=tokens(1, 24), use_cache=False).loss.backward()
+
+    ours = launches_of_a_layer(train, integration.NAME) - launches_of_a_layer(train, "sdpa")
+    assert {name for name in ours if not name.startswith("hopper")} == set()
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@torch.no_grad()
+def test_a_layer_of_a_step_on_a_static_cache_launches_nothing_beside_attention(padding: int) -> None:
+    layer = make_model("llama", integration.NAME).to(torch.bfloat16).model.layers[0].self_attn
+    heads = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), *torch.randn(2, 2, 2, 16, 16).bfloat16()
+    end = torch.tensor([[0, 7], [0, 7]] if padding else [[7], [7]])
+    mask = visible.encode(end, 0, visible.CAUSAL)
+    integration.attend(layer, *heads, mask)
+    with Operators() as operators:
+        integration.attend(layer, *heads, mask)
+    assert operators.names == {"aten::transpose.int": 3, "hopper_attention::attend_kvcache": 1}
 
 
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

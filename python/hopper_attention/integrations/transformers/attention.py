@@ -144,9 +144,11 @@ def attend_packed_rows(
 
 
 def _heads_of(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Heads:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    dtype = _dtype_of(module, q, v)
-    return Heads(*(x if x.dtype == dtype else x.to(dtype) for x in (q, k, v)))
+    heads = Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    dtype = _dtype_of(module, query, value)
+    if query.dtype == key.dtype == value.dtype == dtype:
+        return heads
+    return Heads(*(x.to(dtype) for x in heads))
 
 
 def _dtype_of(module: nn.Module, q: Tensor, v: Tensor) -> torch.dtype:
@@ -166,9 +168,9 @@ def _dtype_of(module: nn.Module, q: Tensor, v: Tensor) -> torch.dtype:
 def _terms_of(
     module: nn.Module, scaling: float | None, is_causal: bool | None, dropout: float, options: dict[str, Any]
 ) -> Terms:
-    for name, what in REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise NotImplementedError(f"hopper_attention in Transformers does not support {what}")
+    for name in REFUSED.keys() & options.keys():
+        if options[name] is not None and options[name] is not False:
+            raise NotImplementedError(f"hopper_attention in Transformers does not support {REFUSED[name]}")
     if is_causal is None:
         # A decoder whose config says so attends in both directions, though its layers do not know.
         config = getattr(module, "config", None)
@@ -201,7 +203,7 @@ def _attend(way: Way, heads: Heads, mask: Tensor | None, terms: Terms, options: 
     if seen.fields == visible.WINDOW_ONLY:
         return _attend_to_all(way, heads, terms, options)
     if seen.fields in (visible.ENDS, visible.KEYS):
-        return _attend_to_keys(way, heads, seen.values, terms)
+        return _attend_to_keys(way, heads, seen, terms)
     return _attend_to_rows(way, heads, seen.values, terms)
 
 
@@ -215,13 +217,13 @@ def _attend_to_all(way: Way, heads: Heads, terms: Terms, options: dict[str, Any]
     return way.dense(*heads, terms)
 
 
-def _attend_to_keys(way: Way, heads: Heads, keys: Tensor, terms: Terms) -> Tensor:
+def _attend_to_keys(way: Way, heads: Heads, seen: visible.Visible, terms: Terms) -> Tensor:
     """The keys up to end of each sequence, (batch, 1), or from begin on, (batch, 2); the last query at end - 1."""
     if way is not FP8 and _suits_cache(way, heads, terms):
-        begin = keys[:, 0].contiguous() if keys.shape[1] == visible.KEYS else None
-        end = keys[:, -1].contiguous()
-        return flash_attn_with_kvcache(*heads, cache_seqlens=end, cache_leftpad=begin, **terms.of_cache())
-    return _attend_to_rows(way, heads, visible.rows_of_keys(keys, heads.q.shape[1]), terms)
+        *begin, end = (x.contiguous() for x in seen.columns)
+        left = begin[0] if begin else None
+        return flash_attn_with_kvcache(*heads, cache_seqlens=end, cache_leftpad=left, **terms.of_cache())
+    return _attend_to_rows(way, heads, visible.rows_of_keys(seen.values, heads.q.shape[1]), terms)
 
 
 def _suits_cache(way: Way, heads: Heads, terms: Terms) -> bool:

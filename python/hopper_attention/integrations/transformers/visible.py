@@ -17,6 +17,7 @@ Masks of users are boolean or floating, so an int32 tensor is always one of thes
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,9 @@ WINDOW_ONLY, ENDS, KEYS, ROWS = 0, 1, 2, 4
 CAUSAL, PACKED, BOTH_WAYS = 1, 2, 3
 """Kinds."""
 
+MASKS_OF_A_MODEL = 4
+"""In use at a time: layers may differ in their windows."""
+
 
 class Visible(NamedTuple):
     """What such a tensor says.
@@ -39,11 +43,13 @@ class Visible(NamedTuple):
         values: (batch, 0, 1, 2 or 4), or (2, sequences + 1) of packed sequences.
         window: keys to the left, the own one among them; 0 is no window.
         kind: CAUSAL, PACKED or BOTH_WAYS.
+        columns: of values, each of a field of all sequences.
     """
 
     values: Tensor
     window: int
     kind: int
+    columns: tuple[Tensor, ...]
 
     @property
     def fields(self) -> int:
@@ -52,17 +58,28 @@ class Visible(NamedTuple):
 
 
 def encode(values: Tensor, window: int, kind: int) -> Tensor:
-    """The tensor of these values, as ``Visible`` has them."""
+    """The tensor of these values, as ``Visible`` has them. A field of all sequences is contiguous, so that no layer has
+    to copy it."""
     values = values.to(torch.int32)
     if kind == PACKED:
         return values[None, :, None, :].expand(-1, -1, 1 + window, -1)
-    return values[:, None, None, :].expand(-1, kind, 1 + window, -1)
+    by_field = values.t().contiguous().t() if values.shape[1] > 1 else values
+    return by_field[:, None, None, :].expand(-1, kind, 1 + window, -1)
 
 
 def decode(mask: Tensor) -> Visible:
-    """What a tensor of ``encode`` says."""
+    """What a tensor of ``encode`` says. All layers of a pass ask for it."""
+    return _decode(mask) if torch.compiler.is_compiling() else _decode_once(mask)
+
+
+def _decode(mask: Tensor) -> Visible:
     kind, window = mask.shape[1], mask.shape[2] - 1
-    return Visible(mask[0, :, 0] if kind == PACKED else mask[:, 0, 0], window, kind)
+    values = mask[0, :, 0] if kind == PACKED else mask[:, 0, 0]
+    return Visible(values, window, kind, values.unbind(-1) if kind != PACKED else ())
+
+
+_decode_once = lru_cache(maxsize=MASKS_OF_A_MODEL)(_decode)
+"""A tensor is its own key, and what is kept are views of it."""
 
 
 def is_encoded(mask: object) -> bool:

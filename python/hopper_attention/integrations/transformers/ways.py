@@ -45,6 +45,8 @@ class Terms:
 
     def as_seen(self, window: int, is_causal: bool) -> Terms:
         """The same, with what a mask says, which knows it better than a layer does; 0 leaves the layer's window."""
+        if is_causal == self.is_causal and window in (0, self.window):
+            return self
         return replace(self, window=window or self.window, is_causal=is_causal)
 
     def of_table(self, table: Tensor) -> Terms:
