@@ -129,8 +129,9 @@ def test_a_call_is_one_custom_call_and_nothing_else(monkeypatch: pytest.MonkeyPa
     def fill(x: Any, out: Any, number: int) -> None:
         view(out)[...] = view(x) * number
 
-    def add(out: Any, total: Any) -> None:
+    def add(out: Any, total: Any, x: Any) -> None:
         view(total)[...] += view(out)
+        view(total)[...] += view(x)
 
     monkeypatch.setattr(ffi, "PLATFORM", "cpu")
     monkeypatch.setattr(ffi, "PREFIX", "counted")
@@ -140,14 +141,14 @@ def test_a_call_is_one_custom_call_and_nothing_else(monkeypatch: pytest.MonkeyPa
         between, total = ffi.Written((3,)), ffi.Written((3,), before=before)
         launches = (
             ffi.Launch(Config("fill"), lambda config: fill, (x, between, 5)),
-            ffi.Launch(Config("add"), lambda config: add, (between, total)),
+            ffi.Launch(Config("add"), lambda config: add, (between, total, x)),
         )
         return ffi.call(launches, total)[0]
 
     x = jnp.arange(3.0)
     # What a tensor was before is written where it lies, once nobody else needs it.
-    assert jax.jit(both)(x, x).tolist() == [0.0, 6.0, 12.0] and x.tolist() == [0.0, 1.0, 2.0]
-    assert jax.jit(lambda x: both(x, jnp.zeros(3)))(x).tolist() == [0.0, 5.0, 10.0]
+    assert jax.jit(both)(x, x).tolist() == [0.0, 7.0, 14.0] and x.tolist() == [0.0, 1.0, 2.0]
+    assert jax.jit(lambda x: both(x, jnp.zeros(3)))(x).tolist() == [0.0, 6.0, 12.0]
     text = jax.jit(both).lower(x).compile().as_text()
     _, _, entry = text.partition("ENTRY")
     kinds = "custom-call", "fusion", "broadcast", "copy", "call"

@@ -65,16 +65,17 @@ def is_missing() -> bool:
 def call(launches: tuple[Launch, ...], *wanted: Written) -> tuple[Array, ...]:
     """Launch one after the other, as one custom call of the program that JAX traces; returns what is ``wanted``."""
     arguments = [x for launch in launches for x in launch.arguments]
-    written = _distinct([x for x in arguments if isinstance(x, Written)])
+    written: list[Any] = _distinct([x for x in arguments if isinstance(x, Written)])
     before = [x.before[0] for x in written if x.before]
     arrays = _distinct([x for x in arguments if isinstance(x, Array)])
     inputs = _varying_alike(before + arrays)
     # An array in the place of each tensor that is written has its type, over a mesh too. XLA sees that nobody needs it.
     shapes = _varying_alike([*inputs, *(jax.lax.empty(x.shape, x.dtype) for x in written)])[len(inputs) :]
-    tensors = [*(id(x) for x in before + arrays), *(id(x) for x in written)]
+    # What a tensor is before is never read as an input: it is written to.
+    numbers = {id(x): len(before) + number for number, x in enumerate(arrays + written)}
 
     def argument_of(x: Any) -> Argument:
-        return Given(tensors.index(id(x))) if isinstance(x, (Array, Written)) else x
+        return Given(numbers[id(x)]) if isinstance(x, (Array, Written)) else x
 
     steps = tuple(Step(x.config, x.get, tuple(map(argument_of, x.arguments))) for x in launches)
     filled = [number for number, x in enumerate(written) if x.before]
