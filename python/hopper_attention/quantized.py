@@ -262,7 +262,11 @@ class TransposedV:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """data * scale (batch, seqlen, kv_heads, head_dim_v), as :meth:`QuantizedTensor.dequantize`."""
-        return self.row_major().dequantize(dtype)
+        # The same order as of ``row_major``, and 16 bits in one pass over the bytes.
+        digits = self.data.unflatten(-1, (-1, 2, 4, 2, 2)).transpose(*EXCHANGED_DIGITS)
+        keys = digits.permute(0, 3, 4, 5, 6, 7, 1, 2).to(dtype, memory_format=torch.contiguous_format)
+        exact = keys.flatten(1, 5)[:, : self.seqlen].contiguous()
+        return exact.mul_(row_scale(self.scale, self.block, self.seqlen))
 
 
 def _unchecked(kind: type[Made], **fields: Any) -> Made:
@@ -367,5 +371,7 @@ def transpose_for_kernel(v: torch.Tensor) -> torch.Tensor:
 
 def row_scale(scale: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:
     """Scales (batch, heads, blocks) -> (batch, seqlen, heads, 1): the scale of every row."""
+    if block == 1:
+        return scale[:, :, :seqlen].transpose(1, 2).unsqueeze(-1)
     rows = torch.arange(seqlen, device=scale.device) // block
     return scale[:, :, rows].transpose(1, 2).unsqueeze(-1)

@@ -376,6 +376,15 @@ def test_rotation_is_undone(head_dim):
     assert torch.allclose(rotate_back(rotate_head_dim(x, 7), 7), x, atol=1e-5)
 
 
+@pytest.mark.parametrize("seqlen", [64, 77])
+def test_transposed_values_are_dequantized_in_one_pass_as_rows_are(seqlen: int) -> None:
+    v = quantize_qkv(*draw(seqlen_k=seqlen)).v
+    assert isinstance(v, TransposedV)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = v.dequantize(dtype)
+        assert values.is_contiguous() and torch.equal(values, v.row_major().dequantize(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_16_bits_are_rotated_back_with_one_rounding(head_dim: int, dtype: torch.dtype) -> None:
