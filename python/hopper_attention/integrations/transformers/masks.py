@@ -40,8 +40,15 @@ class Frame(NamedTuple):
     @property
     def ends_at_last_key(self) -> bool:
         """Whether the last query is known to stand at the last key."""
-        keys = self.stop - self.kv_offset
-        return not isinstance(keys, Tensor) and keys == self.seqlen_k
+        if isinstance(self.q_offset, Tensor) or isinstance(self.kv_offset, Tensor):
+            return False
+        return bool(self.seen_keys == self.seqlen_k)
+
+    @property
+    def seen_keys(self) -> Index:
+        """Those up to the last query. On the device nothing is subtracted where there is nothing to subtract."""
+        starts_at_0 = not isinstance(self.kv_offset, Tensor) and self.kv_offset == 0
+        return self.stop if starts_at_0 else self.stop - self.kv_offset
 
 
 class Pattern(NamedTuple):
@@ -246,7 +253,7 @@ def _padded(frame: Frame, is_causal: bool, window: int, padding: Padding) -> Ten
 
 def keys_up_to_queries(frame: Frame, window: int, device: torch.device | str) -> Tensor:
     """All keys up to the last query, of a cache that has room behind them."""
-    end = torch.as_tensor(frame.stop - frame.kv_offset, device=device)
+    end = torch.as_tensor(frame.seen_keys, device=device)
     return encode(end.expand(frame.batch, 1), window, CAUSAL)
 
 
