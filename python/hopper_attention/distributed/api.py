@@ -33,7 +33,8 @@ from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
-from hopper_attention.distributed.ring import ring_backward, ring_forward
+from hopper_attention.distributed.ring import ring_forward
+from hopper_attention.distributed.ring_backward import ring_backward
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
 from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
 from hopper_attention.distributed.wire import ring_forward_fp8
