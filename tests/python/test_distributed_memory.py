@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import gradients, ring
+from hopper_attention.distributed import gradients, ring, ring_backward
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, length
+from hopper_attention.distributed.schedule import (
+    RowBytes,
+    backward_bytes,
+    backward_schedule,
+    forward_bytes,
+    forward_schedule,
+)
 from hopper_attention.launch import backward
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.live_bytes import LiveBytes
@@ -47,44 +55,106 @@ def bare_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: nothing)
     monkeypatch.setattr(ring, "attend", attend)
     monkeypatch.setattr(ring, "exchange", exchange)
+    monkeypatch.setattr(ring_backward, "exchange", exchange)
     monkeypatch.setattr(gradients, "add_parts", nothing)
     monkeypatch.setattr(Merged, "add", nothing)
     yield
     forget_launchers()
 
 
-def peaks(world: int, rank: int, heads: tuple[int, int]) -> tuple[float, float]:
-    """Of the forward and the backward pass, with their results, in bytes of one rank's Q."""
-    rows = 1024
-    problem = Problem(world, world * rows, world * rows, "zigzag", right=0)
+class Peaks(NamedTuple):
+    """Bytes that the passes of the ring hold at most on a rank, results included, and what they should fit."""
+
+    sizes: RowBytes
+    forward: int
+    backward: int
+
+    @property
+    def gradients(self) -> int:
+        return self.sizes.out + self.sizes.shard
+
+    @property
+    def aim(self) -> int:
+        """Two shards of K and V, and the output."""
+        return self.sizes.out + 2 * self.sizes.shard
+
+    @property
+    def both(self) -> int:
+        """Beside the gradients, with the output, which the backward pass reads."""
+        return self.sizes.out + self.backward - self.gradients
+
+
+def problem_of(world: int, seqlen: int) -> Problem:
+    return Problem(world, seqlen, seqlen, "zigzag", right=0)
+
+
+def tensors_of(world: int, seqlen: int, heads: tuple[int, int]) -> list[Tensor]:
+    """q, k, v, out and dout of a rank, of which there are sizes and no elements."""
     counts = heads[0], heads[1], heads[1], heads[0], heads[0]
-    q, k, v, out, dout = (torch.empty(1, rows, n, HEAD_DIM, dtype=torch.bfloat16) for n in counts)
-    lse = torch.empty(1, heads[0], rows)
+    shapes = ((1, seqlen // world, n, HEAD_DIM) for n in counts)
+    return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+
+
+def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+    problem = problem_of(world, seqlen)
+    q, k, v, out, dout = tensors_of(world, seqlen, heads)
+    lse = torch.empty(1, heads[0], q.shape[1], device="meta")
     ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
     found = []
     for run in (
         lambda: ring.ring_forward(ranks, problem, CALL, (q, k, v), None),
-        lambda: ring.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
+        lambda: ring_backward.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
     ):
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
             run()
-        found.append(memory.peak / (q.numel() * q.element_size()))
-    return found[0], found[1]
+        found.append(memory.peak)
+    return Peaks(RowBytes.of(q, k, v), *found)
 
 
-def row_of(world: int, heads: tuple[int, int]) -> str:
-    """Of the page, by the rank that holds the most. What there is of 128 columns, as LSEs, is below its digits."""
-    found = [peaks(world, rank, (heads[0] // 4, heads[1] // 4)) for rank in range(world)]
-    forward, backward = (max(passes) for passes in zip(*found, strict=True))
-    gradients = 1 + 2 * heads[1] / heads[0]
-    return f"| {world} | {heads[0]} over {heads[1]} | {forward:.1f} | {backward:.1f} | {gradients:.1f} |"
+@lru_cache(maxsize=8)
+def worst(world: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+    """Of the ranks that hold the most in either pass."""
+    found = [peaks(world, rank, seqlen, heads) for rank in range(world)]
+    return Peaks(found[0].sizes, max(x.forward for x in found), max(x.backward for x in found))
+
+
+def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
+    """Of the page, in GiB."""
+    found, problem = worst(world, tokens, heads), problem_of(world, tokens)
+    ways = forward_schedule(problem, found.sizes), backward_schedule(problem, found.sizes)
+    shards = "all" if ways[0].at_once else "one"
+    sizes = found.aim, found.forward, found.both, found.gradients
+    return (
+        f"| {world} | {tokens >> 10}k | {heads[0]} over {heads[1]} | {shards} | {ways[0].parts}, {ways[1].parts} | "
+        + " | ".join(f"{x / 2**30:.2f}" for x in sizes)
+        + " |"
+    )
+
+
+SHAPES = [(world, n, h) for world in (2, 4) for n in (1 << 17, 1 << 15) for h in ((16, 16), (32, 8))]
 
 
 def test_what_a_ring_holds_is_as_the_page_says(bare_ring: None) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
     table = page.partition("<!-- memory -->")[2].partition("<!-- /memory -->")[0].split("\n")[3:-1]
-    assert table == [row_of(world, heads) for world in (2, 4) for heads in ((16, 16), (32, 8))]
+    assert table == [row_of(*shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
+    bare_ring: None, world: int, heads: tuple[int, int]
+) -> None:
+    found = worst(world, 1 << 17, heads)
+    assert found.forward <= found.aim and found.both <= found.aim
+    problem, slack = problem_of(world, 1 << 17), found.sizes.out // 16
+    # What the schedules reckon with is what there is at most, but for LSEs.
+    for count, schedule, held in (
+        (forward_bytes, forward_schedule, found.forward - found.sizes.out),
+        (backward_bytes, backward_schedule, found.both - found.sizes.out),
+    ):
+        assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

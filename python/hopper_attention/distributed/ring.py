@@ -7,7 +7,7 @@ heads go at a time, and whether shards come together. The backward pass is in ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -103,23 +103,31 @@ def scheduled_forward(
     steps = own_step(problem, ranks.rank), *steps_of(problem, ranks.rank, schedule.at_once)
     nowhere = rows_of_none(problem, ranks.rank)
 
-    def of_part(part: Part) -> Merged:
-        own, heads = part.of_keys((k, v)), q[:, :, part.heads]
-        whole = _attend_along(ranks, steps, call, heads, own)
+    def attend_to_all(part: Part) -> Merged:
+        whole = _attend_along(ranks, steps, call, q[:, :, part.heads], part.of_keys((k, v)))
         if sinks is not None:
             whole.add_sinks(sinks[part.heads], nowhere)
         return whole
 
-    if schedule.parts == 1:
-        whole = of_part(EVERYTHING)
+    return joined_heads(attend_to_all, q, k, v.shape[3], schedule.parts)
+
+
+def joined_heads(
+    attend_to_all: Callable[[Part], Merged], q: Tensor, k: Tensor, head_dim_v: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """out in the dtype of q and lse of all heads, which are done in ``count`` parts."""
+    if count == 1:
+        whole = attend_to_all(EVERYTHING)
         return whole.out.to(q.dtype), whole.lse
     batch, rows, heads, _ = q.shape
-    out = q.new_empty(batch, rows, heads, v.shape[3])
+    out = q.new_empty(batch, rows, heads, head_dim_v)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    for part in parts_of_heads(q, k, schedule.parts):
-        whole = of_part(part)
+    for part in parts_of_heads(q, k, count):
+        whole = attend_to_all(part)
         out[:, :, part.heads] = whole.out
         lse[:, part.heads] = whole.lse
+        # Its sums would be kept until those of the next part are there.
+        del whole
     return out, lse
 
 

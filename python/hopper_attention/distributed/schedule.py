@@ -29,6 +29,10 @@ AT_ONCE_BYTES = 1 << 28
 """The most that K and V of the other ranks may take to come at once: those of 32k tokens with 16 heads of 128 columns
 on four ranks are 201 MB. Above, a step takes longer than an exchange, and the ring loses little."""
 
+LARGE_BYTES = 1 << 29
+"""Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
+calls on all heads have shorter tails beside their work."""
+
 SHARDS_AT_A_TIME = 2
 """Of K and V in a ring: the one at work and the one on its way."""
 
@@ -140,8 +144,8 @@ def _parts(sizes: RowBytes) -> list[int]:
 
 def _fewest(problem: Problem, sizes: RowBytes, held: list[int]) -> int:
     """Parts that hold no more than two shards, or the most there can be; ``held`` is of each number of ``_parts``."""
-    if not distances_of(problem):
+    if not distances_of(problem) or sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES:
         return 1
-    numbers = _parts(sizes)
-    fit = (n for n, size in zip(numbers, held, strict=True) if size <= SHARDS_AT_A_TIME * sizes.shard)
+    numbers, aim = _parts(sizes), SHARDS_AT_A_TIME * sizes.shard
+    fit = (n for n, size in zip(numbers, held, strict=True) if size <= aim)
     return next(fit, numbers[-1])
