@@ -29,6 +29,7 @@ from hopper_attention.distributed import (
     sequence_positions,
     shard_sequence,
     unshard_sequence,
+    wire,
 )
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
@@ -130,6 +131,7 @@ def attend_with_kernels(case: Case, schedule: Schedule | None = None) -> tuple[d
 def attend_by(case: Case, schedule: Schedule) -> dict[str, np.ndarray]:
     """``attend`` with a schedule of the ring for both passes."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "fp8_parts", lambda problem, sizes: schedule.parts)
         patch.setattr(ring, "forward_schedule", lambda problem, sizes: schedule)
         patch.setattr(ring_backward, "backward_schedule", lambda problem, sizes: schedule)
         return attend(case)

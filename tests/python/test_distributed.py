@@ -234,7 +234,12 @@ def test_keys_and_values_travel_in_e4m3(pool: Pool, ranks: int | str) -> None:
         one = flash_attn_fp8_func(q, k, v, causal=causal, quantization=quantization)
         error_of_one = (one.double() - plain["out"]).abs().max() / plain["out"].abs().max()
         assert 1e-3 < error_of_one < 0.2
-        compare(case, pool(members(ranks), "attend", case), exact, 1.5 * float(error_of_one))
+        found = pool(members(ranks), "attend", case)
+        compare(case, found, exact, 1.5 * float(error_of_one))
+        if ranks == 2:
+            in_parts = pool(ranks, "attend_by", case, Schedule(2))
+            for whole, parts in zip(found, in_parts, strict=True):
+                assert np.array_equal(whole["out"], parts["out"])
 
 
 @pytest.mark.parametrize("ranks", [2, "2x2"])

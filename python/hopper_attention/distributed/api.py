@@ -257,10 +257,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     ring, problem, call = request.ring, request.problem, request.call
     if o.quantization is not None:
-        merged = ring_forward_fp8(ring, problem, call, (q, k, v), o.quantization)
-        if sinks is not None:
-            merged.add_sinks(sinks)
-        return merged.out.to(q.dtype), merged.lse
+        return ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
     if method == ULYSSES:
         return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
     out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)

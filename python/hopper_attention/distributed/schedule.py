@@ -50,12 +50,11 @@ class RowBytes(NamedTuple):
     of_keys: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, bytes_of_keys: int = 2) -> RowBytes:
-        """``bytes_of_keys``: of an element of K and V as it travels."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
         batch, rows, heads, head_dim = q.shape
         _, rows_of_k, kv_heads, head_dim_v = v.shape
         of_out = 2 * batch * heads * max(head_dim, head_dim_v)
-        of_keys = bytes_of_keys * batch * kv_heads * (head_dim + head_dim_v)
+        of_keys = 2 * batch * kv_heads * (head_dim + head_dim_v)
         return cls(batch, rows, rows_of_k, heads, kv_heads, of_out, of_keys)
 
     @property
@@ -116,6 +115,15 @@ def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
 
+def fp8_bytes(sizes: RowBytes, parts: int) -> int:
+    """What a forward pass in e4m3 holds at most beside the output, but for scales.
+
+    The sum in float32, a partial result of half of the rows and Q; K and V of this rank, these as they are sent, and
+    two shards.
+    """
+    return (3 * sizes.out + 4 * sizes.shard // 2) // parts
+
+
 @lru_cache(maxsize=REMEMBERED)
 def forward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
     """Shards at once in one part, which loses no time between parts; or in as few parts as fit."""
@@ -130,6 +138,12 @@ def backward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
     if comes_at_once(problem, sizes):
         return Schedule(2 if 2 in sizes.count_parts(FULL_ROWS_AT_ONCE) else 1, at_once=True)
     return Schedule(_fewest(problem, sizes, [backward_bytes(problem, sizes, n) for n in _parts(sizes)]))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def fp8_parts(problem: Problem, sizes: RowBytes) -> int:
+    """Of the heads, in a forward pass in e4m3; ``sizes`` are of 16 bits."""
+    return _fewest(problem, sizes, [fp8_bytes(sizes, n) for n in _parts(sizes)])
 
 
 def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
