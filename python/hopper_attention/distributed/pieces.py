@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hopper_attention.distributed.layout import spans_of
@@ -80,11 +80,11 @@ class Group:
 
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def rows(self) -> Span:
         return hull([piece.rows for piece in self.pieces])
 
-    @property
+    @cached_property
     def keys(self) -> Span:
         return hull([piece.keys for piece in self.pieces])
 
