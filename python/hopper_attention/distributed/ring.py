@@ -68,6 +68,12 @@ def places_of(shares: tuple[Share, ...]) -> Iterator[tuple[Share, Span]]:
         first += length(share.rows)
 
 
+def _post(ranks: Ranks, step: Step, own: Pair) -> tuple[Pair, Transfer]:
+    """Where the keys of a step arrive, and their transfer, which alone holds what is sent."""
+    sends, receives, arriving = messages_of(ranks, step, own)
+    return arriving, exchange(ranks, sends, receives)
+
+
 def along(ranks: Ranks, steps: tuple[Step, ...], own: Pair) -> Iterator[tuple[Step, Pair]]:
     """Each step with its keys; those of a step are posted while the step before it works."""
     coming = own, Transfer(ranks, [], [])
@@ -75,8 +81,7 @@ def along(ranks: Ranks, steps: tuple[Step, ...], own: Pair) -> Iterator[tuple[St
         pair, transfer = coming
         transfer.wait()
         if number + 1 < len(steps):
-            sends, receives, arriving = messages_of(ranks, steps[number + 1], own)
-            coming = arriving, exchange(ranks, sends, receives)
+            coming = _post(ranks, steps[number + 1], own)
             give_head_start(pair[0].device)
         yield step, pair
 

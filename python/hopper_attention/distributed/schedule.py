@@ -105,13 +105,14 @@ def forward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
 def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     """What a backward pass holds at most beside the output and dQ, dK and dV.
 
-    Float32 sums of dQ of all rows, and of half of them; two shards, whose places their gradients take; one of these
-    that is sent, while as much comes back; what came back before, up to three shards or float32 sums; and a copy of
-    keys that are sent.
+    Float32 sums of dQ of all rows, and of half of them; two shards, of which the next may be the next part's, and whose
+    places their gradients take; gradients that are sent, while as many come back; what came back before, of which more
+    than two shards become float32 sums; and a copy of keys that are sent.
     """
     others = len(distances_of(problem))
+    at_a_time = SHARDS_AT_A_TIME if parts > 1 else min(SHARDS_AT_A_TIME, others)
     back = min(max(others - 1, 0), MOST_PARTS - 1)
-    shards = min(SHARDS_AT_A_TIME, others) + min(SHARDS_AT_A_TIME, others) + back + (parts > 1)
+    shards = 2 * at_a_time + back + (parts > 1)
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
 
