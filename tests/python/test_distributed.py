@@ -186,7 +186,7 @@ SCHEDULED = [
     (Case(4, "ring", CAUSAL, batch=1, heads=(8, 4), has_sinks=True), (1, 2, 4)),
     (Case(4, "ring", CAUSAL | {"cu_seqlens": ODD}, batch=1, has_sinks=True), (1, 2)),
     (Case(3, "ring", {"window_size": (20, 4)}, batch=1, head_dim_v=24), (1, 2)),
-    (Case(2, "ring", CAUSAL, seqlen=16, batch=1), (1, 2)),
+    (Case(4, "ring", CAUSAL, seqlen=16, batch=1), (1, 2)),
 ]
 
 

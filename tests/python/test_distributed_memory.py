@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,14 @@ from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, length
 from hopper_attention.distributed.schedule import (
     RowBytes,
+    Schedule,
     backward_bytes,
     backward_schedule,
     forward_bytes,
     forward_schedule,
 )
 from hopper_attention.launch import backward
+from hopper_attention.launch.gradient_sums import GradientSums
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.live_bytes import LiveBytes
 
@@ -132,13 +134,16 @@ def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
     )
 
 
+def table_of_the_page(name: str) -> list[str]:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    return page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].split("\n")[3:-1]
+
+
 SHAPES = [(world, n, h) for world in (2, 4) for n in (1 << 17, 1 << 15) for h in ((16, 16), (32, 8))]
 
 
 def test_what_a_ring_holds_is_as_the_page_says(bare_ring: None) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
-    table = page.partition("<!-- memory -->")[2].partition("<!-- /memory -->")[0].split("\n")[3:-1]
-    assert table == [row_of(*shape) for shape in SHAPES]
+    assert table_of_the_page("memory") == [row_of(*shape) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
@@ -155,6 +160,64 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (backward_bytes, backward_schedule, found.both - found.sizes.out),
     ):
         assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
+
+
+def counts_of(
+    monkeypatch: pytest.MonkeyPatch, rank: int, schedules: tuple[Schedule, Schedule]
+) -> list[tuple[int, int, int, int]]:
+    """Exchanges, messages, attention kernels and merges of both passes of one of four ranks with 16 heads."""
+    problem = problem_of(4, 1 << 15)
+    q, k, v, out, dout = tensors_of(4, 1 << 15, (16, 16))
+    lse = torch.empty(1, 16, q.shape[1], device="meta")
+    ranks = Ranks(None, rank, 4)  # type: ignore[arg-type]  # no message is sent
+    posted: list[int] = []
+    calls: list[str] = []
+
+    def post(ranks: Ranks, sends: list[Message], receives: list[Message]) -> Transfer:
+        posted.append(sum(len(m.tensors) for m in (*sends, *receives)))
+        return exchange(ranks, sends, receives)
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return call(*arguments, **options)
+
+        return made
+
+    for module in (ring, ring_backward):
+        monkeypatch.setattr(module, "exchange", post)
+    monkeypatch.setattr(ring, "attend", noted("attention", attend))
+    monkeypatch.setattr(Merged, "add", noted("merge", nothing))
+    monkeypatch.setattr(GradientSums, "add", noted("attention", nothing))
+    found = []
+    saved = Saved(q, out, lse, dout, None)
+    for run in (
+        lambda: ring.scheduled_forward(ranks, problem, CALL, (q, k, v), None, schedule=schedules[0]),
+        lambda: ring_backward.scheduled_backward(ranks, problem, CALL, saved, (k, v), schedule=schedules[1]),
+    ):
+        posted.clear()
+        calls.clear()
+        run()
+        exchanges = sum(1 for n in posted if n)
+        found.append((exchanges, sum(posted), calls.count("attention"), calls.count("merge")))
+    return found
+
+
+def either(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def test_what_is_posted_and_launched_is_as_the_page_says(
+    bare_ring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, sizes = problem_of(4, 1 << 15), RowBytes.of(*tensors_of(4, 1 << 15, (16, 16))[:3])
+    ways = (Schedule(), Schedule()), (forward_schedule(problem, sizes), backward_schedule(problem, sizes))
+    of_ranks = [[counts_of(monkeypatch, rank, way) for rank in range(4)] for way in ways]
+    rows = []
+    for place, what in enumerate(("exchanges", "messages", "attention kernels", "merges")):
+        cells = [[either({found[i][place] for found in way}) for i in range(2)] for way in of_ranks]
+        rows.append(f"| {what} | " + " | ".join(", ".join(passes) for passes in cells) + " |")
+    assert table_of_the_page("counts") == rows
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

@@ -120,9 +120,12 @@ class _Lane:
         differentiate_keys(self.rows, step.groups, EVERYTHING, pair, Span(0, step.keys), into)
         return into
 
-    def end_rows(self) -> None:
-        """No more keys come: what is left of the own shard, and dQ."""
+    def differentiate_rest(self) -> None:
+        """What is left of the own shard."""
         self._differentiate_own(self.when.late)
+
+    def end_rows(self) -> None:
+        """No more keys come: round dQ."""
         self.work.take_dq(self.part, self.rows.finish())
 
     def take_back(self, returned: list[tuple[Share, Pair]]) -> None:
@@ -179,11 +182,13 @@ class _BackwardRing:
             del pair
         _, last = self._post([], done)
         done.clear()
-        lane.end_rows()
+        lane.differentiate_rest()
         self._wait(posted)
         self._wait(last)
         if not visits:
             lane.keys.finish()
+        # Last, when what came back is added up and its memory free.
+        lane.end_rows()
 
     def _lane_of(self, number: int) -> _Lane:
         """That of a part, begun where it has not been."""
