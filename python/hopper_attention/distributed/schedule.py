@@ -107,11 +107,11 @@ def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
 
     Float32 sums of dQ of all rows, and of half of them; two shards, of which the next may be the next part's, and whose
     places their gradients take; gradients that are sent, while as many come back; what came back before, of which more
-    than two shards become float32 sums; and a copy of keys that are sent.
+    than three shards become float32 sums, as large as two; and a copy of keys that are sent.
     """
     others = len(distances_of(problem))
     at_a_time = SHARDS_AT_A_TIME if parts > 1 else min(SHARDS_AT_A_TIME, others)
-    back = min(max(others - 1, 0), MOST_PARTS - 1)
+    back = min(max(others - 1, 0), MOST_PARTS)
     shards = 2 * at_a_time + back + (parts > 1)
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
