@@ -24,6 +24,7 @@ from hopper_attention.distributed.schedule import (
     backward_schedule,
     forward_bytes,
     forward_schedule,
+    fp8_parts,
 )
 from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_sums import GradientSums
@@ -160,6 +161,30 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (backward_bytes, backward_schedule, found.both - found.sizes.out),
     ):
         assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
+
+
+@pytest.mark.parametrize(
+    ("problem", "batch", "heads", "forward", "backward", "fp8"),
+    [
+        (problem_of(1, 1 << 17), 1, (16, 16), Schedule(), Schedule(), 1),
+        (problem_of(4, 1 << 17), 1, (16, 16), Schedule(4), Schedule(4), 2),
+        (problem_of(4, 1 << 17), 1, (32, 8), Schedule(8), Schedule(8), 4),
+        # Few heads: a part of them would not fill the GPU.
+        (problem_of(4, 1 << 17), 1, (4, 4), Schedule(), Schedule(), 1),
+        # Small, and several entries of the batch do not lie together.
+        (problem_of(4, 1 << 15), 2, (16, 16), Schedule(), Schedule(), 1),
+        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(at_once=True), Schedule(at_once=True), 1),
+        # Under a window few rows of a shard come, and hardly more than the output is held.
+        (Problem(4, 1 << 17, 1 << 17, "contiguous", 1023, 0), 1, (16, 16), Schedule(), Schedule(), 2),
+    ],
+)
+def test_heads_go_in_parts_where_memory_asks_for_it(
+    problem: Problem, batch: int, heads: tuple[int, int], forward: Schedule, backward: Schedule, fp8: int
+) -> None:
+    shape = [(batch, problem.seqlen_q // problem.world, n, HEAD_DIM) for n in (heads[0], heads[1], heads[1])]
+    sizes = RowBytes.of(*(torch.empty(x, device="meta") for x in shape))
+    assert (forward_schedule(problem, sizes), backward_schedule(problem, sizes)) == (forward, backward)
+    assert fp8_parts(problem, sizes) == fp8
 
 
 def counts_of(

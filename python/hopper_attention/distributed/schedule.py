@@ -20,14 +20,15 @@ REMEMBERED = 1024
 
 FULL_ROWS = 1 << 17
 """Rows of Q, counted once a head, that a call on a part of the heads keeps: 1024 tiles of 128. A step with half of the
-rows has 512 then, four for each of 132 SMs less 16 tiles."""
+rows has 512 then, 16 less than four for each of 132 SMs."""
 
 FULL_ROWS_AT_ONCE = 1 << 16
 """The same where all shards come at once, whose calls are longer, and where parts are what hides the exchanges."""
 
-AT_ONCE_BYTES = 1 << 28
-"""The most that K and V of the other ranks may take to come at once: those of 32k tokens with 16 heads of 128 columns
-on four ranks are 201 MB. Above, a step takes longer than an exchange, and the ring loses little."""
+AT_ONCE_ROWS, AT_ONCE_BYTES = 1 << 13, 1 << 28
+"""The most that a rank may have, and that K and V of the other ranks may take, to come at once: 32k tokens with 16
+heads of 128 columns on four ranks have 8192, and 201 MB. Above, a step takes longer than an exchange, and a shard at a
+time loses little."""
 
 LARGE_BYTES = 1 << 29
 """Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
@@ -150,7 +151,8 @@ def fp8_parts(problem: Problem, sizes: RowBytes) -> int:
 def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
     """Whether there is more than one other shard, and all are small. Several in one tensor want one batch entry."""
     others = len(distances_of(problem))
-    return others > 1 and sizes.batch == 1 and others * sizes.taken(problem) <= AT_ONCE_BYTES
+    is_short = max(sizes.rows, sizes.rows_of_k) <= AT_ONCE_ROWS
+    return others > 1 and sizes.batch == 1 and is_short and others * sizes.taken(problem) <= AT_ONCE_BYTES
 
 
 def _parts(sizes: RowBytes) -> list[int]:
