@@ -38,8 +38,14 @@ class Part(NamedTuple):
 
     def of_keys(self, pair: Pair) -> Pair:
         """Those of K and V."""
+        if self is EVERYTHING:
+            return pair
         k, v = (x[self.batch, :, self.kv_heads] for x in pair)
         return k, v
+
+    def of_rows(self, q: Tensor) -> Tensor:
+        """Those of Q."""
+        return q if self is EVERYTHING else q[self.batch, :, self.heads]
 
 
 def sums_for(x: Tensor) -> Tensor:

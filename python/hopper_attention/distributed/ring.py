@@ -16,22 +16,22 @@ from hopper_attention.distributed.attend import Call, attend
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
 from hopper_attention.distributed.gradients import EVERYTHING, Pair, Part, parts_of_heads
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.pieces import Problem, hull, length, rows_of_none
+from hopper_attention.distributed.pieces import Problem, length, rows_of_none
 from hopper_attention.distributed.schedule import RowBytes, Schedule, forward_schedule
-from hopper_attention.distributed.steps import Share, Step, own_step, steps_of
+from hopper_attention.distributed.steps import Share, Step, most_calls, own_step, steps_of
 from hopper_attention.reference.tiles import Span
 
 
 def rows_of(pair: Pair, span: Span) -> Pair:
     """Some rows of both, contiguous; a copy where they are not."""
-    k, v = (x[:, span.start : span.stop].contiguous() for x in pair)
-    return k, v
+    k, v = view_of(pair, span)
+    return k.contiguous(), v.contiguous()
 
 
 def room_for(pair: Pair, keys: int) -> Pair:
     """Memory for so many rows of both."""
-    k, v = (x.new_empty((x.shape[0], keys, *x.shape[2:])) for x in pair)
-    return k, v
+    k, v = pair
+    return k.new_empty((k.shape[0], keys, *k.shape[2:])), v.new_empty((v.shape[0], keys, *v.shape[2:]))
 
 
 def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], list[Message], Pair]:
@@ -41,7 +41,7 @@ def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], lis
     sends: list[Message] = []
     if step.gives:
         # Heads of a part do not lie together: they are copied once, for all ranks.
-        given = hull([share.rows for share in step.gives])
+        given = step.given
         together = rows_of(own, given)
         sends = [
             Message(share.rank, rows_of(together, _from(share.rows, given.start)), what)
@@ -52,8 +52,10 @@ def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], lis
 
 
 def view_of(pair: Pair, span: Span) -> Pair:
-    k, v = (x[:, span.start : span.stop] for x in pair)
-    return k, v
+    """Some rows of both where they lie."""
+    k, v = pair
+    start, stop = span
+    return k.narrow(1, start, stop - start), v.narrow(1, start, stop - start)
 
 
 def _from(span: Span, start: int) -> Span:
@@ -108,11 +110,11 @@ def scheduled_forward(
     steps = own_step(problem, ranks.rank), *steps_of(problem, ranks.rank, schedule.at_once)
     nowhere = rows_of_none(problem, ranks.rank)
     # One merge is rounded as often in 16 bits as in float32, and takes half the memory and less than half the traffic.
-    is_one_merge = sinks is None and most_over([group.rows for step in steps for group in step.groups]) <= 2
+    is_one_merge = sinks is None and most_calls(problem, ranks.rank, schedule.at_once) <= 2
     sums = q.dtype if is_one_merge else torch.float32
 
     def attend_to_all(part: Part) -> Merged:
-        results = _Results(q[:, :, part.heads], v.shape[3], sums)
+        results = _Results(part.of_rows(q), v.shape[3], sums)
         whole = _attend_along(ranks, steps, call, results, part.of_keys((k, v)))
         if sinks is not None:
             whole.add_sinks(sinks[part.heads], nowhere)
@@ -150,11 +152,6 @@ def _attend_along(ranks: Ranks, steps: tuple[Step, ...], call: Call, results: _R
         # Or it would be kept until the step after the next has room.
         del pair
     return results.finish()
-
-
-def most_over(spans: list[Span]) -> int:
-    """How many of them have some row in common, at most."""
-    return max((sum(a.start <= b.start < a.stop for a in spans) for b in spans), default=0)
 
 
 class _Results:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hopper_attention.distributed.layout import spans_of
@@ -45,6 +45,11 @@ class Step:
     gives: tuple[Share, ...]
     keys: int
 
+    @cached_property
+    def given(self) -> Span:
+        """Own rows from the first to the last that others need; there are some."""
+        return hull([share.rows for share in self.gives])
+
 
 @lru_cache(maxsize=REMEMBERED)
 def distances_of(problem: Problem) -> tuple[int, ...]:
@@ -77,6 +82,14 @@ def steps_of(problem: Problem, rank: int, at_once: bool = False, by_key: bool = 
     distances = distances_of(problem)
     batches = [distances] if at_once and distances else [(t,) for t in distances]
     return tuple(_step(problem, rank, batch, by_key) for batch in batches)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def most_calls(problem: Problem, rank: int, at_once: bool) -> int:
+    """On a row of the rank's, at most: partial results that are merged into one."""
+    steps = own_step(problem, rank), *steps_of(problem, rank, at_once)
+    spans = [group.rows for step in steps for group in step.groups]
+    return max((sum(a.start <= b.start < a.stop for a in spans) for b in spans), default=0)
 
 
 @lru_cache(maxsize=REMEMBERED)
