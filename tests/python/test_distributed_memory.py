@@ -126,7 +126,7 @@ def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
     """Of the page, in GiB."""
     found, problem = worst(world, tokens, heads), problem_of(world, tokens)
     ways = forward_schedule(problem, found.sizes), backward_schedule(problem, found.sizes)
-    shards = "all" if ways[0].at_once else "one"
+    shards = ", ".join("all" if way.at_once else "one" for way in ways)
     sizes = found.aim, found.forward, found.both, found.gradients
     return (
         f"| {world} | {tokens >> 10}k | {heads[0]} over {heads[1]} | {shards} | {ways[0].parts}, {ways[1].parts} | "
@@ -173,7 +173,10 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (problem_of(4, 1 << 17), 1, (4, 4), Schedule(), Schedule(), 1),
         # Small, and several entries of the batch do not lie together.
         (problem_of(4, 1 << 15), 2, (16, 16), Schedule(), Schedule(), 1),
-        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(at_once=True), Schedule(at_once=True), 1),
+        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(), Schedule(at_once=True), 1),
+        # The own shard hides the way of the others where there are few key/value heads.
+        (problem_of(4, 1 << 15), 1, (16, 16), Schedule(), Schedule(2, at_once=True), 1),
+        (problem_of(4, 1 << 15), 1, (32, 8), Schedule(at_once=True), Schedule(2, at_once=True), 1),
         # Under a window few rows of a shard come, and hardly more than the output is held.
         (Problem(4, 1 << 17, 1 << 17, "contiguous", 1023, 0), 1, (16, 16), Schedule(), Schedule(), 2),
     ],
@@ -190,10 +193,10 @@ def test_heads_go_in_parts_where_memory_asks_for_it(
 def counts_of(
     monkeypatch: pytest.MonkeyPatch, rank: int, schedules: tuple[Schedule, Schedule]
 ) -> list[tuple[int, int, int, int]]:
-    """Exchanges, messages, attention kernels and merges of both passes of one of four ranks with 16 heads."""
+    """Exchanges, messages, attention kernels and merges of both passes of one of four ranks."""
     problem = problem_of(4, 1 << 15)
-    q, k, v, out, dout = tensors_of(4, 1 << 15, (16, 16))
-    lse = torch.empty(1, 16, q.shape[1], device="meta")
+    q, k, v, out, dout = tensors_of(4, 1 << 15, (32, 8))
+    lse = torch.empty(1, 32, q.shape[1], device="meta")
     ranks = Ranks(None, rank, 4)  # type: ignore[arg-type]  # no message is sent
     posted: list[int] = []
     calls: list[str] = []
@@ -235,7 +238,7 @@ def either(numbers: set[int]) -> str:
 def test_what_is_posted_and_launched_is_as_the_page_says(
     bare_ring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem, sizes = problem_of(4, 1 << 15), RowBytes.of(*tensors_of(4, 1 << 15, (16, 16))[:3])
+    problem, sizes = problem_of(4, 1 << 15), RowBytes.of(*tensors_of(4, 1 << 15, (32, 8))[:3])
     ways = (Schedule(), Schedule()), (forward_schedule(problem, sizes), backward_schedule(problem, sizes))
     of_ranks = [[counts_of(monkeypatch, rank, way) for rank in range(4)] for way in ways]
     rows = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.steps import distances_of, most_keys
+from hopper_attention.distributed.steps import distances_of, least_own_scores, most_keys
 from hopper_attention.launch.addition import MOST_PARTS
 
 REMEMBERED = 1024
@@ -29,6 +29,10 @@ AT_ONCE_ROWS, AT_ONCE_BYTES = 1 << 13, 1 << 28
 """The most that a rank may have, and that K and V of the other ranks may take, to come at once: 32k tokens with 16
 heads of 128 columns on four ranks have 8192, and 201 MB. Above, a step takes longer than an exchange, and a shard at a
 time loses little."""
+
+FLOPS_A_BYTE = 3750
+"""Of attention, in the time in which a byte travels: 600 TFLOP/s on a GPU over 160 GB/s, which is what a shard of 67 MB
+reached between two of four H200 beside a kernel (docs/distributed.md)."""
 
 LARGE_BYTES = 1 << 29
 """Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
@@ -128,15 +132,22 @@ def fp8_bytes(sizes: RowBytes, parts: int) -> int:
 
 @lru_cache(maxsize=REMEMBERED)
 def forward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
-    """Shards at once in one part, which loses no time between parts; or in as few parts as fit."""
-    if comes_at_once(problem, sizes):
+    """Shards at once in one part, where the own shard hides their way; or one at a time in as few parts as fit."""
+    if comes_at_once(problem, sizes) and _is_hidden(problem, sizes):
         return Schedule(at_once=True)
     return Schedule(_fewest(problem, sizes, [forward_bytes(problem, sizes, n) for n in _parts(sizes)]))
 
 
+def _is_hidden(problem: Problem, sizes: RowBytes) -> bool:
+    """Whether the shards of all others come while a rank attends to its own, which takes 4 head_dim operations for each
+    score of a head: two for a byte of its row of the output."""
+    flops = 2 * least_own_scores(problem) * sizes.of_out
+    return flops >= FLOPS_A_BYTE * most_keys(problem, at_once=True) * sizes.of_keys
+
+
 @lru_cache(maxsize=REMEMBERED)
 def backward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
-    """Shards at once in two parts, of which one hides what the other sends; or in as few parts as fit."""
+    """Shards at once in two parts, of which one hides what the other sends; or one at a time in as few parts as fit."""
     if comes_at_once(problem, sizes):
         return Schedule(2 if 2 in sizes.count_parts(FULL_ROWS_AT_ONCE) else 1, at_once=True)
     return Schedule(_fewest(problem, sizes, [backward_bytes(problem, sizes, n) for n in _parts(sizes)]))

@@ -11,6 +11,7 @@ from hopper_attention.distributed.pieces import (
     Group,
     Problem,
     clip,
+    count_scores,
     groups_between,
     groups_by_key,
     groups_with,
@@ -93,12 +94,24 @@ def most_calls(problem: Problem, rank: int, at_once: bool) -> int:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def most_keys(problem: Problem) -> int:
-    """Rows of another rank's keys that a step of any rank has at most, where each distance is one."""
+def most_keys(problem: Problem, at_once: bool = False) -> int:
+    """Rows of other ranks' keys that a step of any rank has at most."""
+    return max(
+        (step.keys for rank in _asked(problem) for step in steps_of(problem, rank, at_once)), default=0
+    )
+
+
+@lru_cache(maxsize=REMEMBERED)
+def least_own_scores(problem: Problem) -> int:
+    """Pairs of a query and a key of the same rank, of the rank that has the fewest."""
+    return min(count_scores(own_step(problem, rank).groups) for rank in _asked(problem))
+
+
+def _asked(problem: Problem) -> set[int]:
+    """Ranks of which one has the most and one the fewest of everything."""
     world = problem.world
-    # Without windows and documents one of these has a whole shard, or as much of one as any.
-    asked = {0, world // 2, world - 1} if problem.sees_all else set(range(world))
-    return max((step.keys for rank in asked for step in steps_of(problem, rank)), default=0)
+    # Without windows and documents these are among them.
+    return {0, world // 2, world - 1} if problem.sees_all else set(range(world))
 
 
 def _step(problem: Problem, rank: int, distances: tuple[int, ...], by_key: bool) -> Step:
