@@ -68,7 +68,10 @@ def forward(p: Problem, call: Call, parts: Parts) -> list[Merged]:
 
 def backward(p: Problem, call: Call, parts: Parts, found: list[Merged]) -> list[list[Tensor]]:
     """Gradients of q, k and v of each rank, as the ring adds them up."""
-    keys, dqs = [KeyGradients((k, v), WORLD - 1) for _, k, v, _ in parts], []
+    keys, dqs = (
+        [KeyGradients((torch.empty_like(k), torch.empty_like(v)), WORLD - 1) for _, k, v, _ in parts],
+        [],
+    )
     for rank, (q, own_k, own_v, dout) in enumerate(parts):
         saved = Saved(q, found[rank].out.to(q.dtype), found[rank].lse, dout, None)
         met = {other: groups_between(p, rank, other) for other in range(WORLD)}

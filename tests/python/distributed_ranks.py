@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,10 +24,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from hopper_attention.distributed import (
     attention_interface,
     context_parallel_attention,
+    ring,
+    ring_backward,
     sequence_positions,
     shard_sequence,
     unshard_sequence,
+    wire,
 )
+from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 
 WORLD = 8
@@ -114,12 +119,22 @@ def attend(case: Case) -> dict[str, np.ndarray]:
     return {name: x.float().cpu().numpy() for name, x in found.items()}
 
 
-def attend_with_kernels(case: Case) -> tuple[dict[str, np.ndarray], int]:
+def attend_with_kernels(case: Case, schedule: Schedule | None = None) -> tuple[dict[str, np.ndarray], int]:
     """``attend`` with stand-ins for the kernels of the backward pass, and how often these were launched."""
     from tests.python.summing_kernels import kernels_on_a_cpu
 
     with kernels_on_a_cpu() as kernels:
-        return attend(case), len(kernels.passes)
+        found = attend_by(case, schedule) if schedule else attend(case)
+        return found, len(kernels.passes)
+
+
+def attend_by(case: Case, schedule: Schedule) -> dict[str, np.ndarray]:
+    """``attend`` with a schedule of the ring for both passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "fp8_parts", lambda problem, sizes: schedule.parts)
+        patch.setattr(ring, "forward_schedule", lambda problem, sizes: schedule)
+        patch.setattr(ring_backward, "backward_schedule", lambda problem, sizes: schedule)
+        return attend(case)
 
 
 def attend_twice(case: Case) -> bool:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import gradients, ring
+from hopper_attention.distributed import gradients, ring, ring_backward
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Group, Problem, length
+from hopper_attention.distributed.schedule import (
+    RowBytes,
+    Schedule,
+    backward_bytes,
+    backward_schedule,
+    forward_bytes,
+    forward_schedule,
+    fp8_parts,
+)
 from hopper_attention.launch import backward
+from hopper_attention.launch.gradient_sums import GradientSums
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.live_bytes import LiveBytes
 
@@ -47,44 +58,194 @@ def bare_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: nothing)
     monkeypatch.setattr(ring, "attend", attend)
     monkeypatch.setattr(ring, "exchange", exchange)
+    monkeypatch.setattr(ring_backward, "exchange", exchange)
     monkeypatch.setattr(gradients, "add_parts", nothing)
     monkeypatch.setattr(Merged, "add", nothing)
     yield
     forget_launchers()
 
 
-def peaks(world: int, rank: int, heads: tuple[int, int]) -> tuple[float, float]:
-    """Of the forward and the backward pass, with their results, in bytes of one rank's Q."""
-    rows = 1024
-    problem = Problem(world, world * rows, world * rows, "zigzag", right=0)
+class Peaks(NamedTuple):
+    """Bytes that the passes of the ring hold at most on a rank, results included, and what they should fit."""
+
+    sizes: RowBytes
+    forward: int
+    backward: int
+
+    @property
+    def gradients(self) -> int:
+        return self.sizes.out + self.sizes.shard
+
+    @property
+    def aim(self) -> int:
+        """Two shards of K and V, and the output."""
+        return self.sizes.out + 2 * self.sizes.shard
+
+    @property
+    def both(self) -> int:
+        """Beside the gradients, with the output, which the backward pass reads."""
+        return self.sizes.out + self.backward - self.gradients
+
+
+def problem_of(world: int, seqlen: int) -> Problem:
+    return Problem(world, seqlen, seqlen, "zigzag", right=0)
+
+
+def tensors_of(world: int, seqlen: int, heads: tuple[int, int]) -> list[Tensor]:
+    """q, k, v, out and dout of a rank, of which there are sizes and no elements."""
     counts = heads[0], heads[1], heads[1], heads[0], heads[0]
-    q, k, v, out, dout = (torch.empty(1, rows, n, HEAD_DIM, dtype=torch.bfloat16) for n in counts)
-    lse = torch.empty(1, heads[0], rows)
+    shapes = ((1, seqlen // world, n, HEAD_DIM) for n in counts)
+    return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+
+
+def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+    problem = problem_of(world, seqlen)
+    q, k, v, out, dout = tensors_of(world, seqlen, heads)
+    lse = torch.empty(1, heads[0], q.shape[1], device="meta")
     ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
     found = []
     for run in (
         lambda: ring.ring_forward(ranks, problem, CALL, (q, k, v), None),
-        lambda: ring.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
+        lambda: ring_backward.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
     ):
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
             run()
-        found.append(memory.peak / (q.numel() * q.element_size()))
-    return found[0], found[1]
+        found.append(memory.peak)
+    return Peaks(RowBytes.of(q, k, v), *found)
 
 
-def row_of(world: int, heads: tuple[int, int]) -> str:
-    """Of the page, by the rank that holds the most. What there is of 128 columns, as LSEs, is below its digits."""
-    found = [peaks(world, rank, (heads[0] // 4, heads[1] // 4)) for rank in range(world)]
-    forward, backward = (max(passes) for passes in zip(*found, strict=True))
-    gradients = 1 + 2 * heads[1] / heads[0]
-    return f"| {world} | {heads[0]} over {heads[1]} | {forward:.1f} | {backward:.1f} | {gradients:.1f} |"
+@lru_cache(maxsize=8)
+def worst(world: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+    """Of the ranks that hold the most in either pass."""
+    found = [peaks(world, rank, seqlen, heads) for rank in range(world)]
+    return Peaks(found[0].sizes, max(x.forward for x in found), max(x.backward for x in found))
+
+
+def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
+    """Of the page, in GiB."""
+    found, problem = worst(world, tokens, heads), problem_of(world, tokens)
+    ways = forward_schedule(problem, found.sizes), backward_schedule(problem, found.sizes)
+    shards = ", ".join("all" if way.at_once else "one" for way in ways)
+    sizes = found.aim, found.forward, found.both, found.gradients
+    return (
+        f"| {world} | {tokens >> 10}k | {heads[0]} over {heads[1]} | {shards} | {ways[0].parts}, {ways[1].parts} | "
+        + " | ".join(f"{x / 2**30:.2f}" for x in sizes)
+        + " |"
+    )
+
+
+def table_of_the_page(name: str) -> list[str]:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    return page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].split("\n")[3:-1]
+
+
+SHAPES = [(world, n, h) for world in (2, 4) for n in (1 << 17, 1 << 15) for h in ((16, 16), (32, 8))]
 
 
 def test_what_a_ring_holds_is_as_the_page_says(bare_ring: None) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
-    table = page.partition("<!-- memory -->")[2].partition("<!-- /memory -->")[0].split("\n")[3:-1]
-    assert table == [row_of(world, heads) for world in (2, 4) for heads in ((16, 16), (32, 8))]
+    assert table_of_the_page("memory") == [row_of(*shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
+    bare_ring: None, world: int, heads: tuple[int, int]
+) -> None:
+    found = worst(world, 1 << 17, heads)
+    assert found.forward <= found.aim and found.both <= found.aim
+    problem, slack = problem_of(world, 1 << 17), found.sizes.out // 16
+    # What the schedules reckon with is what there is at most, but for LSEs.
+    for count, schedule, held in (
+        (forward_bytes, forward_schedule, found.forward - found.sizes.out),
+        (backward_bytes, backward_schedule, found.both - found.sizes.out),
+    ):
+        assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
+
+
+@pytest.mark.parametrize(
+    ("problem", "batch", "heads", "forward", "backward", "fp8"),
+    [
+        (problem_of(1, 1 << 17), 1, (16, 16), Schedule(), Schedule(), 1),
+        (problem_of(4, 1 << 17), 1, (16, 16), Schedule(4), Schedule(4), 2),
+        (problem_of(4, 1 << 17), 1, (32, 8), Schedule(8), Schedule(8), 4),
+        # Few heads: a part of them would not fill the GPU.
+        (problem_of(4, 1 << 17), 1, (4, 4), Schedule(), Schedule(), 1),
+        # Small, and several entries of the batch do not lie together.
+        (problem_of(4, 1 << 15), 2, (16, 16), Schedule(), Schedule(), 1),
+        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(), Schedule(at_once=True), 1),
+        # The own shard hides the way of the others where there are few key/value heads.
+        (problem_of(4, 1 << 15), 1, (16, 16), Schedule(), Schedule(2, at_once=True), 1),
+        (problem_of(4, 1 << 15), 1, (32, 8), Schedule(at_once=True), Schedule(2, at_once=True), 1),
+        # Under a window few rows of a shard come, and hardly more than the output is held.
+        (Problem(4, 1 << 17, 1 << 17, "contiguous", 1023, 0), 1, (16, 16), Schedule(), Schedule(), 2),
+    ],
+)
+def test_heads_go_in_parts_where_memory_asks_for_it(
+    problem: Problem, batch: int, heads: tuple[int, int], forward: Schedule, backward: Schedule, fp8: int
+) -> None:
+    shape = [(batch, problem.seqlen_q // problem.world, n, HEAD_DIM) for n in (heads[0], heads[1], heads[1])]
+    sizes = RowBytes.of(*(torch.empty(x, device="meta") for x in shape))
+    assert (forward_schedule(problem, sizes), backward_schedule(problem, sizes)) == (forward, backward)
+    assert fp8_parts(problem, sizes) == fp8
+
+
+def counts_of(
+    monkeypatch: pytest.MonkeyPatch, rank: int, schedules: tuple[Schedule, Schedule]
+) -> list[tuple[int, int, int, int]]:
+    """Exchanges, messages, attention kernels and merges of both passes of one of four ranks."""
+    problem = problem_of(4, 1 << 15)
+    q, k, v, out, dout = tensors_of(4, 1 << 15, (32, 8))
+    lse = torch.empty(1, 32, q.shape[1], device="meta")
+    ranks = Ranks(None, rank, 4)  # type: ignore[arg-type]  # no message is sent
+    posted: list[int] = []
+    calls: list[str] = []
+
+    def post(ranks: Ranks, sends: list[Message], receives: list[Message]) -> Transfer:
+        posted.append(sum(len(m.tensors) for m in (*sends, *receives)))
+        return exchange(ranks, sends, receives)
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return call(*arguments, **options)
+
+        return made
+
+    for module in (ring, ring_backward):
+        monkeypatch.setattr(module, "exchange", post)
+    monkeypatch.setattr(ring, "attend", noted("attention", attend))
+    monkeypatch.setattr(Merged, "add", noted("merge", nothing))
+    monkeypatch.setattr(GradientSums, "add", noted("attention", nothing))
+    found = []
+    saved = Saved(q, out, lse, dout, None)
+    for run in (
+        lambda: ring.scheduled_forward(ranks, problem, CALL, (q, k, v), None, schedule=schedules[0]),
+        lambda: ring_backward.scheduled_backward(ranks, problem, CALL, saved, (k, v), schedule=schedules[1]),
+    ):
+        posted.clear()
+        calls.clear()
+        run()
+        exchanges = sum(1 for n in posted if n)
+        found.append((exchanges, sum(posted), calls.count("attention"), calls.count("merge")))
+    return found
+
+
+def either(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def test_what_is_posted_and_launched_is_as_the_page_says(
+    bare_ring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, sizes = problem_of(4, 1 << 15), RowBytes.of(*tensors_of(4, 1 << 15, (32, 8))[:3])
+    ways = (Schedule(), Schedule()), (forward_schedule(problem, sizes), backward_schedule(problem, sizes))
+    of_ranks = [[counts_of(monkeypatch, rank, way) for rank in range(4)] for way in ways]
+    rows = []
+    for place, what in enumerate(("exchanges", "messages", "attention kernels", "merges")):
+        cells = [[either({found[i][place] for found in way}) for i in range(2)] for way in of_ranks]
+        rows.append(f"| {what} | " + " | ".join(", ".join(passes) for passes in cells) + " |")
+    assert table_of_the_page("counts") == rows
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

@@ -26,7 +26,7 @@ from hopper_attention.distributed.pieces import (
     groups_with_all,
     rows_of_none,
 )
-from hopper_attention.distributed.ring import steps_of
+from hopper_attention.distributed.steps import Share, distances_of, steps_of
 from hopper_attention.distributed.wire import packed, quantize_chunks, travelling, unpacked
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
@@ -98,22 +98,50 @@ def test_a_causal_zigzag_takes_one_call_a_step_and_the_same_work_on_all_ranks() 
 
 def test_of_the_shard_of_a_rank_before_half_travels() -> None:
     p = Problem(4, 64, 64, "zigzag", right=0)
-    taken = [step.takes for step in steps_of(p, 1)]
     # From rank 0, which is before, its first chunk; from ranks 3 and 2 both.
-    assert taken == [Span(0, 16), Span(0, 8), Span(0, 16), Span(0, 16)]
-    for rank in range(4):
-        for step in steps_of(p, rank)[1:]:
-            (there,) = (s for s in steps_of(p, (rank + step.distance) % 4) if s.distance == step.distance)
-            assert step.gives == there.takes
+    assert [step.takes for step in steps_of(p, 1)] == [((0, (0, 8)),), ((3, (0, 16)),), ((2, (0, 16)),)]
+    for rank, at_once in product(range(4), (False, True)):
+        for step in steps_of(p, rank, at_once):
+            for share in step.takes:
+                gives = [give for there in steps_of(p, share.rank, at_once) for give in there.gives]
+                assert Share(rank, share.rows) in gives
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_shards_that_come_at_once_are_met_as_each_by_itself(by_key: bool) -> None:
+    for p in (p for p in PROBLEMS if p.world > 2):
+        wanted = whole_mask(p).long()
+        for rank in range(p.world):
+            rows = wanted[positions_of(rank, p.world, p.seqlen_q, p.layout)]
+            for step in steps_of(p, rank, at_once=True, by_key=by_key):
+                held = [
+                    rows[:, positions_of(owner, p.world, p.seqlen_k, p.layout)[start:stop]]
+                    for owner, (start, stop) in step.takes
+                ]
+                keys = torch.cat(held, 1) if held else rows[:, :0]
+                assert step.keys == keys.shape[1]
+                assert torch.equal(mask_of(step.groups, *keys.shape), keys), (p, rank)
+
+
+def test_in_a_causal_zigzag_all_at_once_is_two_calls() -> None:
+    p = Problem(4, 64, 64, "zigzag", right=0)
+    of_rows = [[(g.rows, g.keys) for g in steps_of(p, r, True)[0].groups] for r in range(4)]
+    # The later half of the rows sees all that comes, the first half the chunks before it.
+    assert of_rows[0] == [((8, 16), (0, 48))]
+    assert of_rows[1] == [((0, 8), (0, 8)), ((8, 16), (0, 40))]
+    assert of_rows[3] == [((0, 16), (0, 24))]
+    of_keys = [[(g.rows, g.keys) for g in steps_of(p, r, True, True)[0].groups] for r in range(4)]
+    assert of_keys[1] == [((0, 16), (0, 8)), ((8, 16), (8, 40))]
 
 
 def test_under_a_window_only_neighbours_talk() -> None:
     p = Problem(8, 128, 128, "contiguous", left=10, right=0)
-    assert [step.distance for step in steps_of(p, 3)] == [0, 1]
-    assert [step.takes for step in steps_of(p, 3)] == [Span(0, 16), Span(6, 16)]
-    assert [step.takes for step in steps_of(p, 0)] == [Span(0, 16), Span(0, 0)]
+    assert distances_of(p) == (1,)
+    assert [step.takes for step in steps_of(p, 3)] == [((2, (6, 16)),)]
+    assert [step.takes for step in steps_of(p, 0)] == [()]
     both = Problem(8, 128, 128, "contiguous", left=10, right=3)
-    assert [step.distance for step in steps_of(both, 3)] == [0, 1, 7]
+    assert distances_of(both) == (1, 7)
+    assert steps_of(both, 3, at_once=True)[0].takes == ((2, (6, 16)), (4, (0, 3)))
 
 
 def test_rows_behind_the_documents_are_of_none() -> None:

@@ -33,7 +33,8 @@ from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
-from hopper_attention.distributed.ring import ring_backward, ring_forward
+from hopper_attention.distributed.ring import ring_forward
+from hopper_attention.distributed.ring_backward import ring_backward
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
 from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
 from hopper_attention.distributed.wire import ring_forward_fp8
@@ -256,10 +257,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     ring, problem, call = request.ring, request.problem, request.call
     if o.quantization is not None:
-        merged = ring_forward_fp8(ring, problem, call, (q, k, v), o.quantization)
-        if sinks is not None:
-            merged.add_sinks(sinks)
-        return merged.out.to(q.dtype), merged.lse
+        return ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
     if method == ULYSSES:
         return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
     out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,10 @@ class PeerError(RuntimeError):
 class Transfer:
     """Messages on their way. The tensors are kept until :meth:`wait` has returned."""
 
-    def __init__(self, ranks: Ranks, works: Sequence[tuple[Any, str]], tensors: Sequence[Tensor]) -> None:
-        """``works`` are what torch.distributed gave, each with the words that tell it in an error."""
+    def __init__(
+        self, ranks: Ranks, works: Sequence[tuple[Any, Callable[[], str]]], tensors: Sequence[Tensor]
+    ) -> None:
+        """``works`` are what torch.distributed gave, each with what finds the words for it in an error."""
         self.ranks = ranks
         self.works = list(works)
         self.tensors = list(tensors)
@@ -83,7 +86,7 @@ class Transfer:
         Raises:
             PeerError: a work failed, or took longer than the time-out; it names the ranks.
         """
-        for work, what in self.works:
+        for work, tell in self.works:
             try:
                 if self.ranks.timeout:
                     work.wait(timedelta(seconds=self.ranks.timeout))
@@ -91,31 +94,40 @@ class Transfer:
                     work.wait()
             except RuntimeError as error:
                 me = self.ranks.name(self.ranks.rank)
-                raise PeerError(f"{me} waited in vain to {what}: {error}") from error
+                raise PeerError(f"{me} waited in vain to {tell()}: {error}") from error
         self.works.clear()
         self.tensors.clear()
 
 
 def exchange(ranks: Ranks, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
     """Post messages, all at once. Between two ranks they arrive in the order in which they were posted."""
-    operations, tales, tensors = [], [], []
-    for message, post, verb in (
-        *((m, dist.isend, "send {} to {}") for m in sends),
-        *((m, dist.irecv, "receive {} from {}") for m in receives),
+    operations, deeds, tensors = [], [], []
+    for messages, post, verb in (
+        (sends, dist.isend, "send {} to {}"),
+        (receives, dist.irecv, "receive {} from {}"),
     ):
-        for tensor in message.tensors:
-            if tensor.numel():
-                wire = as_bytes(tensor)
-                operations.append(dist.P2POp(post, wire, group=ranks.group, group_peer=message.peer))
-                tales.append(verb.format(message.what, ranks.name(message.peer)))
-                tensors += [tensor, wire]
+        for message in messages:
+            for tensor in message.tensors:
+                if tensor.numel():
+                    wire = as_bytes(tensor)
+                    operations.append(dist.P2POp(post, wire, group=ranks.group, group_peer=message.peer))
+                    deeds.append((verb, message))
+                    tensors += [tensor, wire]
     if not operations:
         return Transfer(ranks, [], [])
+
+    def tell(*done: tuple[str, Message]) -> str:
+        # Names of ranks are looked up when they are asked for: on the way to a kernel every microsecond counts.
+        words = (verb.format(message.what, ranks.name(message.peer)) for verb, message in done)
+        return ", ".join(dict.fromkeys(words))
+
     works = dist.batch_isend_irecv(operations)
-    if len(works) != len(operations):
+    if len(works) == len(operations):
+        told = [(work, partial(tell, deed)) for work, deed in zip(works, deeds, strict=True)]
+    else:
         # One work for all, as NCCL makes it.
-        tales = [", ".join(dict.fromkeys(tales))] * len(works)
-    return Transfer(ranks, list(zip(works, tales, strict=True)), tensors)
+        told = [(work, partial(tell, *deeds)) for work in works]
+    return Transfer(ranks, told, tensors)
 
 
 def give_head_start(device: torch.device) -> None:
@@ -129,7 +141,7 @@ def all_gather(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
     gathered = x.new_empty((ranks.size, *x.shape))
     sent = as_bytes(x)
     work = _gather_into(as_bytes(gathered).view(-1), sent.view(-1), ranks.group, async_op=True)
-    return gathered, Transfer(ranks, [(work, f"gather {what} of all ranks")], [gathered, sent])
+    return gathered, Transfer(ranks, [(work, lambda: f"gather {what} of all ranks")], [gathered, sent])
 
 
 def all_to_all(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
@@ -139,11 +151,11 @@ def all_to_all(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
     work = dist.all_to_all_single(
         as_bytes(received).view(-1), sent.view(-1), group=ranks.group, async_op=True
     )
-    return received, Transfer(ranks, [(work, f"exchange {what} with all ranks")], [received, sent])
+    return received, Transfer(ranks, [(work, lambda: f"exchange {what} with all ranks")], [received, sent])
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """The same memory as bytes, which every backend sends whatever the dtype."""
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous, as those of messages are")
-    return x.detach().view(torch.uint8)
+    return (x.detach() if x.requires_grad else x).view(torch.uint8)

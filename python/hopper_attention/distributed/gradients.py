@@ -38,8 +38,14 @@ class Part(NamedTuple):
 
     def of_keys(self, pair: Pair) -> Pair:
         """Those of K and V."""
+        if self is EVERYTHING:
+            return pair
         k, v = (x[self.batch, :, self.kv_heads] for x in pair)
         return k, v
+
+    def of_rows(self, q: Tensor) -> Tensor:
+        """Those of Q."""
+        return q if self is EVERYTHING else q[self.batch, :, self.heads]
 
 
 def sums_for(x: Tensor) -> Tensor:
@@ -60,6 +66,21 @@ def parts_of_work(q: Tensor, k: Tensor, count: int) -> list[Part]:
     if batch > 1:
         return [EVERYTHING._replace(batch=x) for x in _halves(batch)]
     return [Part(slice(None), x, slice(x.start * each, x.stop * each)) for x in _halves(kv_heads)]
+
+
+def parts_of_heads(q: Tensor, k: Tensor, count: int) -> list[Part]:
+    """All entries of the batch, and the heads in ``count`` equal parts; kv_heads is a multiple of it."""
+    if count == 1:
+        return [EVERYTHING]
+    of_keys, of_rows = (x.shape[2] // count for x in (k, q))
+    return [
+        Part(
+            slice(None),
+            slice(i * of_keys, (i + 1) * of_keys),
+            slice(i * of_rows, (i + 1) * of_rows),
+        )
+        for i in range(count)
+    ]
 
 
 def _halves(size: int) -> tuple[slice, slice]:
@@ -109,7 +130,9 @@ class AddedGradients(RowGradients):
             target.copy_(x)
 
     def finish(self) -> Tensor:
-        return self.sums.to(self.saved.q.dtype)
+        dq = self.sums.to(self.saved.q.dtype)
+        self.sums = self.sums.new_empty(0)
+        return dq
 
 
 class KernelGradients(RowGradients):
@@ -138,7 +161,9 @@ class KernelGradients(RowGradients):
         mask = group.pieces[0].mask
         self.sums[rows].add(launcher, (part.batch, part.heads), tensors, self.scale, mask)
         self.uses[rows] -= 1
-        if not self.uses[rows] and rows != self.all_rows:
+        # Sums of all rows that are still to begin take the others over, when they are there.
+        is_last = not self.uses[rows] and (self.all_rows in self.sums or not self.uses[self.all_rows])
+        if is_last and rows != self.all_rows:
             self._close(rows)
 
     def _close(self, rows: Span) -> None:
@@ -154,6 +179,8 @@ class KernelGradients(RowGradients):
         return dq
 
     def finish(self) -> Tensor:
+        for rows in [rows for rows in self.sums if rows != self.all_rows]:
+            self._close(rows)
         q, whole = self.saved.q, self.sums.pop(self.all_rows, None)
         dq = q.new_zeros(q.shape) if whole is None else self._round(whole, self.all_rows)
         for rows, x in self.rounded.items():
@@ -197,8 +224,11 @@ def differentiate_keys(
     Args:
         pair: K and V of these keys and of ``part``. ``into`` may be the same where ``rows.may_replace_keys``.
     """
-    if len(groups) == 1 and groups[0].keys == held:
-        rows.add(groups[0], part, pair, into)
+    if _are_all_of(held, groups):
+        for group in groups:
+            keys = slice(group.keys.start - held.start, group.keys.stop - held.start)
+            k, v, dk, dv = (x[:, keys] for x in (*pair, *into))
+            rows.add(group, part, (k, v), (dk, dv))
         return
     sums = [sums_for(x) for x in pair]
     for group in groups:
@@ -212,6 +242,16 @@ def differentiate_keys(
         target.copy_(total)
 
 
+def _are_all_of(held: Span, groups: tuple[Group, ...]) -> bool:
+    """Whether each key that is held is of exactly one group."""
+    row = held.start
+    for span in sorted(group.keys for group in groups):
+        if span.start != row:
+            return False
+        row = span.stop
+    return bool(groups) and row == held.stop
+
+
 class KeyGradients:
     """Gradients of a rank's own keys: what its own rows make of them, and what comes back from others.
 
@@ -219,11 +259,10 @@ class KeyGradients:
     in float32 where more do. All is rounded together, when the own ones are there.
     """
 
-    def __init__(self, keys: Pair, others: int) -> None:
-        """``others``: how often ``add`` will be called."""
-        k, v = (x.new_empty(x.shape) for x in keys)
-        self.own: Pair = k, v
-        self.sums = [sums_for(x) for x in keys] if others > MOST_PARTS else []
+    def __init__(self, own: Pair, others: int) -> None:
+        """``own``: where dK and dV will be; ``others``: how often ``add`` will be called."""
+        self.own = own
+        self.sums = [sums_for(x) for x in own] if others > MOST_PARTS else []
         self.returned: list[tuple[Span, Pair]] = []
 
     def add(self, span: Span, pair: Pair) -> None:

@@ -8,9 +8,9 @@ becomes the second once rows that see nothing, and keys that nobody sees, are cu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hopper_attention.distributed.layout import spans_of
@@ -80,11 +80,11 @@ class Group:
 
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def rows(self) -> Span:
         return hull([piece.rows for piece in self.pieces])
 
-    @property
+    @cached_property
     def keys(self) -> Span:
         return hull([piece.keys for piece in self.pieces])
 
@@ -127,7 +127,8 @@ def _documents(problem: Problem, q: Span, k: Span) -> Iterator[Span]:
         number += 1
 
 
-def _clip(span: Span, bounds: Span) -> Span:
+def clip(span: Span, bounds: Span) -> Span:
+    """What of a span lies inside of another; empty or of negative length if nothing."""
     return Span(max(span.start, bounds.start), min(span.stop, bounds.stop))
 
 
@@ -140,7 +141,7 @@ def _meetings(problem: Problem, q_spans: tuple[Span, ...], k_spans: tuple[Span, 
         first_key = 0
         for k_span in k_spans:
             for document in _documents(problem, at, k_span):
-                met = meet(_clip(at, document), _clip(k_span, document), problem.left, problem.right)
+                met = meet(clip(at, document), clip(k_span, document), problem.left, problem.right)
                 if met is not None:
                     rows, keys, left, right = met
                     to_row, to_key = first_row - at.start, first_key - k_span.start
@@ -163,35 +164,48 @@ def _plain(piece: Piece) -> Piece:
     return piece._replace(left=UNLIMITED, right=0) if piece.is_causal else piece
 
 
-def _joined(a: Piece, b: Piece) -> Piece | None:
-    """One piece that does what both do, if there is one."""
-    both = Span(a.rows.start, b.rows.stop), Span(a.keys.start, b.keys.stop)
+def _joined_keys(a: Piece, b: Piece) -> Piece | None:
+    """One piece of the same rows that does what both do, if there is one."""
     if a.rows == b.rows and a.keys.stop == b.keys.start and a.is_full and (b.is_full or b.is_causal):
-        return _plain(Piece(a.rows, both[1], b.left, b.right))
-    if a.rows.stop != b.rows.start:
-        return None
-    if a.keys == b.keys and a.is_full and b.is_full:
-        return Piece(both[0], a.keys, UNLIMITED, UNLIMITED)
-    steps_on = b.keys.stop - a.keys.stop == length(b.rows)
-    if a.keys.start == b.keys.start and steps_on and a.is_causal and b.is_causal:
-        return Piece(both[0], b.keys, UNLIMITED, 0)
+        return _plain(Piece(a.rows, Span(a.keys.start, b.keys.stop), b.left, b.right))
     return None
 
 
-def _coalesced(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours joined as long as any can be: first along the keys, then along the rows."""
-    before = -1
-    while len(pieces) != before:
-        before = len(pieces)
-        done: list[Piece] = []
-        for piece in pieces:
-            joined = _joined(done[-1], piece) if done else None
-            if joined is None:
-                done.append(piece)
-            else:
-                done[-1] = joined
-        pieces = done
+def _joined(a: Piece, b: Piece) -> Piece | None:
+    """The same of the same rows, or of the same keys, or along a causal mask."""
+    if a.rows.stop != b.rows.start:
+        return _joined_keys(a, b)
+    rows = Span(a.rows.start, b.rows.stop)
+    if a.keys == b.keys and a.is_full and b.is_full:
+        return Piece(rows, a.keys, UNLIMITED, UNLIMITED)
+    steps_on = b.keys.stop - a.keys.stop == length(b.rows)
+    if a.keys.start == b.keys.start and steps_on and a.is_causal and b.is_causal:
+        return Piece(rows, b.keys, UNLIMITED, 0)
+    return None
+
+
+Join = Callable[[Piece, Piece], Piece | None]
+
+
+def _coalesced(pieces: list[Piece], *joins: Join) -> list[Piece]:
+    """Neighbours joined in each of these ways as long as any can be, one way after the other."""
+    for join in joins:
+        before = -1
+        while len(pieces) != before:
+            before = len(pieces)
+            pieces = _joined_once(pieces, join)
     return pieces
+
+
+def _joined_once(pieces: list[Piece], join: Join) -> list[Piece]:
+    done: list[Piece] = []
+    for piece in pieces:
+        joined = join(done[-1], piece) if done else None
+        if joined is None:
+            done.append(piece)
+        else:
+            done[-1] = joined
+    return done
 
 
 def _grouped(pieces: list[Piece], is_packed: bool) -> tuple[Group, ...]:
@@ -212,18 +226,30 @@ def _grouped(pieces: list[Piece], is_packed: bool) -> tuple[Group, ...]:
 @lru_cache(maxsize=REMEMBERED)
 def groups_between(problem: Problem, q_rank: int, k_rank: int) -> tuple[Group, ...]:
     """What the rows of Q of one rank have to do with the rows of K and V of another; empty if nothing."""
-    q_spans = spans_of(q_rank, problem.world, problem.seqlen_q, problem.layout)
-    k_spans = spans_of(k_rank, problem.world, problem.seqlen_k, problem.layout)
-    pieces = _coalesced(list(_meetings(problem, q_spans, k_spans)))
-    return _grouped(pieces, bool(problem.documents))
+    return groups_with(problem, q_rank, spans_of(k_rank, problem.world, problem.seqlen_k, problem.layout))
 
 
 @lru_cache(maxsize=REMEMBERED)
 def groups_with_all(problem: Problem, q_rank: int) -> tuple[Group, ...]:
     """The same of K and V of the whole sequence, in the order of positions."""
-    q_spans = spans_of(q_rank, problem.world, problem.seqlen_q, problem.layout)
-    pieces = _coalesced(list(_meetings(problem, q_spans, (Span(0, problem.seqlen_k),))))
+    return groups_with(problem, q_rank, (Span(0, problem.seqlen_k),))
+
+
+def groups_with(problem: Problem, q_rank: int, k_spans: tuple[Span, ...]) -> tuple[Group, ...]:
+    """The same of keys at some positions, which lie one behind the other. Few groups have the same rows."""
+    pieces = _coalesced(_pieces(problem, q_rank, k_spans), _joined_keys, _joined)
     return _grouped(pieces, bool(problem.documents))
+
+
+def groups_by_key(problem: Problem, q_rank: int, k_spans: tuple[Span, ...]) -> tuple[Group, ...]:
+    """``groups_with`` in which few groups have the same keys."""
+    pieces = sorted(_pieces(problem, q_rank, k_spans), key=lambda piece: (piece.keys, piece.rows))
+    return _grouped(_coalesced(pieces, _joined), bool(problem.documents))
+
+
+def _pieces(problem: Problem, q_rank: int, k_spans: tuple[Span, ...]) -> list[Piece]:
+    q_spans = spans_of(q_rank, problem.world, problem.seqlen_q, problem.layout)
+    return list(_meetings(problem, q_spans, k_spans))
 
 
 def rows_of_none(problem: Problem, rank: int) -> list[Span]:
@@ -232,7 +258,7 @@ def rows_of_none(problem: Problem, rank: int) -> list[Span]:
         return []
     found, first_row = [], 0
     for span in spans_of(rank, problem.world, problem.seqlen_q, problem.layout):
-        behind = _clip(span, Span(problem.documents[-1], problem.seqlen_q))
+        behind = clip(span, Span(problem.documents[-1], problem.seqlen_q))
         if behind.start < behind.stop:
             found.append(Span(behind.start - span.start + first_row, behind.stop - span.start + first_row))
         first_row += length(span)

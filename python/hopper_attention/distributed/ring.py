@@ -1,157 +1,157 @@
-"""Ring attention: every rank keeps its Q, and the shards of K and V come by one after the other.
+"""Ring attention: every rank keeps its Q, and the shards of K and V come by one after the other, or all at once.
 
 At distance t a rank attends to the shard of the rank t places before it, which sends it straight from where it lives,
-and only what is seen of it. While the kernel works on one shard the next is on its way. What a kernel makes of the
-gradients of a shard are 16 bits: they go back to its owner as they are, which adds them up in float32 in the order of
-distances. So no bits are lost on the way, and every run has the same.
+and only what is seen of it. While the kernel works on one shard the next is on its way. ``schedule.py`` says which
+heads go at a time, and whether shards come together. The backward pass is in ``ring_backward.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from hopper_attention.distributed.attend import Call, Gradients, Saved, attend
+from hopper_attention.distributed.attend import Call, attend
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
-from hopper_attention.distributed.gradients import (
-    EVERYTHING,
-    KeyGradients,
-    Pair,
-    Part,
-    RowGradients,
-    differentiate_keys,
-    parts_of_work,
-    row_gradients,
-)
+from hopper_attention.distributed.gradients import EVERYTHING, Pair, Part, parts_of_heads
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.pieces import Group, Problem, groups_between, hull, length, rows_of_none
+from hopper_attention.distributed.pieces import Problem, length, rows_of_none
+from hopper_attention.distributed.schedule import RowBytes, Schedule, forward_schedule
+from hopper_attention.distributed.steps import Share, Step, most_calls, own_step, steps_of
 from hopper_attention.reference.tiles import Span
 
-REMEMBERED = 1024
 
-NOTHING = Span(0, 0)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a rank does at one distance.
-
-    Attributes:
-        distance: the keys are those of the rank so many places before this one.
-        groups: what attends to them.
-        takes: rows of that rank's K and V that are needed here.
-        gives: rows of this rank's that are needed by the rank ``distance`` places after it.
-    """
-
-    distance: int
-    groups: tuple[Group, ...]
-    takes: Span
-    gives: Span
+def rows_of(pair: Pair, span: Span) -> Pair:
+    """Some rows of both, contiguous; a copy where they are not."""
+    k, v = view_of(pair, span)
+    return k.contiguous(), v.contiguous()
 
 
-def _needed(groups: tuple[Group, ...]) -> Span:
-    return hull([group.keys for group in groups]) if groups else NOTHING
+def room_for(pair: Pair, keys: int) -> Pair:
+    """Memory for so many rows of both."""
+    k, v = pair
+    return k.new_empty((k.shape[0], keys, *k.shape[2:])), v.new_empty((v.shape[0], keys, *v.shape[2:]))
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _distances(problem: Problem) -> tuple[int, ...]:
-    """Those at which any rank has work, as every rank must know: messages are matched by their order."""
-    world = problem.world
-    if problem.sees_all:
-        return tuple(range(world))
-    return tuple(
-        t for t in range(world) if any(groups_between(problem, r, (r - t) % world) for r in range(world))
-    )
+def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], list[Message], Pair]:
+    """What is sent and received for a step, and where it arrives; ``own`` are K and V of this rank."""
+    arriving = room_for(own, step.keys)
+    what = "K and V"
+    sends: list[Message] = []
+    if step.gives:
+        # Heads of a part do not lie together: they are copied once, for all ranks.
+        given = step.given
+        together = rows_of(own, given)
+        sends = [
+            Message(share.rank, rows_of(together, _from(share.rows, given.start)), what)
+            for share in step.gives
+        ]
+    receives = [Message(share.rank, view_of(arriving, rows), what) for share, rows in places_of(step.takes)]
+    return sends, receives, arriving
 
 
-@lru_cache(maxsize=REMEMBERED)
-def steps_of(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """Those of a rank, in the order in which it makes them. Distance 0, its own keys, is the first."""
-
-    def step(distance: int) -> Step:
-        before, after = (rank - distance) % problem.world, (rank + distance) % problem.world
-        groups = groups_between(problem, rank, before)
-        return Step(
-            distance,
-            groups,
-            _needed(groups),
-            _needed(groups_between(problem, after, rank)) if distance else NOTHING,
-        )
-
-    others = (t for t in _distances(problem) if t)
-    return tuple(step(t) for t in (0, *others))
+def view_of(pair: Pair, span: Span) -> Pair:
+    """Some rows of both where they lie."""
+    k, v = pair
+    start, stop = span
+    return k.narrow(1, start, stop - start), v.narrow(1, start, stop - start)
 
 
-def _rows(pair: Pair, span: Span) -> Pair:
-    k, v = (x[:, span.start : span.stop].contiguous() for x in pair)
-    return k, v
+def _from(span: Span, start: int) -> Span:
+    return Span(span.start - start, span.stop - start)
 
 
-def _room(pair: Pair, span: Span) -> Pair:
-    k, v = (x.new_empty((x.shape[0], length(span), *x.shape[2:])) for x in pair)
-    return k, v
+def places_of(shares: tuple[Share, ...]) -> Iterator[tuple[Share, Span]]:
+    """Each with its rows where they lie one behind the other."""
+    first = 0
+    for share in shares:
+        yield share, Span(first, first + length(share.rows))
+        first += length(share.rows)
 
 
-class Shards:
-    """K and V of a ring, sent ahead: a step's are posted while the step before it works."""
-
-    def __init__(self, ranks: Ranks, own: Pair) -> None:
-        self.ranks = ranks
-        self.own = own
-
-    def messages(self, step: Step) -> tuple[list[Message], list[Message], Pair]:
-        """What is sent and received for a step, and where it arrives."""
-        rank, size = self.ranks.rank, self.ranks.size
-        arriving = _room(self.own, step.takes)
-        gives = _rows(self.own, step.gives)
-        return (
-            [Message((rank + step.distance) % size, gives, "K and V")],
-            [Message((rank - step.distance) % size, arriving, "K and V")],
-            arriving,
-        )
-
-    def along(self, steps: tuple[Step, ...]) -> Iterator[tuple[Step, Pair, Span]]:
-        """Each step with the keys for it and the rows of their shard that these are."""
-        coming = self.own, Transfer(self.ranks, [], [])
-        for number, step in enumerate(steps):
-            pair, transfer = coming
-            transfer.wait()
-            if number + 1 < len(steps):
-                sends, receives, arriving = self.messages(steps[number + 1])
-                coming = arriving, exchange(self.ranks, sends, receives)
-                give_head_start(pair[0].device)
-            yield step, pair, step.takes if step.distance else Span(0, pair[0].shape[1])
+def _post(ranks: Ranks, step: Step, own: Pair) -> tuple[Pair, Transfer]:
+    """Where the keys of a step arrive, and their transfer, which alone holds what is sent."""
+    sends, receives, arriving = messages_of(ranks, step, own)
+    return arriving, exchange(ranks, sends, receives)
 
 
-def _keys_of(pair: Pair, group: Group, held: Span) -> Pair:
-    keys = slice(group.keys.start - held.start, group.keys.stop - held.start)
-    return pair[0][:, keys], pair[1][:, keys]
+def along(ranks: Ranks, steps: tuple[Step, ...], own: Pair) -> Iterator[tuple[Step, Pair]]:
+    """Each step with its keys; those of a step are posted while the step before it works."""
+    coming = own, Transfer(ranks, [], [])
+    for number, step in enumerate(steps):
+        pair, transfer = coming
+        transfer.wait()
+        if number + 1 < len(steps):
+            coming = _post(ranks, steps[number + 1], own)
+            give_head_start(pair[0].device)
+        yield step, pair
 
 
 def ring_forward(
     ranks: Ranks, problem: Problem, call: Call, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype and lse, of the local rows; ``tensors`` are q, k and v, the last two contiguous."""
+    schedule = forward_schedule(problem, RowBytes.of(*tensors))
+    return scheduled_forward(ranks, problem, call, tensors, sinks, schedule=schedule)
+
+
+def scheduled_forward(
+    ranks: Ranks,
+    problem: Problem,
+    call: Call,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    *,
+    schedule: Schedule,
+) -> tuple[Tensor, Tensor]:
+    """``ring_forward`` by a schedule, the same on all ranks."""
     q, k, v = tensors
-    steps = steps_of(problem, ranks.rank)
+    steps = own_step(problem, ranks.rank), *steps_of(problem, ranks.rank, schedule.at_once)
+    nowhere = rows_of_none(problem, ranks.rank)
     # One merge is rounded as often in 16 bits as in float32, and takes half the memory and less than half the traffic.
-    is_one_merge = sinks is None and sum(len(step.groups) for step in steps) <= 2
-    results = _Results(q, v.shape[3], q.dtype if is_one_merge else torch.float32)
-    for step, pair, held in Shards(ranks, (k, v)).along(steps):
+    is_one_merge = sinks is None and most_calls(problem, ranks.rank, schedule.at_once) <= 2
+    sums = q.dtype if is_one_merge else torch.float32
+
+    def attend_to_all(part: Part) -> Merged:
+        results = _Results(part.of_rows(q), v.shape[3], sums)
+        whole = _attend_along(ranks, steps, call, results, part.of_keys((k, v)))
+        if sinks is not None:
+            whole.add_sinks(sinks[part.heads], nowhere)
+        return whole
+
+    return joined_heads(attend_to_all, q, k, v.shape[3], schedule.parts)
+
+
+def joined_heads(
+    attend_to_all: Callable[[Part], Merged], q: Tensor, k: Tensor, head_dim_v: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """out in the dtype of q and lse of all heads, which are done in ``count`` parts."""
+    if count == 1:
+        whole = attend_to_all(EVERYTHING)
+        return whole.out.to(q.dtype), whole.lse
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty(batch, rows, heads, head_dim_v)
+    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+    for part in parts_of_heads(q, k, count):
+        whole = attend_to_all(part)
+        out[:, :, part.heads] = whole.out
+        lse[:, part.heads] = whole.lse
+        # Its sums would be kept until those of the next part are there.
+        del whole
+    return out, lse
+
+
+def _attend_along(ranks: Ranks, steps: tuple[Step, ...], call: Call, results: _Results, own: Pair) -> Merged:
+    """Attention to own keys and those that come; own ones are first, while the next are on their way."""
+    for step, pair in along(ranks, steps, own):
         for group in step.groups:
             # That of the call before, now that the next transfer is posted.
             results.merge()
-            results.put(group.rows, *attend(q, *_keys_of(pair, group, held), group, call))
+            results.put(group.rows, *attend(results.q, *view_of(pair, group.keys), group, call))
         # Or it would be kept until the step after the next has room.
         del pair
-    whole = results.finish()
-    if sinks is not None:
-        whole.add_sinks(sinks, rows_of_none(problem, ranks.rank))
-    return whole.out.to(q.dtype), whole.lse
+    return results.finish()
 
 
 class _Results:
@@ -181,98 +181,3 @@ class _Results:
     def finish(self) -> Merged:
         self.merge()
         return self.merged[0] if self.merged else Merged.empty(self.q, self.head_dim_v)
-
-
-def ring_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own: Pair) -> Gradients:
-    """dq, dk and dv in the dtype of q; ``own`` are K and V of this rank, contiguous."""
-    local, *others = steps_of(problem, ranks.rank)
-    parts = parts_of_work(saved.q, own[0], 2 if others else 1)
-    groups = [*local.groups * len(parts), *(group for step in others for group in step.groups)]
-    rows = row_gradients(saved, own, groups, call)
-    keys = KeyGradients(own, sum(length(step.gives) > 0 for step in others))
-    work = _BackwardRing(Shards(ranks, own), parts, rows, keys)
-    work.run(local, others)
-    dk, dv = keys.finish()
-    return rows.finish(), dk, dv
-
-
-Returns = list[tuple[Step, Pair]]
-"""Steps, and where the gradients of what this rank gave for them arrive."""
-
-
-class _BackwardRing:
-    """The steps of a backward pass. A half of what it does of its own shard comes first, the other last, so that a rank
-    has work while the first keys come and the last gradients go. The gradients of a shard take the place of its keys.
-    """
-
-    def __init__(self, shards: Shards, parts: list[Part], rows: RowGradients, keys: KeyGradients) -> None:
-        self.shards = shards
-        self.parts = parts
-        self.rows = rows
-        self.keys = keys
-
-    def run(self, local: Step, others: list[Step]) -> None:
-        first, *later = self.parts
-        arriving, posted = self._post(others[:1], [])
-        self._own(local, first)
-        done: list[tuple[Step, Pair]] = []
-        for number, step in enumerate(others):
-            pair = arriving
-            self._wait(posted)
-            arriving, posted = self._post(others[number + 1 : number + 2], done)
-            done = [(step, self._gradients_of(step, pair))]
-            del pair
-        _, last = self._post([], done)
-        for part in later:
-            self._own(local, part)
-        self._wait(posted)
-        self._wait(last)
-
-    def _post(
-        self, following: list[Step], done: list[tuple[Step, Pair]]
-    ) -> tuple[Pair, tuple[Transfer, Returns]]:
-        """Post keys of the step that follows, if there is one, and gradients of what is done.
-
-        Returns:
-            Where the keys arrive, and the transfer with where gradients of own keys arrive.
-        """
-        ranks = self.shards.ranks
-        rank, size = ranks.rank, ranks.size
-        sends: list[Message] = []
-        receives: list[Message] = []
-        arriving = self.shards.own
-        for step in following:
-            gives, takes, arriving = self.shards.messages(step)
-            sends += gives
-            receives += takes
-        returns = []
-        for step, gradients in done:
-            back = _room(self.shards.own, step.gives)
-            sends.append(Message((rank - step.distance) % size, gradients, "gradients of K and V"))
-            receives.append(Message((rank + step.distance) % size, back, "gradients of K and V"))
-            returns.append((step, back))
-        transfer = exchange(ranks, sends, receives)
-        if sends:
-            give_head_start(arriving[0].device)
-        return arriving, (transfer, returns)
-
-    def _wait(self, posted: tuple[Transfer, Returns]) -> None:
-        """Until a transfer is there; gradients of own keys are taken over."""
-        transfer, returns = posted
-        transfer.wait()
-        while returns:
-            step, pair = returns.pop()
-            if length(step.gives):
-                self.keys.add(step.gives, pair)
-
-    def _own(self, step: Step, part: Part) -> None:
-        """A part of this rank's own shard."""
-        own = self.shards.own
-        into = part.of_keys(self.keys.own)
-        differentiate_keys(self.rows, step.groups, part, part.of_keys(own), Span(0, own[0].shape[1]), into)
-
-    def _gradients_of(self, step: Step, pair: Pair) -> Pair:
-        """Those of the keys that a step took, as they travel: in the dtype of the keys, and where these were."""
-        into = pair if self.rows.may_replace_keys else _room(pair, Span(0, length(step.takes)))
-        differentiate_keys(self.rows, step.groups, EVERYTHING, pair, step.takes, into)
-        return into

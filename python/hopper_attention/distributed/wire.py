@@ -22,9 +22,12 @@ from hopper_attention.distributed.exchange import (
     exchange,
     give_head_start,
 )
+from hopper_attention.distributed.gradients import Part
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS, chunk_numbers
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Piece, Problem, groups_between
+from hopper_attention.distributed.ring import joined_heads
+from hopper_attention.distributed.schedule import RowBytes, fp8_parts
 from hopper_attention.fp8 import flash_attn_quantized_func
 from hopper_attention.quantization import quantize_qkv
 from hopper_attention.quantized import Fp8Quantization, QuantizedQKV, TransposedV
@@ -112,11 +115,42 @@ def ring_forward_fp8(
     problem: Problem,
     call: Call,
     tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
     quantization: Fp8Quantization,
-) -> Merged:
-    """Attention of the local rows to all keys, which come by as e4m3."""
-    chunks = quantize_chunks(tensors, problem.layout, quantization, call.backend)
-    whole = Merged.empty(tensors[0], tensors[2].shape[3])
+) -> tuple[Tensor, Tensor]:
+    """out of q's dtype and lse, of the local rows; their keys come by as e4m3, some heads after the other."""
+    # A scale of a whole tensor is one of all heads.
+    is_whole = quantization.granularity == "tensor"
+    parts = 1 if is_whole else fp8_parts(problem, RowBytes.of(*tensors))
+    return scheduled_fp8(ranks, problem, call, tensors, sinks, quantization, parts=parts)
+
+
+def scheduled_fp8(
+    ranks: Ranks,
+    problem: Problem,
+    call: Call,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    quantization: Fp8Quantization,
+    *,
+    parts: int,
+) -> tuple[Tensor, Tensor]:
+    """``ring_forward_fp8`` in so many parts of the heads, the same on all ranks."""
+    q, k, v = tensors
+
+    def attend_to_all(part: Part) -> Merged:
+        heads = q[:, :, part.heads], *part.of_keys((k, v))
+        chunks = quantize_chunks(heads, problem.layout, quantization, call.backend)
+        whole = _attend_along(ranks, problem, call, chunks, Merged.empty(heads[0], v.shape[3]))
+        if sinks is not None:
+            whole.add_sinks(sinks[part.heads])
+        return whole
+
+    return joined_heads(attend_to_all, q, k, v.shape[3], parts)
+
+
+def _attend_along(ranks: Ranks, problem: Problem, call: Call, chunks: list[Chunk], whole: Merged) -> Merged:
+    """``whole`` with the attention of this rank's chunks to the keys of all."""
     rows = chunks[0].q.shape[1]
     for visible, keys in _along(ranks, problem, chunks):
         for i, j, piece in visible:

@@ -1,0 +1,179 @@
+"""How a ring goes over heads and shards: what it holds at a time, against how full its kernels are.
+
+Long shards go by one at a time, and some heads after the other, so that all buffers of a pass together take no more
+than two shards of K and V. Short ones come all at once: their kernels are too short to hide an exchange each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hopper_attention.distributed.pieces import Problem
+from hopper_attention.distributed.steps import distances_of, least_own_scores, most_keys
+from hopper_attention.launch.addition import MOST_PARTS
+
+REMEMBERED = 1024
+
+FULL_ROWS = 1 << 17
+"""Rows of Q, counted once a head, that a call on a part of the heads keeps: 1024 tiles of 128. A step with half of the
+rows has 512 then, 16 less than four for each of 132 SMs."""
+
+FULL_ROWS_AT_ONCE = 1 << 16
+"""The same where all shards come at once, whose calls are longer, and where parts are what hides the exchanges."""
+
+AT_ONCE_ROWS, AT_ONCE_BYTES = 1 << 13, 1 << 28
+"""The most that a rank may have, and that K and V of the other ranks may take, to come at once: 32k tokens with 16
+heads of 128 columns on four ranks have 8192, and 201 MB. Above, a step takes longer than an exchange, and a shard at a
+time loses little."""
+
+FLOPS_A_BYTE = 3750
+"""Of attention, in the time in which a byte travels: 600 TFLOP/s on a GPU over 160 GB/s, which is what a shard of 67 MB
+reached between two of four H200 beside a kernel (docs/distributed.md)."""
+
+LARGE_BYTES = 1 << 29
+"""Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
+calls on all heads have shorter tails beside their work."""
+
+SHARDS_AT_A_TIME = 2
+"""Of K and V in a ring: the one at work and the one on its way."""
+
+
+class RowBytes(NamedTuple):
+    """What a rank has of 16-bit tensors: its rows, entries of the batch, heads, and bytes of a row of the output and of
+    K and V."""
+
+    batch: int
+    rows: int
+    rows_of_k: int
+    heads: int
+    kv_heads: int
+    of_out: int
+    of_keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
+        batch, rows, heads, head_dim = q.shape
+        _, rows_of_k, kv_heads, head_dim_v = v.shape
+        of_out = 2 * batch * heads * max(head_dim, head_dim_v)
+        of_keys = 2 * batch * kv_heads * (head_dim + head_dim_v)
+        return cls(batch, rows, rows_of_k, heads, kv_heads, of_out, of_keys)
+
+    @property
+    def out(self) -> int:
+        return self.rows * self.of_out
+
+    @property
+    def shard(self) -> int:
+        """Of K and V."""
+        return self.rows_of_k * self.of_keys
+
+    def taken(self, problem: Problem) -> int:
+        """Of K and V that come in a step, at most; of a shard under a window not all does."""
+        return most_keys(problem) * self.of_keys
+
+    def count_parts(self, full_rows: int) -> list[int]:
+        """Numbers of equal parts of the heads that leave so many rows of Q to a call, in ascending order."""
+        most = max(1, self.batch * self.rows * self.heads // full_rows)
+        return [n for n in range(1, min(most, self.kv_heads) + 1) if self.kv_heads % n == 0]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a pass goes. The same on all ranks, which have tensors of the same sizes.
+
+    Attributes:
+        parts: of the heads, one after the other.
+        at_once: whether the shards of all other ranks come together.
+    """
+
+    parts: int = 1
+    at_once: bool = False
+
+
+def forward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
+    """What a forward pass holds at most beside the output, where shards come one at a time.
+
+    The sum of partial results is in float32, or where there is one merge the first of them, which with one part is the
+    output itself; the other partial result; two shards; and a copy of what is sent, for heads of a part do not lie
+    together.
+    """
+    others = len(distances_of(problem))
+    sums = 2 * sizes.out if others > 1 else sizes.out * (parts > 1)
+    shards = min(SHARDS_AT_A_TIME, others) + (parts > 1)
+    return (sums + sizes.out + shards * sizes.taken(problem)) // parts
+
+
+def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
+    """What a backward pass holds at most beside the output and dQ, dK and dV.
+
+    Float32 sums of dQ of all rows, and of half of them; two shards, of which the next may be the next part's, and whose
+    places their gradients take; gradients that are sent, while as many come back; what came back before, of which more
+    than three shards become float32 sums, as large as two; and a copy of keys that are sent.
+    """
+    others = len(distances_of(problem))
+    at_a_time = SHARDS_AT_A_TIME if parts > 1 else min(SHARDS_AT_A_TIME, others)
+    back = min(max(others - 1, 0), MOST_PARTS)
+    shards = 2 * at_a_time + back + (parts > 1)
+    return (3 * sizes.out + shards * sizes.taken(problem)) // parts
+
+
+def fp8_bytes(sizes: RowBytes, parts: int) -> int:
+    """What a forward pass in e4m3 holds at most beside the output, but for scales.
+
+    The sum in float32, a partial result of half of the rows and Q; K and V of this rank, these as they are sent, and
+    two shards.
+    """
+    return (3 * sizes.out + 4 * sizes.shard // 2) // parts
+
+
+@lru_cache(maxsize=REMEMBERED)
+def forward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
+    """Shards at once in one part, where the own shard hides their way; or one at a time in as few parts as fit."""
+    if comes_at_once(problem, sizes) and _is_hidden(problem, sizes):
+        return Schedule(at_once=True)
+    return Schedule(_fewest(problem, sizes, [forward_bytes(problem, sizes, n) for n in _parts(sizes)]))
+
+
+def _is_hidden(problem: Problem, sizes: RowBytes) -> bool:
+    """Whether the shards of all others come while a rank attends to its own, which takes 4 head_dim operations for each
+    score of a head: two for a byte of its row of the output."""
+    flops = 2 * least_own_scores(problem) * sizes.of_out
+    return flops >= FLOPS_A_BYTE * most_keys(problem, at_once=True) * sizes.of_keys
+
+
+@lru_cache(maxsize=REMEMBERED)
+def backward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
+    """Shards at once in two parts, of which one hides what the other sends; or one at a time in as few parts as fit."""
+    if comes_at_once(problem, sizes):
+        return Schedule(2 if 2 in sizes.count_parts(FULL_ROWS_AT_ONCE) else 1, at_once=True)
+    return Schedule(_fewest(problem, sizes, [backward_bytes(problem, sizes, n) for n in _parts(sizes)]))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def fp8_parts(problem: Problem, sizes: RowBytes) -> int:
+    """Of the heads, in a forward pass in e4m3; ``sizes`` are of 16 bits."""
+    return _fewest(problem, sizes, [fp8_bytes(sizes, n) for n in _parts(sizes)])
+
+
+def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
+    """Whether there is more than one other shard, and all are small. Several in one tensor want one batch entry."""
+    others = len(distances_of(problem))
+    is_short = max(sizes.rows, sizes.rows_of_k) <= AT_ONCE_ROWS
+    return others > 1 and sizes.batch == 1 and is_short and others * sizes.taken(problem) <= AT_ONCE_BYTES
+
+
+def _parts(sizes: RowBytes) -> list[int]:
+    return sizes.count_parts(FULL_ROWS)
+
+
+def _fewest(problem: Problem, sizes: RowBytes, held: list[int]) -> int:
+    """Parts that hold no more than two shards, or the most there can be; ``held`` is of each number of ``_parts``."""
+    if not distances_of(problem) or sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES:
+        return 1
+    numbers, aim = _parts(sizes), SHARDS_AT_A_TIME * sizes.shard
+    fit = (n for n, size in zip(numbers, held, strict=True) if size <= aim)
+    return next(fit, numbers[-1])
