@@ -28,7 +28,7 @@ def compile_decode(config: DecodeConfig, options: str = ""):
     of_cache = DSL_DTYPES[c.cache_dtype or c.dtype]
     vector = 16 * 8 // of_cache.width
     caches = (strided(of_cache, (pages, page_size, hk, columns), vector) for columns in (d, dv))
-    descales = (strided(Float32, (b, hk), 1) if c.is_widened else None for _ in range(2))
+    descales = (strided(Float32, (b, hk), 1) if c.cache_dtype else None for _ in range(2))
     lse = (h, sq) if is_packed else (b, h, sq)
     return compile_for_torch(
         DecodeKernel(c),

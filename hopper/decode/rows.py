@@ -10,7 +10,7 @@ from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE
 from cute_kernels.integers import divide, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.decode.config import DecodeConfig
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,29 @@ class HeadRows(LoopInvariant):
     def of(self, tensor: cute.Tensor, r: int) -> cute.Tensor:
         return self.tile.of(tensor, self.row(r))
 
+    @property
+    def leads(self) -> Any:
+        """Whether this thread speaks for its rows: one of those that have them does."""
+        return self.lane % LANES_PER_ROW == 0
+
     def levels(self) -> tuple[Int32, ...]:
         """The keys that they are level with."""
         shift = self.tile.seqlens.seqlen_k - self.tile.seqlens.seqlen_q
         return tuple(self.tile.place(self.row(r))[0] + shift for r in range(self.config.rows_per_thread))
+
+
+@dataclass(frozen=True)
+class SwappedRows(HeadRows):
+    """The rows of a thread where they are the columns of a WGMMA: one in each ``ROWS_PER_GROUP``, the same in all
+    warps."""
+
+    def row(self, r: int) -> Int32:
+        return swapped_row(self.lane, r)
+
+    @property
+    def leads(self) -> Any:
+        return self.warp * 32 + self.lane < LANES_PER_ROW
+
+
+def swapped_row(lane: Int32, r: int) -> Int32:
+    return ROWS_PER_GROUP * r + lane % LANES_PER_ROW

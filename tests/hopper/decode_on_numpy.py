@@ -10,7 +10,7 @@ from functools import cache as kept
 import torch
 from torch import Tensor
 
-from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA, DecodeConfig
+from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
@@ -144,7 +144,8 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     """TMA on boxes of K and of V."""
     c = config
     if not c.is_widened:
-        return [row_map(x, c.box_rows, BOX_COLUMNS) for x in (cache.k, cache.v)]
+        columns = c.box_columns(c.head_dim), c.box_columns(c.head_dim_v)
+        return [row_map(x, c.box_rows, box) for x, box in zip((cache.k, cache.v), columns, strict=True)]
     found = []
     for x, columns in ((cache.k, c.head_dim), (cache.v, c.head_dim_v)):
         order = (3, 1, 2, 0)

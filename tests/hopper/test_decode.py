@@ -42,6 +42,8 @@ PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen", lim
 CHUNKED = DecodeConfig("bfloat16", 64, 256, True, 32, 2, 8, window=True, chunk=True, layout="varlen")
 WIDENED = DecodeConfig("bfloat16", 64, 128, True, 32, 2, 16, sinks=True, cache_dtype=E4M3, raw_stages=2)
 
+SWAPPED = replace(WIDENED, tile_n=64, stages=3, raw_stages=0, tile_m=8)
+
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CAP_AND_SINKS = Rules(softcap=4.0, sinks=SINKS)
 
@@ -116,13 +118,14 @@ def check_numbers(case: Case, queries: Queries, cache: Cache) -> None:
         assert bool((error <= 3e-6 * exact_lse[seen].abs().clamp(min=1.0)).all()), number
 
 
-def test_a_cache_of_e4m3() -> None:
+@pytest.mark.parametrize("config", [WIDENED, SWAPPED], ids=["widened", "swapped"])
+def test_a_cache_of_e4m3(config: DecodeConfig) -> None:
     """bfloat16 queries, and a factor for each sequence and K/V head."""
-    case = Case(WIDENED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE), rules=Rules(sinks=SINKS))
+    case = Case(config, (3,), (330, 0, 70), 16, Launch(5, timing=LATE), rules=Rules(sinks=SINKS))
     queries, cache = draw(case)
     descales = torch.rand(2, 3, 2, generator=torch.Generator().manual_seed(3)) + 0.5
     out, lse = decode_on_numpy(
-        WIDENED, queries, cache, 0.1, case.launch, (), case.rules, Descales(*((x,) for x in descales))
+        config, queries, cache, 0.1, case.launch, (), case.rules, Descales(*((x,) for x in descales))
     )
     for number, keys in enumerate(cache.rows):
         k, v = (x.double() * of[number, :, None].double() for x, of in zip(keys, descales, strict=True))

@@ -1,0 +1,311 @@
+"""The consumer warpgroup of a cache of e4m3: K and V are multiplied as they are, as the first operands."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineState
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.fast_math import max_over_lanes, permute_bytes, split_e4m3, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.window import Window
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
+from hopper.decode.masks import SwappedMask
+from hopper.decode.operands import Keys, clear_rows, sync_consumers
+from hopper.decode.rows import SwappedRows, TileRows
+from hopper.decode.swapped_softmax import SwappedSoftmax
+from hopper.swizzled_bytes import SwizzledBytes, store_16_bits
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.wgmma import issue_gemm, issue_step, keep_descriptor
+
+LANES = 32
+KEYS_PER_STEP = 32
+"""Of one WGMMA of e4m3."""
+
+TERM_SCALE = 16.0
+"""A second term is this much finer than the first: e4m3 has 4 bits."""
+
+P_SCALE = 256.0
+"""P, of 1 at most, as it is split; e4m3 goes to 448."""
+
+Q_EXPONENT = 7
+"""Of the largest element of a row of Q as it is split."""
+
+SCALED_QUERIES = {"smallest": 8, "infinite": 255}
+"""Exponents of float32, with their bias of 127, that bound those of a row's largest element: no power of two is smaller
+by which its row could be scaled, and none is greater."""
+
+
+def swapped_mmas(config: DecodeConfig) -> tuple[cute.TiledMma, cute.TiledMma]:
+    """K Q^T with K in shared memory, and V^T P^T with V in registers."""
+    sources = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    return tuple(
+        hopper_helpers.make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, config.split_rows),
+            a_source=source,
+        )
+        for source in sources
+    )
+
+
+class SwappedConsumer(LoopInvariant):
+    """S^T = K Q^T and O^T = V^T P^T: keys, and columns of V, are the 64 rows of a WGMMA, and query rows its columns, of
+    which there may be as few as 8.
+
+    So a few query rows need no tile of 64, and V, which WGMMA would want in columns as a second operand, is a first
+    one: ``ldmatrix`` and byte permutations turn it on its way to registers.
+
+    Q and P are split into two terms of e4m3, the second 16 times finer, in two columns side by side: of bfloat16 that
+    is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
+    both terms of a query row each, and add them.
+
+    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
+    product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
+    """
+
+    def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
+        self.config, self.k, self.v, self.thread = config, k, v, thread
+        self.warp, self.lane = thread // LANES, thread % LANES
+        c = config
+        sQ, sP, exchange = (
+            memory[0].get_tensor(self._layout(c.head_dim).outer, swizzle=self._layout(c.head_dim).inner),
+            memory[1].get_tensor(self._layout(c.tile_n).outer, swizzle=self._layout(c.tile_n).inner),
+            memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m))),
+        )
+        self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane)
+        self.exchange = exchange
+        self.qk, self.pv = swapped_mmas(c)
+        self.tSrK = keep_descriptor(self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(k.smem)))
+        self.tSrQ = self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sQ))[None, None, None, 0]
+        self.tOrP = self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sP))[None, None, None, 0]
+        self.tOrV = cute.make_rmem_tensor(self.pv.partition_shape_A((c.head_dim_v, c.tile_n)), Float8E4M3FN)
+        self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((c.head_dim_v, c.split_rows)), Float32)
+        self.values = SwizzledBytes(v.smem, c.tile_n, c.head_dim_v)
+        self.queries = SwizzledBytes(sQ, c.split_rows, c.head_dim)
+        self.weights = SwizzledBytes(sP, c.split_rows, c.tile_n)
+        self.pairs = c.head_dim_v // WARPGROUP_ROWS
+        self.o = cute.make_rmem_tensor((2, self.pairs, c.rows_per_thread), Float32)
+
+    def _layout(self, columns: int) -> cute.ComposedLayout:
+        """Of both terms of all rows."""
+        return swizzled_layout(self.config.split_rows, columns, 1, Float8E4M3FN)
+
+    def _terms(self, acc: cute.Tensor) -> cute.Tensor:
+        """An accumulator by term, which of two rows of a WGMMA, query row and WGMMA."""
+        rows = self.config.rows_per_thread
+        shape = 2, 2, rows, cute.size(acc) // (4 * rows)
+        return cute.make_tensor(acc.iterator, cute.make_layout(shape))
+
+    def rows_of(self, tile: TileRows) -> SwappedRows:
+        return SwappedRows(self.config, tile, self.warp, self.lane)
+
+    def mask_of(self, window: Window, rows: SwappedRows) -> SwappedMask:
+        key = self.warp * (2 * COLUMNS_PER_GROUP) + self.lane // LANES_PER_ROW
+        return SwappedMask(
+            window, self.config.tile_n, rows.tile.seqlens, rows.tile.first, key, rows.levels()
+        )
+
+    def column(self, j: int) -> Int32:
+        """The first of pair ``j`` of the thread's columns of O."""
+        return WARPGROUP_ROWS * j + self.warp * 16 + self.lane // LANES_PER_ROW * 2
+
+    def pair(self, r: int, j: int) -> tuple[Float32, Float32]:
+        """Of O of the thread's row ``r``, not normalised."""
+        return self.o[0, j, r] * Float32(1 / P_SCALE), self.o[1, j, r] * Float32(1 / P_SCALE)
+
+    def row_sum(self, r: int) -> tuple[Float32, Float32, Float32]:
+        """What exponents of row ``r`` are measured from, the sum of P, and what O is divided by."""
+        return self.softmax.shift[r], self.softmax.row_sum[r], self.softmax.row_sum[r]
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32):
+        """The rows of Q as two terms each, a warp for every fourth row; zeros for rows and columns that there are not.
+        A power of two brings the largest element of a row to the upper end of e4m3."""
+        c = self.config
+        for i in cutlass.range_constexpr(c.rows_per_thread):
+            row = ROWS_PER_GROUP * i + self.warp
+            source = cute.recast_tensor(rows.tile.of(mQ, row), Int32)
+            halves, largest = [], Float32(0.0)
+            for n in cutlass.range_constexpr(c.head_dim // (2 * LANES)):
+                number, word = n * LANES + self.lane, Int32(0)
+                if row < rows.tile.count and number < cute.size(source):
+                    word = source[number]
+                low, high = unpack(word, mQ.element_type)
+                halves.append((low, high))
+                for x in (low, high):
+                    largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
+            scale, inverse = scales_of(max_over_lanes(largest, LANES))
+            for n, (low, high) in enumerate(halves):
+                terms = split_e4m3(low * scale, high * scale, TERM_SCALE)
+                number = 2 * (n * LANES + self.lane)
+                for term, word in enumerate(terms):
+                    line = COLUMNS_PER_GROUP * i + 2 * self.warp + term
+                    address = self.queries.address(Int32(0), line, number // 16) + number % 16
+                    store_16_bits(address, word)
+            if self.lane == 0:
+                self.exchange[0, row] = inverse * scale_log2
+        cute.arch.fence_view_async_shared()
+        sync_consumers()
+        self.softmax.start()
+
+    @cute.jit
+    def attend(
+        self, mask: SwappedMask, edges: tuple, first: Int32, end: Int32, state: PipelineState
+    ) -> PipelineState:
+        """Leave O of key blocks ``first`` to ``end``, one at least, in ``o``, not normalised, and their sums in
+        ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
+
+        P V of a block is under way while the first part of the softmax of the next one is.
+        """
+        shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
+        products = tuple(
+            cute.make_rmem_tensor(shape, Float32) for _ in range(cute.size(self.tSrQ.shape[2]))
+        )
+        scores = cute.make_rmem_tensor(
+            (2 * cute.size(shape[1]), self.config.rows_per_thread), Float32
+        )
+        self.o.fill(0.0)
+        self._start_scores(products, state)
+        warpgroup.wait_group(0)
+        self._take_scores(products, scores, mask, edges, end - 1, state)
+        self._store_P(scores)
+        for step in cutlass.range(end - first - 1, unroll=1):
+            block = end - 1 - step
+            v_state = state.clone()
+            state.advance()
+            self._start_scores(products, state)
+            self._start_product(mask.seqlens.seqlen_k, block, v_state)
+            warpgroup.wait_group(1)
+            self._take_scores(products, scores, mask, edges, block - 1, state)
+            warpgroup.wait_group(0)
+            self._add_product()
+            self._store_P(scores)
+        self._start_product(mask.seqlens.seqlen_k, first, state)
+        warpgroup.wait_group(0)
+        self._add_product()
+        self.softmax.finish()
+        state.advance()
+        return state
+
+    @cute.jit
+    def _start_scores(self, products: tuple, state: PipelineState):
+        """Start K Q^T of the block at ``state``, of each 32 columns."""
+        self.k.pipe.consumer_wait(state)
+        for k, product in enumerate(products):
+            issue_step(self.qk, product, self.tSrK[None, None, None, state.index], self.tSrQ, k)
+
+    @cute.jit
+    def _take_scores(
+        self,
+        products: tuple,
+        scores: cute.Tensor,
+        mask: SwappedMask,
+        edges: tuple,
+        block: Int32,
+        state: PipelineState,
+    ):
+        """The scores of key block ``block``, and this warp's largest of them."""
+        self.k.release(state, self.lane)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            for n in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                first, second = Float32(0.0), Float32(0.0)
+                for product in products:
+                    first += self._terms(product)[0, n % 2, r, n // 2]
+                    second += self._terms(product)[1, n % 2, r, n // 2]
+                scores[n, r] = second * Float32(1 / TERM_SCALE) + first
+        left_masked_end, unmasked_end = edges
+        if block >= unmasked_end or block < left_masked_end:
+            mask.apply(scores, block)
+        self.softmax.offer(scores)
+
+    @cute.jit
+    def _store_P(self, scores: cute.Tensor):
+        """Turn scores into P, and store both terms of it for the next product, whose keys are in the order in which
+        ``_load_values`` has them."""
+        self.softmax.exponentiate(scores)
+        lane, warp = self.lane, self.warp
+        of_step = lane // LANES_PER_ROW
+        place = 16 * (warp % 2) + 4 * (of_step % 4) + 2 * (of_step // 4)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            for m in cutlass.range_constexpr(cute.size(scores, mode=[0]) // 2):
+                low, high = scores[2 * m, r], scores[2 * m + 1, r]
+                terms = split_e4m3(low * Float32(P_SCALE), high * Float32(P_SCALE), TERM_SCALE)
+                position = KEYS_PER_STEP * (2 * m + warp // 2) + place
+                for term, word in enumerate(terms):
+                    line = COLUMNS_PER_GROUP * r + 2 * (lane % LANES_PER_ROW) + term
+                    address = self.weights.address(Int32(0), line, position // 16) + position % 16
+                    store_16_bits(address, word)
+        cute.arch.fence_view_async_shared()
+        sync_consumers()
+
+    @cute.jit
+    def _start_product(self, seqlen_k: Int32, block: Int32, state: PipelineState):
+        """Start V^T P^T of key block ``block``, whose V is at ``state``."""
+        c = self.config
+        self.v.pipe.consumer_wait(state)
+        keys = seqlen_k - block * c.tile_n
+        if keys < c.tile_n:
+            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
+        self._load_values(state)
+        self.v.release(state, self.lane)
+        issue_gemm(self.pv, self.acc, self.tOrV, self.tOrP, False)
+
+    @cute.jit
+    def _load_values(self, state: PipelineState):
+        """V^T to registers: a thread has four keys of a column in a word.
+
+        ``ldmatrix.trans`` gives it two neighbouring columns of two keys, from each of four matrices of 8 keys. Line 2 i
+        + e of matrix 2 h + b is key 16 h + 8 e + 4 b + i of 32, so that the keys of a row of an accumulator of S^T that
+        a thread holds, 8 apart, are neighbours.
+        """
+        words = cute.recast_tensor(self.tOrV, Int32)
+        line, matrix = self.lane % 8, self.lane // 8
+        key = 16 * (matrix // 2) + 8 * (line % 2) + 4 * (matrix % 2) + line // 2
+        for step in cutlass.range_constexpr(self.config.tile_n // KEYS_PER_STEP):
+            for m in cutlass.range_constexpr(self.pairs):
+                chunk = WARPS_PER_WARPGROUP * m + self.warp
+                loaded = cute.arch.inline_ptx(
+                    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Int32] * 4,
+                    read_only_args=[self.values.address(state.index, key + KEYS_PER_STEP * step, chunk)],
+                )
+                for half in cutlass.range_constexpr(2):
+                    for odd, selector in enumerate((0x6420, 0x7531)):
+                        word = permute_bytes(loaded[2 * half], loaded[2 * half + 1], selector)
+                        words[odd + 2 * half + 4 * (m + self.pairs * step)] = word
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _add_product(self):
+        """O, shrunk for the maximum of the block, and its product."""
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            for j in cutlass.range_constexpr(self.pairs):
+                for e in cutlass.range_constexpr(2):
+                    terms = self._terms(self.acc)
+                    product = terms[1, e, r, j] * Float32(1 / TERM_SCALE) + terms[0, e, r, j]
+                    self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
+
+
+@cute.jit
+def scales_of(largest: Float32) -> tuple[Float32, Float32]:
+    """The power of two that brings a row of Q to ``Q_EXPONENT``, and its inverse: NaN for a row that is not finite,
+    which e4m3 would take for one that is."""
+    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[largest])
+    exponent = cutlass.max(bits >> 23, SCALED_QUERIES["smallest"])
+    of_scale = (2 * 127 + Q_EXPONENT - exponent) << 23
+    of_inverse = (exponent - Q_EXPONENT) << 23
+    of_inverse = Int32(-1) if exponent == SCALED_QUERIES["infinite"] else of_inverse
+    return as_float(of_scale), as_float(of_inverse)
+
+
+def as_float(bits: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
