@@ -44,11 +44,16 @@ def issue_gemm(
 
 @cute.jit
 def issue_step(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, k: cutlass.Constexpr[int]
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tA: cute.Tensor,
+    tB: cute.Tensor,
+    k: cutlass.Constexpr[int],
+    accumulate: cutlass.Constexpr[bool] = False,
 ):
-    """Start acc = A B^T of the columns of step ``k`` alone, as a group of its own."""
+    """Start acc (+)= A B^T of the columns of step ``k`` alone, as a group of its own."""
     atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, False)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
     cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
     warpgroup.commit_group()

@@ -28,6 +28,10 @@ KEYS_PER_STEP = 32
 TERM_SCALE = 16.0
 """A second term is this much finer than the first: e4m3 has 4 bits."""
 
+PRODUCTS = {4: 16, 8: 16, 16: 2}
+"""Sums of Q K^T that there are registers for, by the rows of a tile; half of them with 256 columns, which have 8 steps.
+"""
+
 P_SCALE = 256.0
 """P, of 1 at most, as it is split; e4m3 goes to 448."""
 
@@ -68,8 +72,9 @@ class SwappedConsumer(LoopInvariant):
     is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
     both terms of a query row each, and add them.
 
-    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
-    product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
+    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, or of two
+    products where a tile has 16 rows, and O from a product for each key block, since WGMMA cuts sums of e4m3 at 2^-13
+    of the largest term.
     """
 
     def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
@@ -167,9 +172,7 @@ class SwappedConsumer(LoopInvariant):
         P V of a block is under way while the first part of the softmax of the next one is.
         """
         shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
-        products = tuple(
-            cute.make_rmem_tensor(shape, Float32) for _ in range(cute.size(self.tSrQ.shape[2]))
-        )
+        products = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(self._products()))
         scores = cute.make_rmem_tensor(
             (2 * cute.size(shape[1]), self.config.rows_per_thread), Float32
         )
@@ -196,12 +199,18 @@ class SwappedConsumer(LoopInvariant):
         state.advance()
         return state
 
+    def _products(self) -> int:
+        c = self.config
+        halves = 2 if max(c.head_dim, c.head_dim_v) > 192 else 1
+        return min(cute.size(self.tSrQ.shape[2]), PRODUCTS[c.tile_m] // halves)
+
     @cute.jit
     def _start_scores(self, products: tuple, state: PipelineState):
-        """Start K Q^T of the block at ``state``, of each 32 columns."""
+        """Start K Q^T of the block at ``state``: in turn, the steps of 32 columns go to one product after another."""
         self.k.pipe.consumer_wait(state)
-        for k, product in enumerate(products):
-            issue_step(self.qk, product, self.tSrK[None, None, None, state.index], self.tSrQ, k)
+        tSrK, count = self.tSrK[None, None, None, state.index], len(products)
+        for k in cutlass.range_constexpr(cute.size(self.tSrQ.shape[2])):
+            issue_step(self.qk, products[k % count], tSrK, self.tSrQ, k, accumulate=k >= count)
 
     @cute.jit
     def _take_scores(
