@@ -49,11 +49,13 @@ def issue_step(
     tA: cute.Tensor,
     tB: cute.Tensor,
     k: cutlass.Constexpr[int],
-    accumulate: cutlass.Constexpr[bool] = False,
+    closes: cutlass.Constexpr[bool] = True,
 ):
-    """Start acc (+)= A B^T of the columns of step ``k`` alone, as a group of its own."""
+    """Start acc = A B^T of the columns of step ``k`` alone, as a group of its own; with ``closes=False`` the group is
+    left open for the next call."""
     atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    atom.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
-    warpgroup.commit_group()
+    if const_expr(closes):
+        warpgroup.commit_group()

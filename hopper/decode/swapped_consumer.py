@@ -28,9 +28,8 @@ KEYS_PER_STEP = 32
 TERM_SCALE = 16.0
 """A second term is this much finer than the first: e4m3 has 4 bits."""
 
-PRODUCTS = {4: 16, 8: 16, 16: 2}
-"""Sums of Q K^T that there are registers for, by the rows of a tile; half of them with 256 columns, which have 8 steps.
-"""
+PRODUCTS = {4: 16, 8: 16, 16: 1}
+"""Products of K Q^T that there are registers for, by the rows of a tile; half as many with 256 columns."""
 
 P_SCALE = 256.0
 """P, of 1 at most, as it is split; e4m3 goes to 448."""
@@ -72,9 +71,8 @@ class SwappedConsumer(LoopInvariant):
     is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
     both terms of a query row each, and add them.
 
-    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, or of two
-    products where a tile has 16 rows, and O from a product for each key block, since WGMMA cuts sums of e4m3 at 2^-13
-    of the largest term.
+    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
+    product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
     """
 
     def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
@@ -169,32 +167,24 @@ class SwappedConsumer(LoopInvariant):
         """Leave O of key blocks ``first`` to ``end``, one at least, in ``o``, not normalised, and their sums in
         ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
 
-        P V of a block is under way while the first part of the softmax of the next one is.
+        K Q^T of a block is under way while the softmax of the one before it is.
         """
         shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
         products = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(self._products()))
-        scores = cute.make_rmem_tensor(
-            (2 * cute.size(shape[1]), self.config.rows_per_thread), Float32
-        )
+        scores = cute.make_rmem_tensor((2 * cute.size(shape[1]), self.config.rows_per_thread), Float32)
         self.o.fill(0.0)
         self._start_scores(products, state)
         warpgroup.wait_group(0)
-        self._take_scores(products, scores, mask, edges, end - 1, state)
-        self._store_P(scores)
         for step in cutlass.range(end - first - 1, unroll=1):
             block = end - 1 - step
-            v_state = state.clone()
+            next_state = state.clone()
+            next_state.advance()
+            self._take_scores(products, scores, state)
+            self._start_scores(products, next_state)
+            self._finish_block(scores, mask, edges, block, state)
             state.advance()
-            self._start_scores(products, state)
-            self._start_product(mask.seqlens.seqlen_k, block, v_state)
-            warpgroup.wait_group(1)
-            self._take_scores(products, scores, mask, edges, block - 1, state)
-            warpgroup.wait_group(0)
-            self._add_product()
-            self._store_P(scores)
-        self._start_product(mask.seqlens.seqlen_k, first, state)
-        warpgroup.wait_group(0)
-        self._add_product()
+        self._take_scores(products, scores, state)
+        self._finish_block(scores, mask, edges, first, state)
         self.softmax.finish()
         state.advance()
         return state
@@ -202,39 +192,53 @@ class SwappedConsumer(LoopInvariant):
     def _products(self) -> int:
         c = self.config
         halves = 2 if max(c.head_dim, c.head_dim_v) > 192 else 1
-        return min(cute.size(self.tSrQ.shape[2]), PRODUCTS[c.tile_m] // halves)
+        return min(cute.size(self.tSrQ.shape[2]), max(PRODUCTS[c.tile_m] // halves, 1))
 
     @cute.jit
     def _start_scores(self, products: tuple, state: PipelineState):
-        """Start K Q^T of the block at ``state``: in turn, the steps of 32 columns go to one product after another."""
+        """Start K Q^T of the block at ``state``, of as many steps of 32 columns as there are products."""
         self.k.pipe.consumer_wait(state)
-        tSrK, count = self.tSrK[None, None, None, state.index], len(products)
-        for k in cutlass.range_constexpr(cute.size(self.tSrQ.shape[2])):
-            issue_step(self.qk, products[k % count], tSrK, self.tSrQ, k, accumulate=k >= count)
+        self._issue_scores(products, state, 0)
+
+    def _issue_scores(self, products: tuple, state: PipelineState, first: int):
+        tSrK = self.tSrK[None, None, None, state.index]
+        for k, product in enumerate(products):
+            issue_step(self.qk, product, tSrK, self.tSrQ, first + k, closes=k + 1 == len(products))
 
     @cute.jit
-    def _take_scores(
-        self,
-        products: tuple,
-        scores: cute.Tensor,
-        mask: SwappedMask,
-        edges: tuple,
-        block: Int32,
-        state: PipelineState,
-    ):
-        """The scores of key block ``block``, and this warp's largest of them."""
+    def _take_scores(self, products: tuple, scores: cute.Tensor, state: PipelineState):
+        """The scores of the block at ``state``, whose first steps are done; the others are done here."""
+        scores.fill(0.0)
+        self._add_scores(products, scores)
+        for first in cutlass.range_constexpr(len(products), cute.size(self.tSrQ.shape[2]), len(products)):
+            self._issue_scores(products, state, first)
+            warpgroup.wait_group(0)
+            self._add_scores(products, scores)
         self.k.release(state, self.lane)
-        for r in cutlass.range_constexpr(self.config.rows_per_thread):
-            for n in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                first, second = Float32(0.0), Float32(0.0)
+
+    def _add_scores(self, products: tuple, scores: cute.Tensor):
+        for r in range(self.config.rows_per_thread):
+            for n in range(cute.size(scores, mode=[0])):
                 for product in products:
-                    first += self._terms(product)[0, n % 2, r, n // 2]
-                    second += self._terms(product)[1, n % 2, r, n // 2]
-                scores[n, r] = second * Float32(1 / TERM_SCALE) + first
+                    terms = self._terms(product)
+                    second = terms[1, n % 2, r, n // 2] * Float32(1 / TERM_SCALE)
+                    scores[n, r] = scores[n, r] + (second + terms[0, n % 2, r, n // 2])
+
+    @cute.jit
+    def _finish_block(
+        self, scores: cute.Tensor, mask: SwappedMask, edges: tuple, block: Int32, state: PipelineState
+    ):
+        """From the scores of key block ``block``, which is at ``state``, to O. All WGMMAs that are under way are done
+        then: ptxas takes them one by one where one is awaited in the next turn of a loop."""
         left_masked_end, unmasked_end = edges
         if block >= unmasked_end or block < left_masked_end:
             mask.apply(scores, block)
         self.softmax.offer(scores)
+        self._load_values(mask.seqlens.seqlen_k, block, state)
+        self._store_P(scores)
+        issue_gemm(self.pv, self.acc, self.tOrV, self.tOrP, False)
+        warpgroup.wait_group(0)
+        self._add_product()
 
     @cute.jit
     def _store_P(self, scores: cute.Tensor):
@@ -257,29 +261,22 @@ class SwappedConsumer(LoopInvariant):
         sync_consumers()
 
     @cute.jit
-    def _start_product(self, seqlen_k: Int32, block: Int32, state: PipelineState):
-        """Start V^T P^T of key block ``block``, whose V is at ``state``."""
-        c = self.config
-        self.v.pipe.consumer_wait(state)
-        keys = seqlen_k - block * c.tile_n
-        if keys < c.tile_n:
-            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
-        self._load_values(state)
-        self.v.release(state, self.lane)
-        issue_gemm(self.pv, self.acc, self.tOrV, self.tOrP, False)
-
-    @cute.jit
-    def _load_values(self, state: PipelineState):
-        """V^T to registers: a thread has four keys of a column in a word.
+    def _load_values(self, seqlen_k: Int32, block: Int32, state: PipelineState):
+        """V^T of key block ``block``, which is at ``state``, to registers: a thread has four keys of a column in a word.
 
         ``ldmatrix.trans`` gives it two neighbouring columns of two keys, from each of four matrices of 8 keys. Line 2 i
         + e of matrix 2 h + b is key 16 h + 8 e + 4 b + i of 32, so that the keys of a row of an accumulator of S^T that
         a thread holds, 8 apart, are neighbours.
         """
+        c = self.config
+        self.v.pipe.consumer_wait(state)
+        keys = seqlen_k - block * c.tile_n
+        if keys < c.tile_n:
+            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
         words = cute.recast_tensor(self.tOrV, Int32)
         line, matrix = self.lane % 8, self.lane // 8
         key = 16 * (matrix // 2) + 8 * (line % 2) + 4 * (matrix % 2) + line // 2
-        for step in cutlass.range_constexpr(self.config.tile_n // KEYS_PER_STEP):
+        for step in cutlass.range_constexpr(c.tile_n // KEYS_PER_STEP):
             for m in cutlass.range_constexpr(self.pairs):
                 chunk = WARPS_PER_WARPGROUP * m + self.warp
                 loaded = cute.arch.inline_ptx(
@@ -292,6 +289,7 @@ class SwappedConsumer(LoopInvariant):
                         word = permute_bytes(loaded[2 * half], loaded[2 * half + 1], selector)
                         words[odd + 2 * half + 4 * (m + self.pairs * step)] = word
         cute.arch.sync_warp()
+        self.v.release(state, self.lane)
 
     @cute.jit
     def _add_product(self):
