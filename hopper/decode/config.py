@@ -52,8 +52,9 @@ class DecodeConfig:
     for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
     cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: they are columns of a WGMMA then,
     two a row (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
-    float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. ``causal``, ``window``,
-    ``chunk``, ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
+    float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is of
+    e4m3 too, and ``dtype`` that of O. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``ForwardConfig``.
     """
 
     dtype: str
@@ -74,6 +75,7 @@ class DecodeConfig:
     sinks: bool = False
     cache_dtype: str = ""
     raw_stages: int = 0
+    e4m3_queries: bool = False
 
     @property
     def is_swapped(self) -> bool:
@@ -149,6 +151,7 @@ class DecodeConfig:
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
         parts += [f"e4m3cache{self.raw_stages}"] if self.cache_dtype else []
+        parts += ["e4m3queries"] if self.e4m3_queries else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -183,6 +186,8 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(
             f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3 and tile_m 32 or 64, else 0"
         )
+    if c.e4m3_queries and not c.is_swapped:
+        raise ValueError(f"e4m3_queries is True with tile_m {c.tile_m}, allowed: False")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
@@ -252,7 +257,7 @@ def select_decode_config(
     Args:
         page_size, pages: rows of a page, and pages of a sequence.
         rows: query rows that share a K/V head.
-        others: further fields.
+        others: further fields. ``e4m3_queries`` is dropped where a kernel wants them in 16 bits.
     """
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
     cache_dtype = others.get("cache_dtype", "")
@@ -269,6 +274,7 @@ def select_decode_config(
     elif cache_dtype:
         stages = WIDE_STAGES
         raw_stages = (room - 2 * stages * columns) // columns
+    others["e4m3_queries"] = others.get("e4m3_queries", False) and tile_m in SWAPPED_TILE_M
     config = DecodeConfig(
         dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
     )

@@ -90,6 +90,7 @@ class DecodeKernel:
         attention_chunk: Int32 | None,
         softcap: Float32 | None,
         sinks: cute.Tensor | None,
+        q_descale: cute.Tensor | None,
         k_descale: cute.Tensor | None,
         v_descale: cute.Tensor | None,
         num_ctas: Int32,
@@ -100,7 +101,8 @@ class DecodeKernel:
         mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
         (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
         and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``.
-        Descales are float32 (batch, kv_heads), for a cache of e4m3. What the config has no use for is None.
+        Descales are float32 (batch, kv_heads), for a cache of e4m3 and for such queries. What the config has no use for
+        is None.
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
@@ -127,11 +129,13 @@ class DecodeKernel:
         )
         tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
-        k_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.cache_dtype) else ((), ())
+        score_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.cache_dtype) else ((), ())
+        if const_expr(c.e4m3_queries):
+            score_factors = q_descale, k_descale
         outputs = Outputs(mO, mLSE, of_sinks, v_factors, parts)
         scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
         self.kernel(
-            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, k_factors
+            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, score_factors
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -164,7 +168,7 @@ class DecodeKernel:
         outputs: Outputs,
         scale_log2: Float32,
         cap_factors: tuple,
-        k_factors: tuple,
+        score_factors: tuple,
     ):
         """A CTA for each piece of the row of blocks."""
         c = self.config
@@ -214,7 +218,7 @@ class DecodeKernel:
                 consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
             parts = PartialResults(c, outputs.parts)
             results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, cta)
-            self._consume(work, consumer, results, mQ, lane, scale_log2, k_factors)
+            self._consume(work, consumer, results, mQ, lane, scale_log2, score_factors)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -246,7 +250,7 @@ class DecodeKernel:
         mQ: cute.Tensor,
         lane: Int32,
         scale_log2: Float32,
-        k_factors: tuple,
+        score_factors: tuple,
     ):
         """Every tile of which this CTA has a part."""
         c = self.config
@@ -264,7 +268,7 @@ class DecodeKernel:
             if first >= end:
                 results.leave_nothing(rows)
             else:
-                consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(k_factors))
+                consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
                 mask = consumer.mask_of(work.batch.window, rows)
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)

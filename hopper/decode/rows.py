@@ -1,5 +1,6 @@
 """The rows of a decode tile: query heads of one K/V head, of one token after another."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,8 @@ class TileRows(LoopInvariant):
         return self.seqlens.seqlen_q * self.group - self.first
 
     def factor(self, factors: tuple[cute.Tensor, ...]) -> Any:
-        """That of the K/V head, of a tensor (batch, kv_heads); 1 if there is none."""
-        for tensor in factors:
-            return tensor[self.seqlens.batch, self.head_kv]
-        return 1.0
+        """The product of those of the K/V head, of tensors (batch, kv_heads)."""
+        return math.prod(tensor[self.seqlens.batch, self.head_kv] for tensor in factors)
 
     def place(self, row: Any) -> tuple[Any, Any]:
         """Token and head of a row of the tile; those of the last row for one that does not exist."""

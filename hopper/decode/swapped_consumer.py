@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass import Float8E4M3FN, Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
@@ -131,26 +131,26 @@ class SwappedConsumer(LoopInvariant):
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32):
-        """The rows of Q as two terms each, a warp for every fourth row; zeros for rows and columns that there are not.
-        A power of two brings the largest element of a row to the upper end of e4m3."""
+        """The rows of Q as two terms each, a warp for every fourth row; zeros for rows and columns that there are not,
+        and for the second term of e4m3."""
         c = self.config
         for i in cutlass.range_constexpr(c.rows_per_thread):
             row = ROWS_PER_GROUP * i + self.warp
-            source = cute.recast_tensor(rows.tile.of(mQ, row), Int32)
-            halves, largest = [], Float32(0.0)
+            pair = Int16 if const_expr(c.e4m3_queries) else Int32
+            source = cute.recast_tensor(rows.tile.of(mQ, row), pair)
+            words = []
             for n in cutlass.range_constexpr(c.head_dim // (2 * LANES)):
-                number, word = n * LANES + self.lane, Int32(0)
+                number, word = n * LANES + self.lane, pair(0)
                 if row < rows.tile.count and number < cute.size(source):
                     word = source[number]
-                low, high = unpack(word, mQ.element_type)
-                halves.append((low, high))
-                for x in (low, high):
-                    largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
-            scale, inverse = scales_of(max_over_lanes(largest, LANES))
-            for n, (low, high) in enumerate(halves):
-                terms = split_e4m3(low * scale, high * scale, TERM_SCALE)
+                words.append(word)
+            if const_expr(c.e4m3_queries):
+                inverse, terms = Float32(1.0), [(word, Int16(0)) for word in words]
+            else:
+                inverse, terms = split_row([unpack(word, mQ.element_type) for word in words])
+            for n, of_pair in enumerate(terms):
                 number = 2 * (n * LANES + self.lane)
-                for term, word in enumerate(terms):
+                for term, word in enumerate(of_pair):
                     line = COLUMNS_PER_GROUP * i + 2 * self.warp + term
                     address = self.queries.address(Int32(0), line, number // 16) + number % 16
                     store_16_bits(address, word)
@@ -300,6 +300,17 @@ class SwappedConsumer(LoopInvariant):
                     terms = self._terms(self.acc)
                     product = terms[1, e, r, j] * Float32(1 / TERM_SCALE) + terms[0, e, r, j]
                     self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
+
+
+def split_row(pairs: list) -> tuple[Float32, list]:
+    """Terms of a row of Q, of which each lane of a warp has some pairs of elements, and what undoes the power of two
+    that brings the largest of all to the upper end of e4m3."""
+    largest = Float32(0.0)
+    for pair in pairs:
+        for x in pair:
+            largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
+    scale, inverse = scales_of(max_over_lanes(largest, LANES))
+    return inverse, [split_e4m3(low * scale, high * scale, TERM_SCALE) for low, high in pairs]
 
 
 @cute.jit

@@ -214,9 +214,10 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     address tells."""
     if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
-    if tensors.q.dtype == FP8_DTYPE:
+    launcher = find_decode(call)
+    if tensors.q.dtype == FP8_DTYPE and not launcher.takes_e4m3_queries:
         tensors = tensors._replace(q=_query(call.shape, tensors).view(tensors.q.shape))
-    return find_decode(call)(tensors, scores)
+    return launcher(tensors, scores)
 
 
 def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
