@@ -236,7 +236,7 @@ FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (
 FP8_OTHERS = (
     replace(equal(1, 8), is_fp8=True),
     replace(equal(8, 8), is_fp8=True, queries=4),
-    replace(equal(8, 8), is_fp8=True, page_size=64),
+    replace(equal(8, 8, 1), is_fp8=True),
 )
 
 WORKLOADS = (
@@ -258,9 +258,7 @@ ALL_WORKLOADS = (*WORKLOADS, *FP8, *FP8_OTHERS)
 
 TOPICS: dict[str, Callable[[ServingWorkload], bool]] = {
     "Decode": lambda w: w.is_plain and not (w.is_fp8 or w.is_prefill or w.is_ragged or w.latent),
-    "Pages": lambda w: (
-        bool(w.page_size) and not (w.appends or w.is_prefill or w.is_ragged or w.latent or w.is_fp8)
-    ),
+    "Pages": lambda w: bool(w.page_size) and not (w.appends or w.is_prefill or w.is_ragged or w.latent),
     "Ragged sequences": lambda w: w.is_ragged and not (w.appends or w.is_prefill or w.latent),
     "Chunked prefill": lambda w: w.is_prefill and not (w.appends or w.latent),
     "New keys": lambda w: w.appends,
