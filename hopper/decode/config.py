@@ -15,12 +15,6 @@ E4M3 = "float8_e4m3fn"
 REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
 """Of a thread, by role, where two warpgroups widen the cache."""
 
-REGISTERS_SWAPPED = {"consumer": 232, "producer": 40}
-"""The same of a swapped kernel."""
-
-SWAPPED_CONSUMERS = 2
-"""Warpgroups that share the key blocks of a tile in a swapped kernel."""
-
 PRODUCER_WARPS = 2
 """One for K, one for V."""
 
@@ -104,18 +98,6 @@ class DecodeConfig:
         """Of what is multiplied."""
         return 1 if self.is_swapped else 2
 
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute."""
-        return SWAPPED_CONSUMERS if self.is_swapped else 1
-
-    @property
-    def registers(self) -> dict[str, int]:
-        """Of a thread, by role, where roles have other numbers than they are launched with."""
-        if self.is_swapped:
-            return REGISTERS_SWAPPED
-        return REGISTERS_WIDENED if self.is_widened else {}
-
     def box_columns(self, columns: int) -> int:
         """Columns of one box of TMA, of so many: a swizzled row, or where nothing is swizzled all of them."""
         if self.is_widened:
@@ -132,8 +114,6 @@ class DecodeConfig:
     def threads(self) -> int:
         if self.is_widened:
             return 4 * WARPGROUP_THREADS
-        if self.is_swapped:
-            return (SWAPPED_CONSUMERS + 1) * WARPGROUP_THREADS
         return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
@@ -151,7 +131,7 @@ class DecodeConfig:
         """K and V of each stage, as they come and as they are multiplied, the barriers, and what a swapped kernel has
         of Q and P."""
         columns = self.tile_n * (self.head_dim + self.head_dim_v)
-        others = swapped_bytes(self.tile_m, self.head_dim, self.head_dim_v, self.tile_n) if self.is_swapped else 0
+        others = swapped_bytes(self.tile_m, self.head_dim, self.tile_n) if self.is_swapped else 0
         return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES + others
 
     @property
@@ -187,8 +167,8 @@ def validate_decode_config(config: DecodeConfig) -> None:
     check_chunk(c.window, c.chunk)
     if c.cache_dtype not in ("", E4M3):
         raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
-    allowed = tile_ms(c.dtype, c.cache_dtype, max(c.head_dim, c.head_dim_v))
-    if c.tile_m not in allowed:
+    if c.tile_m not in TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]:
+        allowed = TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {', '.join(map(str, allowed))}")
     allowed = tuple(TILE_N_WIDENED if c.is_widened else TILE_N)
     for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
@@ -228,35 +208,18 @@ tiles of 64 rows."""
 TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
 """The same for a swapped kernel."""
 
-WIDEST_OF_16_ROWS = 192
-"""Columns of K or V that a swapped kernel with 16 rows has registers for."""
+TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
+"""Rows that a tile may have with a cache of 16 bits, or of e4m3. Queries in float16 have 11 bits, and are not split."""
 
 
-def swapped_bytes(tile_m: int, head_dim: int, head_dim_v: int, tile_n: int) -> int:
-    """Shared memory that each consumer has for both terms of Q and P and for a number of each row from each of its four
-    warps, and for what one of them leaves to the other: ``merged_floats`` of each thread."""
-    of_consumer = 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
-    return SWAPPED_CONSUMERS * of_consumer + 4 * WARPGROUP_THREADS * merged_floats(tile_m, head_dim_v)
+def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
+    """Shared memory for both terms of Q and P, and for a number of each row from each of four warps."""
+    return 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
 
 
-def merged_floats(tile_m: int, head_dim_v: int) -> int:
-    """float32 of a thread of a swapped kernel: its part of O, and of each of its rows the sum and the shift."""
-    return tile_m // ROWS_PER_GROUP * (2 * head_dim_v // WARPGROUP_ROWS + 2)
-
-
-def tile_ms(dtype: str, cache_dtype: str, columns: int) -> tuple[int, ...]:
-    """Rows that a tile may have, in order; ``columns`` are the more of K and V. Queries in float16 have 11 bits, and are
-    not split."""
-    tall = WARPGROUP_ROWS // 2, WARPGROUP_ROWS
-    if cache_dtype != E4M3 or dtype != "bfloat16":
-        return tall
-    swapped = SWAPPED_TILE_M if columns <= WIDEST_OF_16_ROWS else SWAPPED_TILE_M[:-1]
-    return *swapped, *tall
-
-
-def tile_m_of(dtype: str, head_dim: int, head_dim_v: int, rows: int, cache_dtype: str = "") -> int:
+def tile_m_of(dtype: str, rows: int, cache_dtype: str = "") -> int:
     """Rows of a tile of the kernel for a problem; the arguments are those of ``select_decode_config``."""
-    allowed = tile_ms(dtype, cache_dtype, max(head_dim, head_dim_v))
+    allowed = TILE_M[cache_dtype if dtype == "bfloat16" else ""]
     return next((tile_m for tile_m in allowed if rows <= tile_m), WARPGROUP_ROWS)
 
 
@@ -265,7 +228,7 @@ def tile_n_of(dtype: str, head_dim: int, head_dim_v: int, rows: int = 1, cache_d
     size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
     if cache_dtype != E4M3:
         return TILE_N[size]
-    if tile_m_of(dtype, head_dim, head_dim_v, rows, cache_dtype) in SWAPPED_TILE_M:
+    if tile_m_of(dtype, rows, cache_dtype) in SWAPPED_TILE_M:
         return TILE_N_SWAPPED[size]
     tile_n = TILE_N_WIDENED[size]
     return max(tile_n // 2, 16) if rows > WARPGROUP_ROWS // 2 else tile_n
@@ -299,7 +262,7 @@ def select_decode_config(
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
     cache_dtype = others.get("cache_dtype", "")
     tile_n = tile_n_of(dtype, head_dim, head_dim_v, rows, cache_dtype)
-    tile_m = tile_m_of(dtype, head_dim, head_dim_v, rows, cache_dtype)
+    tile_m = tile_m_of(dtype, rows, cache_dtype)
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
@@ -307,7 +270,7 @@ def select_decode_config(
     room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES
     stages = room // (2 * columns)
     if tile_m in SWAPPED_TILE_M:
-        stages = (room - swapped_bytes(tile_m, d, dv, tile_n)) // columns
+        stages = (room - swapped_bytes(tile_m, d, tile_n)) // columns
     elif cache_dtype:
         stages = WIDE_STAGES
         raw_stages = (room - 2 * stages * columns) // columns

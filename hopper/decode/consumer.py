@@ -77,10 +77,6 @@ class Consumer(LoopInvariant):
         acc = as_rows(self.acc)
         return acc[r, (0, j)], acc[r, (1, j)]
 
-    def leaves_results(self) -> bool:
-        """Whether this consumer has those of a tile: there is no other."""
-        return True
-
     def row_sum(self, r: int) -> tuple[Float32, Float32, Float32]:
         """What exponents of row ``r`` are measured from, the sum of P, and what O is divided by."""
         softmax = self.softmax

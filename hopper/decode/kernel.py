@@ -14,13 +14,12 @@ from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from cute_kernels.window import sides_of
-from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
     PRODUCER_WARPS,
-    SWAPPED_CONSUMERS,
+    REGISTERS_WIDENED,
     DecodeConfig,
-    merged_floats,
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
@@ -190,30 +189,29 @@ class DecodeKernel:
         cta = cute.arch.block_idx()[0]
         work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
         first_producer = c.threads // cute.arch.WARP_SIZE - (
-            WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
+            WARPS_PER_WARPGROUP if const_expr(c.is_widened) else PRODUCER_WARPS
         )
         if warp >= first_producer:
-            if const_expr(c.registers):
-                cute.arch.setmaxregister_decrease(c.registers["producer"])
+            if const_expr(c.is_widened):
+                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["producer"])
             if warp == first_producer:
                 Producer(c, work, raw[0], table, page_size, lane).run()
             elif warp == first_producer + 1:
                 Producer(c, work, raw[1], table, page_size, lane).run()
-        elif warp >= c.consumers * WARPS_PER_WARPGROUP:
+        elif warp >= WARPS_PER_WARPGROUP:
             if const_expr(c.is_widened):
-                cute.arch.setmaxregister_decrease(c.registers["widener"])
+                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["widener"])
                 thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
                 if warp < 2 * WARPS_PER_WARPGROUP:
                     Widener(c, work, raw[0], wide[0], thread, lane).run()
                 else:
                     Widener(c, work, raw[1], wide[1], thread, lane).run()
         else:
-            if const_expr(c.registers):
-                cute.arch.setmaxregister_increase(c.registers["consumer"])
-            number, of_consumer = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
-            thread = of_consumer * cute.arch.WARP_SIZE + lane
+            if const_expr(c.is_widened):
+                cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])
+            thread = warp * cute.arch.WARP_SIZE + lane
             if const_expr(c.is_swapped):
-                consumer = SwappedConsumer(c, *wide, storage, number, thread)
+                consumer = SwappedConsumer(c, *wide, (storage.sQ, storage.sP, storage.exchange), thread)
             else:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
@@ -274,8 +272,7 @@ class DecodeKernel:
                 mask = consumer.mask_of(work.batch.window, rows)
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
-                if consumer.leaves_results():
-                    results.leave(consumer, rows, parts)
+                results.leave(consumer, rows, parts)
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
@@ -323,8 +320,7 @@ class DecodeKernel:
     def _shared_storage(self) -> type:
         c = self.config
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
-        swapped = SWAPPED_CONSUMERS if c.is_swapped else 0
-        merged_elements = WARPGROUP_THREADS * merged_floats(c.tile_m, c.head_dim_v) if c.is_swapped else 0
+        swapped = int(c.is_swapped)
 
         @cute.struct
         class SharedStorage:
@@ -339,7 +335,6 @@ class DecodeKernel:
             sQ: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.head_dim], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.tile_n], 1024]
             exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
-            merged: cute.struct.MemRange[Float32, merged_elements]
 
         return SharedStorage
 

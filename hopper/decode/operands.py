@@ -14,11 +14,8 @@ from cute_kernels.problem import VARLEN
 from cute_kernels.window import window_of
 from hopper.config import WARPGROUP_THREADS
 from hopper.decode.batch import CacheBatch
-from hopper.decode.config import SWAPPED_CONSUMERS, DecodeConfig
+from hopper.decode.config import DecodeConfig
 from hopper.decode.schedule import Pieces, TileParts
-
-
-FIRST_CONSUMER_BARRIER, BOTH_CONSUMERS_BARRIER = 1, 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ def clear_rows(
     first: Int32,
     stage: Int32,
     thread: Int32,
-    consumer: Int32 | int = 0,
 ):
     """Zero the rows of V from ``first`` on: what is in a cache behind the last key may be NaN, which P = 0 does not
     hide. Swizzling moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
@@ -65,19 +61,13 @@ def clear_rows(
         for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
             words[thread % words_of_row, row, part, stage] = Int32(0)
     cute.arch.fence_view_async_shared()
-    sync_consumer(consumer)
-
-
-@cute.jit
-def sync_consumer(consumer: Int32 | int = 0):
-    """Barrier among the threads of a consumer."""
-    cute.arch.barrier(barrier_id=FIRST_CONSUMER_BARRIER + consumer, number_of_threads=WARPGROUP_THREADS)
+    sync_consumers()
 
 
 @cute.jit
 def sync_consumers():
-    """Barrier among those of both."""
-    cute.arch.barrier(barrier_id=BOTH_CONSUMERS_BARRIER, number_of_threads=SWAPPED_CONSUMERS * WARPGROUP_THREADS)
+    """Barrier among the consumer's threads."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP_THREADS)
 
 
 @dataclass(frozen=True)

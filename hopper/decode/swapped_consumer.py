@@ -1,22 +1,20 @@
 """The consumer warpgroup of a cache of e4m3: K and V are multiplied as they are, as the first operands."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int16, Int32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.fast_math import exp2, max_over_lanes, permute_bytes, split_e4m3, unpack
+from cute_kernels.fast_math import max_over_lanes, permute_bytes, split_e4m3, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
-from hopper.decode.config import ROWS_PER_GROUP, SWAPPED_CONSUMERS, DecodeConfig, merged_floats
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 from hopper.decode.masks import SwappedMask
-from hopper.decode.operands import Keys, clear_rows, sync_consumer, sync_consumers
+from hopper.decode.operands import Keys, clear_rows, sync_consumers
 from hopper.decode.rows import SwappedRows, TileRows
 from hopper.decode.swapped_softmax import SwappedSoftmax
 from hopper.swizzled_bytes import SwizzledBytes, store_16_bits
@@ -73,29 +71,25 @@ class SwappedConsumer(LoopInvariant):
     is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
     both terms of a query row each, and add them.
 
-    Two consumers share the blocks of a tile, each with Q, P, maxima and O of its own, and are merged at its end: a block
-    takes one of them longer than it takes to arrive.
-
     Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
     product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
     """
 
-    def __init__(self, config: DecodeConfig, k: Keys, v: Keys, storage: Any, consumer: Int32, thread: Int32):
-        self.config, self.k, self.v, self.consumer, self.thread = config, k, v, consumer, thread
+    def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
+        self.config, self.k, self.v, self.thread = config, k, v, thread
         self.warp, self.lane = thread // LANES, thread % LANES
         c = config
-        of_q, of_p = self._layout(c.head_dim), self._layout(c.tile_n)
-        sQ = storage.sQ.get_tensor(of_q.outer, swizzle=of_q.inner)
-        sP = storage.sP.get_tensor(of_p.outer, swizzle=of_p.inner)
-        of_warps = cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m, SWAPPED_CONSUMERS))
-        self.exchange = storage.exchange.get_tensor(of_warps)[None, None, consumer]
-        floats = merged_floats(c.tile_m, c.head_dim_v)
-        self.merged = storage.merged.get_tensor(cute.make_layout((WARPGROUP_THREADS, floats)))[thread, None]
-        self.softmax = SwappedSoftmax(c, self.exchange, consumer, self.warp, self.lane)
+        sQ, sP, exchange = (
+            memory[0].get_tensor(self._layout(c.head_dim).outer, swizzle=self._layout(c.head_dim).inner),
+            memory[1].get_tensor(self._layout(c.tile_n).outer, swizzle=self._layout(c.tile_n).inner),
+            memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m))),
+        )
+        self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane)
+        self.exchange = exchange
         self.qk, self.pv = swapped_mmas(c)
         self.tSrK = keep_descriptor(self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(k.smem)))
-        self.tSrQ = self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sQ))[None, None, None, consumer]
-        self.tOrP = self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sP))[None, None, None, consumer]
+        self.tSrQ = self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sQ))[None, None, None, 0]
+        self.tOrP = self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sP))[None, None, None, 0]
         self.tOrV = cute.make_rmem_tensor(self.pv.partition_shape_A((c.head_dim_v, c.tile_n)), Float8E4M3FN)
         self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((c.head_dim_v, c.split_rows)), Float32)
         self.values = SwizzledBytes(v.smem, c.tile_n, c.head_dim_v)
@@ -105,8 +99,8 @@ class SwappedConsumer(LoopInvariant):
         self.o = cute.make_rmem_tensor((2, self.pairs, c.rows_per_thread), Float32)
 
     def _layout(self, columns: int) -> cute.ComposedLayout:
-        """Of both terms of all rows, for each consumer."""
-        return swizzled_layout(self.config.split_rows, columns, SWAPPED_CONSUMERS, Float8E4M3FN)
+        """Of both terms of all rows."""
+        return swizzled_layout(self.config.split_rows, columns, 1, Float8E4M3FN)
 
     def _terms(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator by term, which of two rows of a WGMMA, query row and WGMMA."""
@@ -115,7 +109,7 @@ class SwappedConsumer(LoopInvariant):
         return cute.make_tensor(acc.iterator, cute.make_layout(shape))
 
     def rows_of(self, tile: TileRows) -> SwappedRows:
-        return SwappedRows(self.config, tile, self.consumer * WARPS_PER_WARPGROUP + self.warp, self.lane)
+        return SwappedRows(self.config, tile, self.warp, self.lane)
 
     def mask_of(self, window: Window, rows: SwappedRows) -> SwappedMask:
         key = self.warp * (2 * COLUMNS_PER_GROUP) + self.lane // LANES_PER_ROW
@@ -130,10 +124,6 @@ class SwappedConsumer(LoopInvariant):
     def pair(self, r: int, j: int) -> tuple[Float32, Float32]:
         """Of O of the thread's row ``r``, not normalised."""
         return self.o[0, j, r] * Float32(1 / P_SCALE), self.o[1, j, r] * Float32(1 / P_SCALE)
-
-    def leaves_results(self) -> Boolean:
-        """Whether this consumer has those of a tile: behind ``attend`` one of them has."""
-        return self.consumer == 0
 
     def row_sum(self, r: int) -> tuple[Float32, Float32, Float32]:
         """What exponents of row ``r`` are measured from, the sum of P, and what O is divided by."""
@@ -162,67 +152,42 @@ class SwappedConsumer(LoopInvariant):
                 number = 2 * (n * LANES + self.lane)
                 for term, word in enumerate(of_pair):
                     line = COLUMNS_PER_GROUP * i + 2 * self.warp + term
-                    address = self.queries.address(self.consumer, line, number // 16) + number % 16
+                    address = self.queries.address(Int32(0), line, number // 16) + number % 16
                     store_16_bits(address, word)
             if self.lane == 0:
                 self.exchange[0, row] = inverse * scale_log2
         cute.arch.fence_view_async_shared()
-        sync_consumer(self.consumer)
+        sync_consumers()
         self.softmax.start()
 
     @cute.jit
     def attend(
         self, mask: SwappedMask, edges: tuple, first: Int32, end: Int32, state: PipelineState
     ) -> PipelineState:
-        """Leave O of key blocks ``first`` to ``end``, one at least, in ``o`` of consumer 0, not normalised, and their sums
-        in its ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
+        """Leave O of key blocks ``first`` to ``end``, one at least, in ``o``, not normalised, and their sums in
+        ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
 
-        Every other block is of this consumer. K Q^T of its next one is under way while it is at the softmax of one.
+        K Q^T of a block is under way while the softmax of the one before it is.
         """
         shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
         products = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(self._products()))
         scores = cute.make_rmem_tensor((2 * cute.size(shape[1]), self.config.rows_per_thread), Float32)
         self.o.fill(0.0)
-        blocks = end - first
-        count, block = (blocks + 1 - self.consumer) // 2, end - 1 - self.consumer
-        if count > 0:
-            own = moved(state, self.consumer)
-            self._start_scores(products, own)
-            warpgroup.wait_group(0)
-            for _ in cutlass.range(count - 1, unroll=1):
-                behind = moved(own, SWAPPED_CONSUMERS)
-                self._take_scores(products, scores, own)
-                self._start_scores(products, behind)
-                self._finish_block(scores, mask, edges, block, own)
-                block -= SWAPPED_CONSUMERS
-                own = behind
-            self._take_scores(products, scores, own)
-            self._finish_block(scores, mask, edges, block, own)
+        self._start_scores(products, state)
+        warpgroup.wait_group(0)
+        for step in cutlass.range(end - first - 1, unroll=1):
+            block = end - 1 - step
+            next_state = state.clone()
+            next_state.advance()
+            self._take_scores(products, scores, state)
+            self._start_scores(products, next_state)
+            self._finish_block(scores, mask, edges, block, state)
+            state.advance()
+        self._take_scores(products, scores, state)
+        self._finish_block(scores, mask, edges, first, state)
         self.softmax.finish()
-        self._merge()
-        return moved(state, blocks)
-
-    @cute.jit
-    def _merge(self):
-        """Give what consumer 1 has to consumer 0, the same thread's."""
-        softmax, parts, o = self.softmax, self.merged, self.o
-        rows, floats = self.config.rows_per_thread, cute.size(o)
-        if self.consumer == 1:
-            for i in cutlass.range_constexpr(floats):
-                parts[i] = o[i]
-            for r in cutlass.range_constexpr(rows):
-                parts[floats + 2 * r], parts[floats + 2 * r + 1] = softmax.row_sum[r], softmax.shift[r]
-        sync_consumers()
-        if self.consumer == 0:
-            for r in cutlass.range_constexpr(rows):
-                total, shift = parts[floats + 2 * r], parts[floats + 2 * r + 1]
-                greater = cute.arch.fmax(softmax.shift[r], shift)
-                own, other = exp2(softmax.shift[r] - greater), exp2(shift - greater)
-                softmax.row_sum[r] = softmax.row_sum[r] * own + total * other
-                softmax.shift[r] = greater
-                for i in cutlass.range_constexpr(r * 2 * self.pairs, (r + 1) * 2 * self.pairs):
-                    o[i] = o[i] * own + parts[i] * other
-        sync_consumers()
+        state.advance()
+        return state
 
     def _products(self) -> int:
         c = self.config
@@ -290,10 +255,10 @@ class SwappedConsumer(LoopInvariant):
                 position = KEYS_PER_STEP * (2 * m + warp // 2) + place
                 for term, word in enumerate(terms):
                     line = COLUMNS_PER_GROUP * r + 2 * (lane % LANES_PER_ROW) + term
-                    address = self.weights.address(self.consumer, line, position // 16) + position % 16
+                    address = self.weights.address(Int32(0), line, position // 16) + position % 16
                     store_16_bits(address, word)
         cute.arch.fence_view_async_shared()
-        sync_consumer(self.consumer)
+        sync_consumers()
 
     @cute.jit
     def _load_values(self, seqlen_k: Int32, block: Int32, state: PipelineState):
@@ -307,7 +272,7 @@ class SwappedConsumer(LoopInvariant):
         self.v.pipe.consumer_wait(state)
         keys = seqlen_k - block * c.tile_n
         if keys < c.tile_n:
-            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread, self.consumer)
+            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
         words = cute.recast_tensor(self.tOrV, Int32)
         line, matrix = self.lane % 8, self.lane // 8
         key = 16 * (matrix // 2) + 8 * (line % 2) + 4 * (matrix % 2) + line // 2
@@ -335,13 +300,6 @@ class SwappedConsumer(LoopInvariant):
                     terms = self._terms(self.acc)
                     product = terms[1, e, r, j] * Float32(1 / TERM_SCALE) + terms[0, e, r, j]
                     self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
-
-
-def moved(state: PipelineState, steps: Int32 | int) -> PipelineState:
-    """A state so many stages on."""
-    index = state.index + steps
-    turns = index // state.stages
-    return PipelineState(state.stages, state.count + steps, index - turns * state.stages, state.phase ^ (turns & 1))
 
 
 def split_row(pairs: list) -> tuple[Float32, list]:

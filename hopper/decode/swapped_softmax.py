@@ -9,7 +9,7 @@ from cute_kernels.fragments import LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import LEAST
 from hopper.decode.config import DecodeConfig
-from hopper.decode.operands import sync_consumer
+from hopper.decode.operands import sync_consumers
 from hopper.decode.rows import swapped_row
 from hopper.tiles import WARPS_PER_WARPGROUP
 
@@ -20,11 +20,11 @@ OTHER_LANES = (4, 8, 16)
 class SwappedSoftmax(LoopInvariant):
     """``OnlineSoftmax`` of rows of which each warp has other keys: maxima are exchanged in shared memory.
 
-    ``exchange`` is float32 (warps, tile_m), of the warps of one consumer. Before ``start`` it has the scales of the rows, for warp 0.
+    ``exchange`` is float32 (warps, tile_m). Before ``start`` it has the scales of the rows, for warp 0.
     """
 
-    def __init__(self, config: DecodeConfig, exchange: cute.Tensor, consumer: Int32, warp: Int32, lane: Int32):
-        self.config, self.exchange, self.consumer, self.warp, self.lane = config, exchange, consumer, warp, lane
+    def __init__(self, config: DecodeConfig, exchange: cute.Tensor, warp: Int32, lane: Int32):
+        self.config, self.exchange, self.warp, self.lane = config, exchange, warp, lane
         self.scale_log2, self.row_max, self.shift, self.row_sum, self.row_scale = (
             cute.make_rmem_tensor(config.rows_per_thread, Float32) for _ in range(5)
         )
@@ -36,7 +36,7 @@ class SwappedSoftmax(LoopInvariant):
             self.scale_log2[r] = self.exchange[0, swapped_row(self.lane, r)]
             self.row_max[r], self.shift[r] = -Float32.inf, Float32(LEAST)
             self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
-        sync_consumer(self.consumer)
+        sync_consumers()
 
     @cute.jit
     def offer(self, scores: cute.Tensor):
@@ -51,7 +51,7 @@ class SwappedSoftmax(LoopInvariant):
     def exponentiate(self, scores: cute.Tensor):
         """Turn scores into exp2 of their distance to the largest that any warp has offered, and sum them. Sets
         ``row_scale``, by which what was summed before must shrink."""
-        sync_consumer(self.consumer)
+        sync_consumers()
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             row_max = self.row_max[r]
             for warp in cutlass.range_constexpr(WARPS_PER_WARPGROUP):
@@ -73,13 +73,13 @@ class SwappedSoftmax(LoopInvariant):
             for bit in OTHER_LANES:
                 total += cute.arch.shuffle_sync_bfly(total, offset=bit)
             self._put(r, total)
-        sync_consumer(self.consumer)
+        sync_consumers()
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             total = Float32(0.0)
             for warp in cutlass.range_constexpr(WARPS_PER_WARPGROUP):
                 total += self.exchange[warp, swapped_row(self.lane, r)]
             self.row_sum[r] = total
-        sync_consumer(self.consumer)
+        sync_consumers()
 
     @cute.jit
     def _put(self, r: cutlass.Constexpr[int], number: Float32):

@@ -108,8 +108,7 @@ def _tile_n(call: CacheCall) -> dict[int, int]:
     if not shape.is_fp8_cache:
         return TILE_N
     dtype = str(shape.out_dtype).removeprefix("torch.")
-    dims = shape.head_dim, shape.head_dim_v
-    is_swapped = tile_m_of(dtype, *dims, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
+    is_swapped = tile_m_of(dtype, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
     return TILE_N_SWAPPED if is_swapped else TILE_N_WIDENED
 
 
