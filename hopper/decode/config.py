@@ -50,10 +50,10 @@ class DecodeConfig:
     softmax. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
     ``layout`` is that of Q and O. With ``leftpad`` a sequence begins behind the first row of its cache, which is page b
     for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
-    cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: they are columns of a WGMMA then,
-    two a row (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
-    float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is of
-    e4m3 too, and ``dtype`` that of O. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: these are columns of a WGMMA then,
+    two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
+    float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
+    of e4m3 too, and ``dtype`` that of O. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
     ``ForwardConfig``.
     """
 

@@ -59,8 +59,9 @@ class DecodeKernel:
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
 
-    TMA fills the first two, or the last two from which wideners fill the first. Named barrier 1 is among the consumer's
-    128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
+    TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
+    without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
+    the consumer's 128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
     of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
@@ -332,7 +333,9 @@ class DecodeKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
             sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]
             sVraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_v], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.head_dim], 1024]
+            sQ: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.head_dim], 1024
+            ]
             sP: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.tile_n], 1024]
             exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
 

@@ -57,7 +57,9 @@ def clear_rows(
             stride=(1, words_of_row, words_of_row * rows, words_of_stage),
         ),
     )
-    for row in cutlass.range(first + thread // words_of_row, rows, WARPGROUP_THREADS // words_of_row, unroll=1):
+    for row in cutlass.range(
+        first + thread // words_of_row, rows, WARPGROUP_THREADS // words_of_row, unroll=1
+    ):
         for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
             words[thread % words_of_row, row, part, stage] = Int32(0)
     cute.arch.fence_view_async_shared()

@@ -11,7 +11,7 @@ from cute_kernels.fast_math import max_over_lanes, permute_bytes, split_e4m3, un
 from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
-from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 from hopper.decode.masks import SwappedMask
 from hopper.decode.operands import Keys, clear_rows, sync_consumers
@@ -113,9 +113,7 @@ class SwappedConsumer(LoopInvariant):
 
     def mask_of(self, window: Window, rows: SwappedRows) -> SwappedMask:
         key = self.warp * (2 * COLUMNS_PER_GROUP) + self.lane // LANES_PER_ROW
-        return SwappedMask(
-            window, self.config.tile_n, rows.tile.seqlens, rows.tile.first, key, rows.levels()
-        )
+        return SwappedMask(window, self.config.tile_n, rows.tile.seqlens, rows.tile.first, key, rows.levels())
 
     def column(self, j: int) -> Int32:
         """The first of pair ``j`` of the thread's columns of O."""
@@ -262,7 +260,7 @@ class SwappedConsumer(LoopInvariant):
 
     @cute.jit
     def _load_values(self, seqlen_k: Int32, block: Int32, state: PipelineState):
-        """V^T of key block ``block``, which is at ``state``, to registers: a thread has four keys of a column in a word.
+        """V^T of key block ``block``, at ``state``, to registers: a thread has four keys of a column in a word.
 
         ``ldmatrix.trans`` gives it two neighbouring columns of two keys, from each of four matrices of 8 keys. Line 2 i
         + e of matrix 2 h + b is key 16 h + 8 e + 4 b + i of 32, so that the keys of a row of an accumulator of S^T that

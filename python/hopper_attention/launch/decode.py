@@ -161,7 +161,11 @@ def _descales(shape: CacheShape, tensors: CacheTensors, of_queries: bool) -> tup
         return None, None, None
     of_cache = tensors.k_descale, tensors.v_descale
     given = (tensors.q_descale, *of_cache) if of_queries else of_cache
-    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if any(x is None for x in given) else None
+    ones = (
+        unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0]
+        if any(x is None for x in given)
+        else None
+    )
     found = tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
     return found if of_queries else (None, *found)
 
