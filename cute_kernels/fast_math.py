@@ -131,6 +131,24 @@ def round_to_e4m3(pair: Int32) -> Int32:
     )
 
 
+def unpack_e4m3(pair: cutlass.Int16) -> tuple[Float32, Float32]:
+    """The two values of ``pack_e4m3``."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 w; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 w, {$r0}; mov.b32 {l, h}, w;"
+        " cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
+
+
+def split_e4m3(low: Float32, high: Float32, scale: float) -> tuple[cutlass.Int16, cutlass.Int16]:
+    """Two values as ``pack_e4m3`` has them, and ``scale`` times what they lose by that."""
+    rounded = pack_e4m3(low, high)
+    rounded_low, rounded_high = unpack_e4m3(rounded)
+    factor = Float32(scale)
+    return rounded, pack_e4m3((low - rounded_low) * factor, (high - rounded_high) * factor)
+
+
 def join(low: cutlass.Int16, high: cutlass.Int16) -> Int32:
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, { {$r0}, {$r1} };", write_only_types=[Int32], read_only_args=[low, high]

@@ -15,7 +15,7 @@ def compile_decode(config: DecodeConfig, options: str = ""):
 
     Returns a TVM FFI function ``fn(q, k, v, out, lse, lengths, table, leftpad, cu_seqlens_q, parts,
     softmax_scale, max_splits, window_left, window_right, attention_chunk, softcap, sinks,
-    k_descale, v_descale, num_ctas)``, as
+    q_descale, k_descale, v_descale, num_ctas)``, as
     ``DecodeKernel`` has them, that launches on torch's current stream. Strides of q, k, v and out are multiples of 8
     elements and the last one is 1; parts float32 (2 num_ctas, part_floats).
     """
@@ -28,11 +28,14 @@ def compile_decode(config: DecodeConfig, options: str = ""):
     of_cache = DSL_DTYPES[c.cache_dtype or c.dtype]
     vector = 16 * 8 // of_cache.width
     caches = (strided(of_cache, (pages, page_size, hk, columns), vector) for columns in (d, dv))
-    descales = (strided(Float32, (b, hk), 1) if c.is_widened else None for _ in range(2))
+    descales = (
+        strided(Float32, (b, hk), 1) if is_there else None
+        for is_there in (c.e4m3_queries, c.cache_dtype, c.cache_dtype)
+    )
     lse = (h, sq) if is_packed else (b, h, sq)
     return compile_for_torch(
         DecodeKernel(c),
-        strided(dtype, (*rows, h, d), VECTOR_ELEMENTS),
+        strided(of_cache if c.e4m3_queries else dtype, (*rows, h, d), VECTOR_ELEMENTS),
         *caches,
         strided(dtype, (*rows, h, dv), VECTOR_ELEMENTS),
         strided(Float32, lse, 1),

@@ -21,6 +21,12 @@ PRODUCER_WARPS = 2
 BOX_COLUMNS = 64
 """16-bit columns that one box of TMA has: a swizzled row of 128 bytes."""
 
+ROWS_PER_GROUP = 4
+"""Query rows that four lanes have of 8 columns of an accumulator, where each is split into two columns."""
+
+SWAPPED_TILE_M = (4, 8, 16)
+"""Rows of a tile where these are the columns of a WGMMA."""
+
 BOX_ROWS = (128, 64, 32, 16, 8)
 """Keys that a box may have: what a page holds is a multiple of it. Below 8 rows a box is no swizzled unit."""
 
@@ -44,9 +50,11 @@ class DecodeConfig:
     softmax. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
     ``layout`` is that of Q and O. With ``leftpad`` a sequence begins behind the first row of its cache, which is page b
     for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
-    cache of ``cache_dtype`` e4m3 comes to ``raw_stages`` stages of its own, and two warpgroups widen it to float16,
-    which holds every e4m3 number as it is; an empty one is that of ``dtype``. ``causal``, ``window``, ``chunk``,
-    ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
+    cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: these are columns of a WGMMA then,
+    two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
+    float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
+    of e4m3 too, and ``dtype`` that of O. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
+    ``ForwardConfig``.
     """
 
     dtype: str
@@ -67,18 +75,40 @@ class DecodeConfig:
     sinks: bool = False
     cache_dtype: str = ""
     raw_stages: int = 0
+    e4m3_queries: bool = False
 
-    element_bytes = 2
-    """Of what is multiplied."""
+    @property
+    def is_swapped(self) -> bool:
+        """Whether keys and columns of V are the rows of a WGMMA, and the rows of a tile its columns."""
+        return self.tile_m in SWAPPED_TILE_M
 
     @property
     def is_widened(self) -> bool:
-        return self.cache_dtype == E4M3
+        return self.cache_dtype == E4M3 and not self.is_swapped
 
     @property
     def mma_dtype(self) -> str:
         """Of the operands of both GEMMs."""
+        if self.is_swapped:
+            return E4M3
         return "float16" if self.is_widened else self.dtype
+
+    @property
+    def element_bytes(self) -> int:
+        """Of what is multiplied."""
+        return 1 if self.is_swapped else 2
+
+    def box_columns(self, columns: int) -> int:
+        """Columns of one box of TMA, of so many: a swizzled row, or where nothing is swizzled all of them."""
+        if self.is_widened:
+            return columns
+        row_bytes = columns * self.element_bytes
+        return next(width for width in (128, 64) if row_bytes % width == 0) // self.element_bytes
+
+    @property
+    def split_rows(self) -> int:
+        """Columns of a WGMMA of a swapped kernel: two terms of each row."""
+        return 2 * self.tile_m
 
     @property
     def threads(self) -> int:
@@ -89,7 +119,7 @@ class DecodeConfig:
     @property
     def rows_per_thread(self) -> int:
         """Rows of a tile of which a thread of the consumer has a part."""
-        return 2 * self.tile_m // WARPGROUP_ROWS
+        return self.tile_m // ROWS_PER_GROUP if self.is_swapped else 2 * self.tile_m // WARPGROUP_ROWS
 
     @property
     def boxes(self) -> int:
@@ -98,9 +128,11 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """K and V of each stage, as they come and as they are multiplied, and the barriers."""
+        """K and V of each stage, as they come and as they are multiplied, the barriers, and what a swapped kernel has
+        of Q and P."""
         columns = self.tile_n * (self.head_dim + self.head_dim_v)
-        return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES
+        others = swapped_bytes(self.tile_m, self.head_dim, self.tile_n) if self.is_swapped else 0
+        return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES + others
 
     @property
     def part_floats(self) -> int:
@@ -118,7 +150,8 @@ class DecodeConfig:
         ]
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
-        parts += [f"e4m3cache{self.raw_stages}"] if self.is_widened else []
+        parts += [f"e4m3cache{self.raw_stages}"] if self.cache_dtype else []
+        parts += ["e4m3queries"] if self.e4m3_queries else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -132,24 +165,29 @@ def validate_decode_config(config: DecodeConfig) -> None:
     if c.layout not in LAYOUTS:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
+    if c.cache_dtype not in ("", E4M3):
+        raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
+    if c.tile_m not in TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]:
+        allowed = TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]
+        raise ValueError(f"tile_m is {c.tile_m}, allowed: {', '.join(map(str, allowed))}")
     allowed = tuple(TILE_N_WIDENED if c.is_widened else TILE_N)
     for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
         if size not in allowed:
             raise ValueError(f"{name} is {size}, allowed: {', '.join(map(str, allowed))}")
-    if c.tile_m not in (32, 64):
-        raise ValueError(f"tile_m is {c.tile_m}, allowed: 32 or 64")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 128:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 128")
     if c.box_rows not in BOX_ROWS or c.tile_n % c.box_rows:
         raise ValueError(
             f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
         )
-    if c.cache_dtype not in ("", E4M3):
-        raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
-    if c.is_widened and c.softcap:
+    if c.cache_dtype and c.softcap:
         raise ValueError("softcap is True with a cache of e4m3, allowed: False")
     if c.is_widened != (c.raw_stages > 1):
-        raise ValueError(f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3, else 0")
+        raise ValueError(
+            f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3 and tile_m 32 or 64, else 0"
+        )
+    if c.e4m3_queries and not c.is_swapped:
+        raise ValueError(f"e4m3_queries is True with tile_m {c.tile_m}, allowed: False")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
@@ -167,11 +205,31 @@ TILE_N_WIDENED = {64: 128, 128: 128, 192: 32}
 tiles of 64 rows."""
 
 
-def tile_n_of(head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
+TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
+"""The same for a swapped kernel."""
+
+TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
+"""Rows that a tile may have with a cache of 16 bits, or of e4m3. Queries in float16 have 11 bits, and are not split."""
+
+
+def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
+    """Shared memory for both terms of Q and P, and for a number of each row from each of four warps."""
+    return 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
+
+
+def tile_m_of(dtype: str, rows: int, cache_dtype: str = "") -> int:
+    """Rows of a tile of the kernel for a problem; the arguments are those of ``select_decode_config``."""
+    allowed = TILE_M[cache_dtype if dtype == "bfloat16" else ""]
+    return next((tile_m for tile_m in allowed if rows <= tile_m), WARPGROUP_ROWS)
+
+
+def tile_n_of(dtype: str, head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
     """Keys of a block of the kernel for a problem; the arguments are those of ``select_decode_config``."""
     size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
     if cache_dtype != E4M3:
         return TILE_N[size]
+    if tile_m_of(dtype, rows, cache_dtype) in SWAPPED_TILE_M:
+        return TILE_N_SWAPPED[size]
     tile_n = TILE_N_WIDENED[size]
     return max(tile_n // 2, 16) if rows > WARPGROUP_ROWS // 2 else tile_n
 
@@ -199,20 +257,24 @@ def select_decode_config(
     Args:
         page_size, pages: rows of a page, and pages of a sequence.
         rows: query rows that share a K/V head.
-        others: further fields.
+        others: further fields. ``e4m3_queries`` is dropped where a kernel wants them in 16 bits.
     """
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
-    tile_n = tile_n_of(head_dim, head_dim_v, rows, others.get("cache_dtype", ""))
+    cache_dtype = others.get("cache_dtype", "")
+    tile_n = tile_n_of(dtype, head_dim, head_dim_v, rows, cache_dtype)
+    tile_m = tile_m_of(dtype, rows, cache_dtype)
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None
     columns, raw_stages = tile_n * (d + dv), 0
-    stages = (SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES) // (columns * DecodeConfig.element_bytes)
-    if others.get("cache_dtype"):
+    room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES
+    stages = room // (2 * columns)
+    if tile_m in SWAPPED_TILE_M:
+        stages = (room - swapped_bytes(tile_m, d, tile_n)) // columns
+    elif cache_dtype:
         stages = WIDE_STAGES
-        room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES - stages * columns * DecodeConfig.element_bytes
-        raw_stages = room // columns
-    tile_m = WARPGROUP_ROWS // 2 if rows <= WARPGROUP_ROWS // 2 else WARPGROUP_ROWS
+        raw_stages = (room - 2 * stages * columns) // columns
+    others["e4m3_queries"] = others.get("e4m3_queries", False) and tile_m in SWAPPED_TILE_M
     config = DecodeConfig(
         dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
     )

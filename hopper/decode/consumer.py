@@ -1,7 +1,5 @@
 """The consumer warpgroup of the decode kernel: the rows of a tile against the key blocks of its part."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
@@ -9,29 +7,23 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pack, unpack
-from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+    first_column_of_thread,
+)
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.mask import TileMask
 from cute_kernels.score_tile import SoftCap
-from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
+from cute_kernels.window import Window
+from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import BOX_COLUMNS, DecodeConfig
-from hopper.decode.operands import Keys
-from hopper.decode.rows import HeadRows
+from hopper.decode.masks import RowMask
+from hopper.decode.operands import Keys, clear_rows
+from hopper.decode.rows import HeadRows, TileRows
 from hopper.decode.softmax import RowSoftmax
 from hopper.wgmma import issue_gemm, keep_descriptor
-
-WORDS_PER_BOX_ROW = BOX_COLUMNS // 2
-"""32-bit words of a row of a box: one for each lane of a warp."""
-
-
-@dataclass(frozen=True)
-class RowMask(TileMask):
-    """``TileMask`` where rows are heads of a token: ``levels`` are those of the thread's rows."""
-
-    levels: tuple[Int32, ...] = ()
-
-    def level(self, r: int) -> Int32:
-        return self.levels[min(r, len(self.levels) - 1)]
 
 
 class Consumer(LoopInvariant):
@@ -64,9 +56,37 @@ class Consumer(LoopInvariant):
         cute.recast_tensor(self.tOrP, Int32).fill(0)
         self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((WARPGROUP_ROWS, c.head_dim_v)), Float32)
 
+    def rows_of(self, tile: TileRows) -> HeadRows:
+        return HeadRows(self.config, tile, self.thread // 32, self.thread % 32)
+
+    def mask_of(self, window: Window, rows: HeadRows) -> RowMask:
+        column = first_column_of_thread(rows.lane)
+        return RowMask(window, self.config.tile_n, rows.tile.seqlens, rows.tile.first, column, rows.levels())
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of columns of O that the thread has of a row."""
+        return self.config.head_dim_v // COLUMNS_PER_GROUP
+
+    def column(self, j: int) -> Int32:
+        """The first of pair ``j``."""
+        return j * COLUMNS_PER_GROUP + first_column_of_thread(self.thread % 32)
+
+    def pair(self, r: int, j: int) -> tuple[Float32, Float32]:
+        """Of O of the thread's row ``r``, not normalised."""
+        acc = as_rows(self.acc)
+        return acc[r, (0, j)], acc[r, (1, j)]
+
+    def row_sum(self, r: int) -> tuple[Float32, Float32, Float32]:
+        """What exponents of row ``r`` are measured from, the sum of P, and what O is divided by."""
+        softmax = self.softmax
+        total = cute.arch.warp_reduction_sum(softmax.row_sum[r], threads_in_group=LANES_PER_ROW)
+        return softmax.shift[r], total, softmax.sum_of_rounded(r, total)
+
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, rows: HeadRows):
-        """The thread's rows of Q; zeros for rows and columns that there are not."""
+    def load_queries(self, mQ: cute.Tensor, rows: HeadRows, scale_log2: Float32):
+        """The thread's rows of Q; zeros for rows and columns that there are not. ``scale_log2`` is that of scores."""
+        self.softmax.scale_log2 = scale_log2
         words = cute.recast_tensor(self.tSrQ, Int32)
         words.fill(0)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
@@ -131,7 +151,9 @@ class Consumer(LoopInvariant):
         self.v.pipe.consumer_wait(state)
         keys = seqlen_k - block * self.config.tile_n
         if keys < self.config.tile_n:
-            self._clear_values(cutlass.max(keys, 0), state.index)
+            clear_rows(
+                self.v.smem, self.config, 2 * BOX_COLUMNS, cutlass.max(keys, 0), state.index, self.thread
+            )
         issue_gemm(self.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
 
     @cute.jit
@@ -151,33 +173,3 @@ class Consumer(LoopInvariant):
         """Round P into the A operand of P V."""
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             self.softmax.store_P(self.tOrP, acc_S, r)
-
-    @cute.jit
-    def _clear_values(self, keys: Int32, stage: Int32):
-        """Zero the rows of V from ``keys`` on: what is in a cache behind the last key may be NaN, which P = 0 does not
-        hide. Swizzling moves nothing from one row of a box to another, so that rows are zeroed as they lie."""
-        c = self.config
-        words = cute.make_tensor(
-            cute.recast_ptr(self.v.smem.iterator, cute.make_swizzle(0, 4, 3), Int32),
-            cute.make_layout(
-                (WORDS_PER_BOX_ROW, c.tile_n, c.head_dim_v // BOX_COLUMNS, c.stages),
-                stride=(
-                    1,
-                    WORDS_PER_BOX_ROW,
-                    WORDS_PER_BOX_ROW * c.tile_n,
-                    c.tile_n * c.head_dim_v // 2,
-                ),
-            ),
-        )
-        warps = WARPGROUP_THREADS // WORDS_PER_BOX_ROW
-        for row in cutlass.range(keys + self.thread // WORDS_PER_BOX_ROW, c.tile_n, warps, unroll=1):
-            for part in cutlass.range_constexpr(c.head_dim_v // BOX_COLUMNS):
-                words[self.thread % WORDS_PER_BOX_ROW, row, part, stage] = Int32(0)
-        cute.arch.fence_view_async_shared()
-        sync_consumers()
-
-
-@cute.jit
-def sync_consumers():
-    """Barrier among the consumer's threads."""
-    cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP_THREADS)

@@ -10,7 +10,6 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTma
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.fragments import first_column_of_thread
 from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
@@ -18,18 +17,18 @@ from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
-    BOX_COLUMNS,
     PRODUCER_WARPS,
     REGISTERS_WIDENED,
     DecodeConfig,
     validate_decode_config,
 )
-from hopper.decode.consumer import Consumer, RowMask
+from hopper.decode.consumer import Consumer
 from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Work
 from hopper.decode.producer import Producer
 from hopper.decode.results import PartialResults, Results
-from hopper.decode.rows import HeadRows, TileRows
+from hopper.decode.rows import TileRows
 from hopper.decode.softmax import RowSoftmax
+from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 
@@ -60,8 +59,9 @@ class DecodeKernel:
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
 
-    TMA fills the first two, or the last two from which wideners fill the first. Named barrier 1 is among the consumer's
-    128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
+    TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
+    without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
+    the consumer's 128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
     of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
@@ -91,6 +91,7 @@ class DecodeKernel:
         attention_chunk: Int32 | None,
         softcap: Float32 | None,
         sinks: cute.Tensor | None,
+        q_descale: cute.Tensor | None,
         k_descale: cute.Tensor | None,
         v_descale: cute.Tensor | None,
         num_ctas: Int32,
@@ -101,7 +102,8 @@ class DecodeKernel:
         mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
         (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
         and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``.
-        Descales are float32 (batch, kv_heads), for a cache of e4m3. What the config has no use for is None.
+        Descales are float32 (batch, kv_heads), for a cache of e4m3 and for such queries. What the config has no use for
+        is None.
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
@@ -109,7 +111,7 @@ class DecodeKernel:
         atoms, caches = [], []
         for cache, columns in ((mK, c.head_dim), (mV, c.head_dim_v)):
             view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
-            box = (c.box_rows, columns if const_expr(c.is_widened) else BOX_COLUMNS)
+            box = (c.box_rows, c.box_columns(columns))
             layout = cute.make_layout(box, stride=(box[1], 1))
             if const_expr(not c.is_widened):
                 layout = swizzled_layout(*box, 1, self.dtype)
@@ -128,11 +130,13 @@ class DecodeKernel:
         )
         tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
-        k_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.is_widened) else ((), ())
+        score_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.cache_dtype) else ((), ())
+        if const_expr(c.e4m3_queries):
+            score_factors = q_descale, k_descale
         outputs = Outputs(mO, mLSE, of_sinks, v_factors, parts)
         scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
         self.kernel(
-            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, k_factors
+            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, score_factors
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -165,7 +169,7 @@ class DecodeKernel:
         outputs: Outputs,
         scale_log2: Float32,
         cap_factors: tuple,
-        k_factors: tuple,
+        score_factors: tuple,
     ):
         """A CTA for each piece of the row of blocks."""
         c = self.config
@@ -206,13 +210,16 @@ class DecodeKernel:
         else:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])
-            softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
-            softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
             thread = warp * cute.arch.WARP_SIZE + lane
-            consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
+            if const_expr(c.is_swapped):
+                consumer = SwappedConsumer(c, *wide, (storage.sQ, storage.sP, storage.exchange), thread)
+            else:
+                softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
+                softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
+                consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
             parts = PartialResults(c, outputs.parts)
             results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, cta)
-            self._consume(work, consumer, results, mQ, (warp, lane), scale_log2, k_factors)
+            self._consume(work, consumer, results, mQ, lane, scale_log2, score_factors)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -239,16 +246,15 @@ class DecodeKernel:
     def _consume(
         self,
         work: Work,
-        consumer: Consumer,
+        consumer: Consumer | SwappedConsumer,
         results: Results,
         mQ: cute.Tensor,
-        thread: tuple[Int32, Int32],
+        lane: Int32,
         scale_log2: Float32,
-        k_factors: tuple,
+        score_factors: tuple,
     ):
-        """Every tile of which this CTA has a part; ``thread`` is its warp and lane."""
+        """Every tile of which this CTA has a part."""
         c = self.config
-        warp, lane = thread
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         sequence, tile, start, piece_end = work.first_tile(lane)
         while start < piece_end:
@@ -259,21 +265,12 @@ class DecodeKernel:
             row_tiles = work.batch.row_tiles(seqlens)
             head = divide(tile, row_tiles)
             first_row = (tile - head * row_tiles) * c.tile_m
-            rows = HeadRows(c, TileRows(seqlens, first_row, head, work.batch.group), warp, lane)
+            rows = consumer.rows_of(TileRows(seqlens, first_row, head, work.batch.group))
             if first >= end:
                 results.leave_nothing(rows)
             else:
-                consumer.load_queries(mQ, rows)
-                if const_expr(c.is_widened):
-                    consumer.softmax.scale_log2 = scale_log2 * rows.tile.factor(k_factors)
-                mask = RowMask(
-                    work.batch.window,
-                    c.tile_n,
-                    seqlens,
-                    first_row,
-                    first_column_of_thread(lane),
-                    rows.levels(),
-                )
+                consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
+                mask = consumer.mask_of(work.batch.window, rows)
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
                 results.leave(consumer, rows, parts)
@@ -295,12 +292,12 @@ class DecodeKernel:
             layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
             stages = smem.get_tensor(layout.outer, swizzle=layout.inner)
             if const_expr(not c.is_widened):
-                raw_stages, raw_barriers, box_columns = stages, barriers, BOX_COLUMNS
+                raw_stages, raw_barriers = stages, barriers
             else:
                 raw_layout = cute.make_layout(
                     (c.tile_n, columns, c.raw_stages), stride=(columns, 1, c.tile_n * columns)
                 )
-                raw_stages, box_columns = raw_smem.get_tensor(raw_layout), columns
+                raw_stages = raw_smem.get_tensor(raw_layout)
             pipe = PipelineTmaAsync.create(
                 num_stages=c.raw_stages or c.stages,
                 producer_group=CooperativeGroup(Agent.Thread),
@@ -309,7 +306,7 @@ class DecodeKernel:
                 barrier_storage=raw_barriers.data_ptr(),
                 defer_sync=True,
             )
-            raw.append(RawKeys(atom, cache, raw_stages, pipe, box_columns))
+            raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns)))
             if const_expr(c.is_widened):
                 pipe = PipelineAsync.create(
                     num_stages=c.stages,
@@ -324,6 +321,7 @@ class DecodeKernel:
     def _shared_storage(self) -> type:
         c = self.config
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
+        swapped = int(c.is_swapped)
 
         @cute.struct
         class SharedStorage:
@@ -335,6 +333,11 @@ class DecodeKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
             sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]
             sVraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_v], 1024]
+            sQ: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.head_dim], 1024
+            ]
+            sP: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.tile_n], 1024]
+            exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
 
         return SharedStorage
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
@@ -11,6 +12,7 @@ from cute_kernels.integers import divide
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.window import window_of
+from hopper.config import WARPGROUP_THREADS
 from hopper.decode.batch import CacheBatch
 from hopper.decode.config import DecodeConfig
 from hopper.decode.schedule import Pieces, TileParts
@@ -33,6 +35,41 @@ class Keys(LoopInvariant):
                 self.pipe.consumer_release(state)
         else:
             self.pipe.consumer_release(state)
+
+
+@cute.jit
+def clear_rows(
+    stages: cute.Tensor,
+    config: DecodeConfig,
+    row_bytes: cutlass.Constexpr[int],
+    first: Int32,
+    stage: Int32,
+    thread: Int32,
+):
+    """Zero the rows of V from ``first`` on: what is in a cache behind the last key may be NaN, which P = 0 does not
+    hide. Swizzling moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
+    words_of_row, rows = row_bytes // 4, config.tile_n
+    words_of_stage = rows * config.head_dim_v * stages.element_type.width // 32
+    words = cute.make_tensor(
+        cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), Int32),
+        cute.make_layout(
+            (words_of_row, rows, words_of_stage // (words_of_row * rows), config.stages),
+            stride=(1, words_of_row, words_of_row * rows, words_of_stage),
+        ),
+    )
+    for row in cutlass.range(
+        first + thread // words_of_row, rows, WARPGROUP_THREADS // words_of_row, unroll=1
+    ):
+        for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
+            words[thread % words_of_row, row, part, stage] = Int32(0)
+    cute.arch.fence_view_async_shared()
+    sync_consumers()
+
+
+@cute.jit
+def sync_consumers():
+    """Barrier among the consumer's threads."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP_THREADS)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.fast_math import exp2, pack
-from cute_kernels.fragments import (
-    COLUMNS_PER_GROUP,
-    LANES_PER_ROW,
-    as_rows,
-    first_column_of_thread,
-)
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import LN_2
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
@@ -111,44 +105,36 @@ class Results(LoopInvariant):
         """Say that this CTA has none of the blocks of a tile which it finds begun, where its part would be."""
         sums = self.parts.sums(self.parts.slot(self.cta, Boolean(False)))
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
-            if rows.lane % LANES_PER_ROW == 0:
+            if rows.leads:
                 sums[1, rows.row(r)] = Float32(0.0)
-
-    def _sum_of(self, consumer: Consumer, r: int) -> RowSum:
-        softmax = consumer.softmax
-        total = cute.arch.warp_reduction_sum(softmax.row_sum[r], threads_in_group=LANES_PER_ROW)
-        return RowSum(softmax.shift[r], total, softmax.sum_of_rounded(r, total))
 
     @cute.jit
     def _store(self, consumer: Consumer, rows: HeadRows):
-        acc = as_rows(consumer.acc)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
-            of_keys = self._sum_of(consumer, r)
+            of_keys = RowSum(*consumer.row_sum(r))
             if rows.exists(r):
                 row_sum = of_keys.with_sink(self.sinks, rows.tile.place(rows.row(r))[1])
                 inverse = row_sum.inverse(of_keys.shift) * rows.tile.factor(self.factors)
                 target = rows.of(self.mO, r)
                 words = cute.recast_tensor(target, Int32)
-                for j in cutlass.range_constexpr(self.config.head_dim_v // COLUMNS_PER_GROUP):
-                    column = j * COLUMNS_PER_GROUP + first_column_of_thread(rows.lane)
+                for j in cutlass.range_constexpr(consumer.pairs):
+                    column = consumer.column(j)
                     if column < target.shape[0]:
-                        low, high = acc[r, (0, j)] * inverse, acc[r, (1, j)] * inverse
-                        words[column // 2] = pack(low, high, self.mO.element_type)
-                if rows.lane % LANES_PER_ROW == 0:
+                        low, high = consumer.pair(r, j)
+                        words[column // 2] = pack(low * inverse, high * inverse, self.mO.element_type)
+                if rows.leads:
                     rows.tile.lse_of(self.mLSE, rows.row(r))[0] = row_sum.lse()
 
     @cute.jit
     def _leave_part(self, consumer: Consumer, rows: HeadRows, slot: Int32):
         o, sums = self.parts.rows(slot), self.parts.sums(slot)
-        acc = as_rows(consumer.acc)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
-            row_sum = self._sum_of(consumer, r)
+            row_sum = RowSum(*consumer.row_sum(r))
             if rows.exists(r):
                 row = rows.row(r)
-                for j in cutlass.range_constexpr(self.config.head_dim_v // COLUMNS_PER_GROUP):
-                    column = j * COLUMNS_PER_GROUP + first_column_of_thread(rows.lane)
-                    for e in cutlass.range_constexpr(2):
-                        o[column + e, row] = acc[r, (e, j)]
-                if rows.lane % LANES_PER_ROW == 0:
+                for j in cutlass.range_constexpr(consumer.pairs):
+                    for e, value in enumerate(consumer.pair(r, j)):
+                        o[consumer.column(j) + e, row] = value
+                if rows.leads:
                     sums[0, row], sums[1, row] = row_sum.shift, row_sum.total
                     sums[2, row] = row_sum.rounded

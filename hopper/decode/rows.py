@@ -1,5 +1,6 @@
 """The rows of a decode tile: query heads of one K/V head, of one token after another."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE
 from cute_kernels.integers import divide, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.decode.config import DecodeConfig
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,8 @@ class TileRows(LoopInvariant):
         return self.seqlens.seqlen_q * self.group - self.first
 
     def factor(self, factors: tuple[cute.Tensor, ...]) -> Any:
-        """That of the K/V head, of a tensor (batch, kv_heads); 1 if there is none."""
-        for tensor in factors:
-            return tensor[self.seqlens.batch, self.head_kv]
-        return 1.0
+        """The product of those of the K/V head, of tensors (batch, kv_heads)."""
+        return math.prod(tensor[self.seqlens.batch, self.head_kv] for tensor in factors)
 
     def place(self, row: Any) -> tuple[Any, Any]:
         """Token and head of a row of the tile; those of the last row for one that does not exist."""
@@ -74,7 +73,29 @@ class HeadRows(LoopInvariant):
     def of(self, tensor: cute.Tensor, r: int) -> cute.Tensor:
         return self.tile.of(tensor, self.row(r))
 
+    @property
+    def leads(self) -> Any:
+        """Whether this thread speaks for its rows: one of those that have them does."""
+        return self.lane % LANES_PER_ROW == 0
+
     def levels(self) -> tuple[Int32, ...]:
         """The keys that they are level with."""
         shift = self.tile.seqlens.seqlen_k - self.tile.seqlens.seqlen_q
         return tuple(self.tile.place(self.row(r))[0] + shift for r in range(self.config.rows_per_thread))
+
+
+@dataclass(frozen=True)
+class SwappedRows(HeadRows):
+    """The rows of a thread where they are the columns of a WGMMA: one in each ``ROWS_PER_GROUP``, the same in all
+    warps."""
+
+    def row(self, r: int) -> Int32:
+        return swapped_row(self.lane, r)
+
+    @property
+    def leads(self) -> Any:
+        return self.warp * 32 + self.lane < LANES_PER_ROW
+
+
+def swapped_row(lane: Int32, r: int) -> Int32:
+    return ROWS_PER_GROUP * r + lane % LANES_PER_ROW

@@ -18,8 +18,8 @@ from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import BOX_COLUMNS
-from hopper.decode.consumer import RowMask
 from hopper.decode.kernel import COMBINING_CTAS, tiles_of
+from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows

@@ -13,13 +13,16 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.score_tile import SoftCap
 from hopper.config import WARPGROUP_THREADS
 from hopper.decode.config import BOX_COLUMNS
-from hopper.decode.consumer import WORDS_PER_BOX_ROW, RowMask
+from hopper.decode.masks import RowMask
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.operands import Mmas
 from hopper.mla.config import MlaConfig
 from hopper.wide.exchange import WideBarrier, arrive
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WideTensors
 from hopper.wide.scores import ScoresConsumer
+
+WORDS_PER_BOX_ROW = BOX_COLUMNS // 2
+"""32-bit words of a row of a box: one for each lane of a warp."""
 
 
 @dataclass(frozen=True)

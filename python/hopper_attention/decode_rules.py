@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import (
+    SWAPPED_TILE_M,
     TILE_N,
+    TILE_N_SWAPPED,
     TILE_N_WIDENED,
     DecodeConfig,
     box_rows_of,
     select_decode_config,
+    tile_m_of,
     tile_n_of,
 )
 from hopper_attention.backends import Target
+from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
 
@@ -38,7 +42,7 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:
         return "there is a softcap, and the cache is of e4m3"
-    widest = max(TILE_N_WIDENED if shape.is_fp8_cache else TILE_N)
+    widest = max(_tile_n(call))
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
@@ -78,6 +82,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         softcap=call.scores.has_softcap,
         sinks=call.scores.has_sinks,
         cache_dtype=_cache_dtype(call),
+        e4m3_queries=shape.dtype == FP8_DTYPE,
     )
     assert config is not None
     return config
@@ -92,8 +97,19 @@ def pages_of(call: CacheCall) -> tuple[int, int]:
 
 def _box_rows(call: CacheCall) -> int | None:
     shape = call.shape
-    tile_n = tile_n_of(shape.head_dim, shape.head_dim_v, shape.rows_a_kv_head, _cache_dtype(call))
+    dtype, rows = str(shape.out_dtype).removeprefix("torch."), shape.rows_a_kv_head
+    tile_n = tile_n_of(dtype, shape.head_dim, shape.head_dim_v, rows, _cache_dtype(call))
     return box_rows_of(tile_n, *pages_of(call))
+
+
+def _tile_n(call: CacheCall) -> dict[int, int]:
+    """Keys of a block by head_dim, of the kernels that are for a call's dtypes and rows."""
+    shape = call.shape
+    if not shape.is_fp8_cache:
+        return TILE_N
+    dtype = str(shape.out_dtype).removeprefix("torch.")
+    is_swapped = tile_m_of(dtype, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
+    return TILE_N_SWAPPED if is_swapped else TILE_N_WIDENED
 
 
 def _cache_dtype(call: CacheCall) -> str:

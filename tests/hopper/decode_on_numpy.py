@@ -10,7 +10,7 @@ from functools import cache as kept
 import torch
 from torch import Tensor
 
-from hopper.decode.config import BOX_COLUMNS, PARTS_PER_CTA, DecodeConfig
+from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
@@ -76,10 +76,11 @@ def programs_of(config: DecodeConfig | MlaConfig) -> tuple[Program, Program]:
 
 @dataclass(frozen=True)
 class Descales:
-    """float32 (batch, kv_heads) factors of a cache of e4m3, or nothing."""
+    """float32 (batch, kv_heads) factors of a cache of e4m3, and of such queries, or nothing."""
 
     k: tuple[Tensor, ...] = ()
     v: tuple[Tensor, ...] = ()
+    q: tuple[Tensor, ...] = ()
 
 
 def decode_on_numpy(
@@ -92,15 +93,16 @@ def decode_on_numpy(
     rules: Rules = NO_RULES,
     descales: Descales = Descales(),
     filled: tuple[int, ...] = (),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, which were NaN before as the partial results were.
+    """out, of ``dtype`` or of that of q, and lse, which were NaN before as the partial results were.
 
     Of ``rules`` softcap and sinks are taken. ``filled`` are rows of the cache that the kernel is told of, where they
     are not those of ``cache``.
     """
     q = queries.q
     cache = cache if config.paged else in_order(cache)
-    out = torch.full((*q.shape[:-1], cache.v.shape[3]), math.nan, dtype=q.dtype)
+    out = torch.full((*q.shape[:-1], cache.v.shape[3]), math.nan, dtype=dtype or q.dtype)
     lse = torch.full(queries.lse_shape, math.nan)
     parts = torch.full((PARTS_PER_CTA * launch.ctas, config.part_floats), math.nan)
     kernel, combine = programs_of(config)
@@ -119,7 +121,7 @@ def decode_on_numpy(
     arguments.add((rules.softcap or softmax_scale) * LOG2_E)
     if rules.softcap:
         arguments.add(softmax_scale / rules.softcap)
-    add_tensors(arguments, *descales.k)
+    add_tensors(arguments, *descales.q, *descales.k)
     arguments.launch(kernel, (launch.ctas, 1, 1), launch.timing)
 
     arguments = Arguments()
@@ -144,7 +146,8 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     """TMA on boxes of K and of V."""
     c = config
     if not c.is_widened:
-        return [row_map(x, c.box_rows, BOX_COLUMNS) for x in (cache.k, cache.v)]
+        columns = c.box_columns(c.head_dim), c.box_columns(c.head_dim_v)
+        return [row_map(x, c.box_rows, box) for x, box in zip((cache.k, cache.v), columns, strict=True)]
     found = []
     for x, columns in ((cache.k, c.head_dim), (cache.v, c.head_dim_v)):
         order = (3, 1, 2, 0)

@@ -42,6 +42,10 @@ PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen", lim
 CHUNKED = DecodeConfig("bfloat16", 64, 256, True, 32, 2, 8, window=True, chunk=True, layout="varlen")
 WIDENED = DecodeConfig("bfloat16", 64, 128, True, 32, 2, 16, sinks=True, cache_dtype=E4M3, raw_stages=2)
 
+SWAPPED = replace(WIDENED, tile_n=64, stages=3, raw_stages=0, tile_m=8)
+SWAPPED_4 = replace(SWAPPED, tile_m=4, tile_n=128, head_dim=128, box_rows=128, paged=False, leftpad=True)
+SWAPPED_16 = replace(SWAPPED, tile_m=16, head_dim=192, head_dim_v=64, window=True, limits_splits=True)
+
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CAP_AND_SINKS = Rules(softcap=4.0, sinks=SINKS)
 
@@ -116,19 +120,45 @@ def check_numbers(case: Case, queries: Queries, cache: Cache) -> None:
         assert bool((error <= 3e-6 * exact_lse[seen].abs().clamp(min=1.0)).all()), number
 
 
-def test_a_cache_of_e4m3() -> None:
-    """bfloat16 queries, and a factor for each sequence and K/V head."""
-    case = Case(WIDENED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE), rules=Rules(sinks=SINKS))
-    queries, cache = draw(case)
-    descales = torch.rand(2, 3, 2, generator=torch.Generator().manual_seed(3)) + 0.5
+OF_E4M3 = {
+    "widened": Case(WIDENED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE)),
+    "swapped": Case(SWAPPED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE)),
+    "swapped, one row, a leftpad": Case(
+        SWAPPED_4, (1,), (300, 0, 129), 512, Launch(3), (4, 4), (96, 128), pads=(3, 0, 40)
+    ),
+    "swapped, 12 rows, a window": Case(
+        SWAPPED_16, (3,), (200, 5), 16, Launch(7, max_splits=2, timing=LATE), (4, 1), sides=(70, 0)
+    ),
+    "swapped, queries of e4m3": Case(
+        replace(SWAPPED, e4m3_queries=True, layout="varlen"), (3, 0, 1), (100, 9, 40), 16, Launch(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_E4M3)
+def test_a_cache_of_e4m3(name: str) -> None:
+    """A factor for each sequence and K/V head, and where queries are of e4m3 for them."""
+    case = replace(OF_E4M3[name], rules=Rules(sinks=SINKS))
+    config, (queries, cache) = case.config, draw(case)
+    kv_heads, of_queries = case.heads[1], torch.ones(len(case.keys), case.heads[0], 1)
+    generator = torch.Generator().manual_seed(3)
+    q_descale, *descales = torch.rand(3, len(case.keys), kv_heads, generator=generator) + 0.5
+    if config.e4m3_queries:
+        of_queries = q_descale.repeat_interleave(case.heads[0] // kv_heads, 1)[:, :, None]
+        queries = replace(queries, q=queries.q.to(torch.float8_e4m3fn))
+    given = Descales(*((x,) for x in descales), (q_descale,) if config.e4m3_queries else ())
     out, lse = decode_on_numpy(
-        WIDENED, queries, cache, 0.1, case.launch, (), case.rules, Descales(*((x,) for x in descales))
+        config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=torch.bfloat16
     )
     for number, keys in enumerate(cache.rows):
         k, v = (x.double() * of[number, :, None].double() for x, of in zip(keys, descales, strict=True))
-        exact, exact_lse = oracle(case, queries.of(number).double(), (k, v), 0.1)
-        assert (out[number].double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
-        assert (lse[number].double() - exact_lse).abs().max() <= 1e-5
+        q = queries.of(number).double() * of_queries[number]
+        if not q.shape[0]:
+            continue
+        exact, exact_lse = oracle(case, q, (k, v), 0.1)
+        got, got_lse = queries.rows(out, lse, number)
+        assert (got.double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
+        assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
 
 
 CASES = {

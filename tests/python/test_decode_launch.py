@@ -24,7 +24,7 @@ from tests.python.kvcache_cases import FP8, CacheCase
 
 NAMES = (
     "q", "k", "v", "out", "lse", "lengths", "table", "leftpad", "cu_seqlens_q", "parts", "softmax_scale",
-    "max_splits", "left", "right", "chunk", "softcap", "sinks", "k_descale", "v_descale", "num_ctas",
+    "max_splits", "left", "right", "chunk", "softcap", "sinks", "q_descale", "k_descale", "v_descale", "num_ctas",
 )  # fmt: skip
 """Arguments of the kernel in their order."""
 
@@ -55,7 +55,7 @@ class DecodeKernels:
             rows: Any = b
             if g["cu_seqlens_q"] is not None:
                 rows = slice(*g["cu_seqlens_q"][b : b + 2].tolist())
-            q, qv = g["q"][rows][None], g["qv"][rows][None] if "qv" in g else None
+            q, qv = self.queries(g, rows, b)[None], g["qv"][rows][None] if "qv" in g else None
             out, lse = attention_naive(
                 q, *self.keys(g, b), causal=config.causal, qv=qv, **self.options(config, g)
             )
@@ -65,6 +65,13 @@ class DecodeKernels:
             else:
                 g["lse"][b] = lse[0].float()
 
+    def queries(self, g: dict[str, Any], rows: Any, b: int) -> Tensor:
+        if g.get("q_descale") is None:
+            return g["q"][rows]
+        group = g["q"].shape[-2] // g["k"].shape[2]
+        descale = g["q_descale"][b].repeat_interleave(group)[:, None]
+        return (g["q"][rows].float() * descale).to(g["out"].dtype)
+
     def keys(self, g: dict[str, Any], b: int) -> list[Tensor]:
         pad = 0 if g["leftpad"] is None else int(g["leftpad"][b])
         rows = torch.arange(pad, int(g["lengths"][b]))
@@ -72,7 +79,7 @@ class DecodeKernels:
         pages = torch.full_like(rows, b) if g["table"] is None else g["table"][b, rows // size].long()
         found = []
         for name in ("k", "v"):
-            descale, x = g.get(f"{name}_descale"), g[name][pages, rows % size].to(g["q"].dtype)
+            descale, x = g.get(f"{name}_descale"), g[name][pages, rows % size].to(g["out"].dtype)
             found.append((x if descale is None else (x * descale[b][:, None]).to(x.dtype))[None])
         return found
 
@@ -84,8 +91,10 @@ class DecodeKernels:
         assert (config.layout == "varlen") == (g["cu_seqlens_q"] is not None)
         assert config.paged == (g["table"] is not None)
         assert config.limits_splits == (g["max_splits"] is not None)
-        is_widened = isinstance(config, DecodeConfig) and config.is_widened
-        assert is_widened == (g.get("k_descale") is not None) == (g.get("v_descale") is not None)
+        of_e4m3 = isinstance(config, DecodeConfig) and bool(config.cache_dtype)
+        assert of_e4m3 == (g.get("k_descale") is not None) == (g.get("v_descale") is not None)
+        e4m3_queries = isinstance(config, DecodeConfig) and config.e4m3_queries
+        assert e4m3_queries == (g.get("q_descale") is not None) == (g["q"].dtype == FP8)
         left, right = (UNLIMITED if side in (None, NO_LIMIT) else side for side in (g["left"], g["right"]))
         return {
             "window_left": left,
@@ -146,18 +155,24 @@ def test_what_comes_of_a_call(name: str, kernels: DecodeKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
-@pytest.mark.parametrize("given", [(), ("k_descale",), ("k_descale", "v_descale")], ids=str)
-def test_a_cache_of_e4m3(dtype: torch.dtype, given: tuple[str, ...], kernels: DecodeKernels) -> None:
-    descales = dict.fromkeys(given, torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0]]))
-    case = replace(PAGES, head_dims=(32, 48))
+@pytest.mark.parametrize("given", [(), ("k_descale",), ("q_descale", "k_descale", "v_descale")], ids=str)
+@pytest.mark.parametrize("queries", [3, 12])
+def test_a_cache_of_e4m3(
+    dtype: torch.dtype, given: tuple[str, ...], queries: int, kernels: DecodeKernels
+) -> None:
+    """Queries of e4m3 are converted where the tiles are tall, for each of which the cache is widened."""
+    wanted = tuple(name for name in given if dtype == FP8 or name != "q_descale")
+    descales = dict.fromkeys(wanted, torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0]]))
+    case = replace(PAGES, head_dims=(32, 48), queries=(queries,) * 3)
     call = case.build(dtype, FP8, **descales)
     out = flash_attn_with_kvcache(**call)
     assert (out - case.expected(call)[0]).abs().max() <= 3e-2
     (seen,), (config,) = kernels.calls, kernels.loaded
-    assert seen["k"] is call["k_cache"] and seen["q"].dtype == torch.bfloat16
+    assert isinstance(config, DecodeConfig) and config.is_swapped == (queries == 3)
+    assert seen["k"] is call["k_cache"] and seen["q"].dtype == (dtype if queries == 3 else torch.bfloat16)
     assert (config.dtype, config.cache_dtype) == ("bfloat16", "float8_e4m3fn")
     ones = torch.ones(3, 2)
-    for name in ("k_descale", "v_descale"):
+    for name in ("k_descale", "v_descale", *(["q_descale"] if config.e4m3_queries else [])):
         assert torch.equal(seen[name], descales.get(name, ones)) and seen[name].stride(1) == 1
 
 

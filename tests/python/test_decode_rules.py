@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
         "there is a leftpad, which its kernel takes for caches of one page a sequence",
     ),
     "wide rows of e4m3": (
-        replace(PAGES, head_dims=(32, 208)),
+        replace(PAGES, head_dims=(32, 208), queries=(9, 9, 9)),
         {"cache_dtype": FP8},
         "head_dim 32 or head_dim_v 208 of a cache of e4m3 is above 192",
     ),
@@ -163,7 +163,14 @@ def test_the_config_is_of_what_is_asked_for() -> None:
     ]
     for case, given, expected in changes:
         assert select_decode(call_of(case, **given)) == replace(plain, **expected)
-    widened = select_decode(call_of(PAGES, cache_dtype=FP8))
+    for tile_m in (4, 8, 16):
+        case = replace(OF_16_BYTES, heads=(tile_m // 2, 2), queries=(3, 3, 3))
+        swapped = select_decode(call_of(case, cache_dtype=FP8))
+        assert (swapped.tile_m, swapped.is_swapped, swapped.raw_stages) == (tile_m, True, 0)
+    assert swapped.dtype == "bfloat16" and not swapped.e4m3_queries
+    e4m3 = torch.zeros(3, 3, 8, 32).to(FP8)
+    assert select_decode(call_of(case, cache_dtype=FP8, q=e4m3)) == replace(swapped, e4m3_queries=True)
+    widened = select_decode(call_of(replace(OF_16_BYTES, queries=(9, 9, 9)), cache_dtype=FP8))
     assert widened.is_widened and widened.dtype == "bfloat16" and widened.raw_stages > 1
     chunked = select_decode(call_of(PAGES, attention_chunk=5))
     assert chunked.window and chunked.chunk

@@ -65,7 +65,11 @@ class DecodeLauncher(Launcher):
         lengths = _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens
         lists = lengths, table_of(t), t.cache_leftpad, t.cu_seqlens_q
         given = tuple(map(addressable, queries)), k_cache, v_cache, *lists
-        return self.launch(*given, cap, sinks, _descales(shape, t))
+        return self.launch(*given, cap, sinks, _descales(shape, t, self.takes_e4m3_queries))
+
+    @property
+    def takes_e4m3_queries(self) -> bool:
+        return isinstance(self.config, DecodeConfig) and self.config.e4m3_queries
 
     def launch(
         self,
@@ -82,7 +86,7 @@ class DecodeLauncher(Launcher):
     ) -> tuple[Tensor, Tensor]:
         """The call of tensors that the kernel can address, on the current GPU, which is that of this launcher.
 
-        ``queries`` are q, or q and qv; ``descales`` are those of K and V, or none for the kernel of qv.
+        ``queries`` are q, or q and qv; ``descales`` are those of Q, K and V, or none for the kernel of qv.
         """
         out = device_memory.empty_on_gpu(*self.out_facts)
         work = device_memory.stream_memory(self.device_index, self.work)
@@ -149,16 +153,21 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
     )
 
 
-def _descales(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor | None, ...]:
-    """Of K and V, (batch, kv_heads), the last stride 1; None for a cache of 16 bits. The kernel of ``qv`` has none."""
+def _descales(shape: CacheShape, tensors: CacheTensors, of_queries: bool) -> tuple[Tensor | None, ...]:
+    """Of Q, K and V, (batch, kv_heads), the last stride 1; None for those of 16 bits. The kernel of ``qv`` has none."""
     if shape.has_qv:
         return ()
     if not shape.is_fp8_cache:
-        return None, None
-    k, v = tensors.k_descale, tensors.v_descale
-    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if k is None or v is None else None
-    k, v = (ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (k, v))
-    return k, v
+        return None, None, None
+    of_cache = tensors.k_descale, tensors.v_descale
+    given = (tensors.q_descale, *of_cache) if of_queries else of_cache
+    ones = (
+        unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0]
+        if any(x is None for x in given)
+        else None
+    )
+    found = tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
+    return found if of_queries else (None, *found)
 
 
 def is_aligned(tensors: CacheTensors) -> bool:

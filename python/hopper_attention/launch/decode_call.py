@@ -44,7 +44,7 @@ class DecodeCall:
             cu_seqlens_q,
             self.softcap,
             None,
-            (k_descale, v_descale),
+            (None, k_descale, v_descale),
         )
         return (out, lse) if launcher.wants_lse else out
 

@@ -214,9 +214,10 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     address tells."""
     if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
-    if tensors.q.dtype == FP8_DTYPE:
+    launcher = find_decode(call)
+    if tensors.q.dtype == FP8_DTYPE and not launcher.takes_e4m3_queries:
         tensors = tensors._replace(q=_query(call.shape, tensors).view(tensors.q.shape))
-    return find_decode(call)(tensors, scores)
+    return launcher(tensors, scores)
 
 
 def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
@@ -259,6 +260,9 @@ def _query(shape: CacheShape, tensors: CacheTensors) -> Tensor:
         return q
     if tensors.q_descale is None or not shape.batch:
         return q.to(shape.out_dtype)
+    if not shape.is_packed_q:
+        groups = tensors.q.unflatten(2, (shape.kv_heads, -1)).float()
+        return (groups * tensors.q_descale[:, None, :, None, None]).to(shape.out_dtype).view(q.shape)
     descale = tensors.q_descale.repeat_interleave(shape.heads // shape.kv_heads, 1)
     sequence, _ = tokens_of(tensors.q, tensors.cu_seqlens_q, shape.batch)
     sequence = sequence.clamp(max=shape.batch - 1)

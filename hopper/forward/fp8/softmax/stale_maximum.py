@@ -47,6 +47,11 @@ ALARM, ALARM_LIMIT = 4, 12
 """What a block that was made again adds to a warp's alarm, from which each block that was not takes 1. Above the limit
 the warp is wary."""
 
+FIRST_WARY_BLOCKS, KEYS_A_WARY_BLOCK = 3, 1024
+"""For so many blocks a tile is wary at its beginning, but for no more than one in so many keys. To be so late costs
+peaky inputs more than to be so for nothing costs others: without it the drop-in path took 1.5 times as long where some
+tokens are large."""
+
 WARY_EXPONENT = 4
 """The largest P of a row that takes its maximum first is 2^4. None that is less dominates, by ``DOMINATES``."""
 
@@ -77,9 +82,9 @@ class StaleMaximumSoftmax(ExactSoftmax):
         self.wary = cute.make_rmem_tensor(1, Int32)
 
     def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
-        """With half of the alarm that makes a warp wary. Which tile came before is chance, and must not show."""
+        """Wary for a few blocks, if there are many. Which tile came before is chance, and must not show."""
         super().enter_tile(rows, head, seqlens)
-        self.wary[0] = -(ALARM_LIMIT // 2)
+        self.wary[0] = first_wary_blocks(seqlens.seqlen_k)
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -146,6 +151,13 @@ class StaleMaximumSoftmax(ExactSoftmax):
     def add_totals(self):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.row_sum[r] = self.row_sum[r] + self.totals[r]
+
+
+@cute.jit
+def first_wary_blocks(seqlen_k: Int32) -> Int32:
+    """What ``wary`` is at the beginning of a tile: with few keys not wary, but with the whole alarm."""
+    blocks = cutlass.min(seqlen_k // KEYS_A_WARY_BLOCK, FIRST_WARY_BLOCKS)
+    return blocks if blocks > 0 else Int32(-ALARM_LIMIT)
 
 
 def octaves_over(total: Float32, largest: Float32) -> Float32:

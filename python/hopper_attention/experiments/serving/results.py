@@ -56,7 +56,7 @@ PROMISES: dict[ServingWorkload, Promise] = {
     **dict.fromkeys(spec.PREFILL, Promise(least_of_best=1.03)),
     **dict.fromkeys(spec.in_pages(*spec.PREFILL), Promise(least_of_best=1.10)),
     **dict.fromkeys(spec.APPENDED, Promise(most_over_plain_us=5.0)),
-    **{w: Promise(most_us=us) for w, us in zip(spec.FP8, (36.0, 36.0, 255.0), strict=True)},
+    **{w: Promise(most_us=us) for w, us in zip(spec.FP8, (36.0, 36.0, 255.0, 1010.0), strict=True)},
 }
 
 

@@ -232,7 +232,12 @@ LATENT = tuple(
     )
 )
 """Decoding over a latent (MLA), of one rank of eight and of one."""
-FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (64, 8)))
+FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (64, 8), (256, 8)))
+FP8_OTHERS = (
+    replace(equal(1, 8), is_fp8=True),
+    replace(equal(8, 8), is_fp8=True, queries=4),
+    replace(equal(8, 8, 1), is_fp8=True),
+)
 
 WORKLOADS = (
     *GROUPED,
@@ -248,7 +253,7 @@ WORKLOADS = (
 )
 """What is measured, in this order. A new row is one more workload here."""
 
-ALL_WORKLOADS = (*WORKLOADS, *FP8)
+ALL_WORKLOADS = (*WORKLOADS, *FP8, *FP8_OTHERS)
 """With those that are measured only if they are asked for."""
 
 TOPICS: dict[str, Callable[[ServingWorkload], bool]] = {

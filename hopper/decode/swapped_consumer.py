@@ -1,0 +1,327 @@
+"""The consumer warpgroup of a cache of e4m3: K and V are multiplied as they are, as the first operands."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int16, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineState
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.fast_math import max_over_lanes, permute_bytes, split_e4m3, unpack
+from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.window import Window
+from hopper.config import WARPGROUP_ROWS
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
+from hopper.decode.masks import SwappedMask
+from hopper.decode.operands import Keys, clear_rows, sync_consumers
+from hopper.decode.rows import SwappedRows, TileRows
+from hopper.decode.swapped_softmax import SwappedSoftmax
+from hopper.swizzled_bytes import SwizzledBytes, store_16_bits
+from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
+from hopper.wgmma import issue_gemm, issue_step, keep_descriptor
+
+LANES = 32
+KEYS_PER_STEP = 32
+"""Of one WGMMA of e4m3."""
+
+TERM_SCALE = 16.0
+"""A second term is this much finer than the first: e4m3 has 4 bits."""
+
+PRODUCTS = {4: 16, 8: 16, 16: 1}
+"""Products of K Q^T that there are registers for, by the rows of a tile; half as many with 256 columns."""
+
+P_SCALE = 256.0
+"""P, of 1 at most, as it is split; e4m3 goes to 448."""
+
+Q_EXPONENT = 7
+"""Of the largest element of a row of Q as it is split."""
+
+SCALED_QUERIES = {"smallest": 8, "infinite": 255}
+"""Exponents of float32, with their bias of 127, that bound those of a row's largest element: no power of two is smaller
+by which its row could be scaled, and none is greater."""
+
+
+def swapped_mmas(config: DecodeConfig) -> tuple[cute.TiledMma, cute.TiledMma]:
+    """K Q^T with K in shared memory, and V^T P^T with V in registers."""
+    sources = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    return tuple(
+        hopper_helpers.make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, config.split_rows),
+            a_source=source,
+        )
+        for source in sources
+    )
+
+
+class SwappedConsumer(LoopInvariant):
+    """S^T = K Q^T and O^T = V^T P^T: keys, and columns of V, are the 64 rows of a WGMMA, and query rows its columns, of
+    which there may be as few as 8.
+
+    So a few query rows need no tile of 64, and V, which WGMMA would want in columns as a second operand, is a first
+    one: ``ldmatrix`` and byte permutations turn it on its way to registers.
+
+    Q and P are split into two terms of e4m3, the second 16 times finer, in two columns side by side: of bfloat16 that
+    is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
+    both terms of a query row each, and add them.
+
+    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
+    product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
+    """
+
+    def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
+        self.config, self.k, self.v, self.thread = config, k, v, thread
+        self.warp, self.lane = thread // LANES, thread % LANES
+        c = config
+        sQ, sP, exchange = (
+            memory[0].get_tensor(self._layout(c.head_dim).outer, swizzle=self._layout(c.head_dim).inner),
+            memory[1].get_tensor(self._layout(c.tile_n).outer, swizzle=self._layout(c.tile_n).inner),
+            memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m))),
+        )
+        self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane)
+        self.exchange = exchange
+        self.qk, self.pv = swapped_mmas(c)
+        self.tSrK = keep_descriptor(self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(k.smem)))
+        self.tSrQ = self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sQ))[None, None, None, 0]
+        self.tOrP = self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sP))[None, None, None, 0]
+        self.tOrV = cute.make_rmem_tensor(self.pv.partition_shape_A((c.head_dim_v, c.tile_n)), Float8E4M3FN)
+        self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((c.head_dim_v, c.split_rows)), Float32)
+        self.values = SwizzledBytes(v.smem, c.tile_n, c.head_dim_v)
+        self.queries = SwizzledBytes(sQ, c.split_rows, c.head_dim)
+        self.weights = SwizzledBytes(sP, c.split_rows, c.tile_n)
+        self.pairs = c.head_dim_v // WARPGROUP_ROWS
+        self.o = cute.make_rmem_tensor((2, self.pairs, c.rows_per_thread), Float32)
+
+    def _layout(self, columns: int) -> cute.ComposedLayout:
+        """Of both terms of all rows."""
+        return swizzled_layout(self.config.split_rows, columns, 1, Float8E4M3FN)
+
+    def _terms(self, acc: cute.Tensor) -> cute.Tensor:
+        """An accumulator by term, which of two rows of a WGMMA, query row and WGMMA."""
+        rows = self.config.rows_per_thread
+        shape = 2, 2, rows, cute.size(acc) // (4 * rows)
+        return cute.make_tensor(acc.iterator, cute.make_layout(shape))
+
+    def rows_of(self, tile: TileRows) -> SwappedRows:
+        return SwappedRows(self.config, tile, self.warp, self.lane)
+
+    def mask_of(self, window: Window, rows: SwappedRows) -> SwappedMask:
+        key = self.warp * (2 * COLUMNS_PER_GROUP) + self.lane // LANES_PER_ROW
+        return SwappedMask(window, self.config.tile_n, rows.tile.seqlens, rows.tile.first, key, rows.levels())
+
+    def column(self, j: int) -> Int32:
+        """The first of pair ``j`` of the thread's columns of O."""
+        return WARPGROUP_ROWS * j + self.warp * 16 + self.lane // LANES_PER_ROW * 2
+
+    def pair(self, r: int, j: int) -> tuple[Float32, Float32]:
+        """Of O of the thread's row ``r``, not normalised."""
+        return self.o[0, j, r] * Float32(1 / P_SCALE), self.o[1, j, r] * Float32(1 / P_SCALE)
+
+    def row_sum(self, r: int) -> tuple[Float32, Float32, Float32]:
+        """What exponents of row ``r`` are measured from, the sum of P, and what O is divided by."""
+        return self.softmax.shift[r], self.softmax.row_sum[r], self.softmax.row_sum[r]
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32):
+        """The rows of Q as two terms each, a warp for every fourth row; zeros for rows and columns that there are not,
+        and for the second term of e4m3."""
+        c = self.config
+        for i in cutlass.range_constexpr(c.rows_per_thread):
+            row = ROWS_PER_GROUP * i + self.warp
+            pair = Int16 if const_expr(c.e4m3_queries) else Int32
+            source = cute.recast_tensor(rows.tile.of(mQ, row), pair)
+            words = []
+            for n in cutlass.range_constexpr(c.head_dim // (2 * LANES)):
+                number, word = n * LANES + self.lane, pair(0)
+                if row < rows.tile.count and number < cute.size(source):
+                    word = source[number]
+                words.append(word)
+            if const_expr(c.e4m3_queries):
+                inverse, terms = Float32(1.0), [(word, Int16(0)) for word in words]
+            else:
+                inverse, terms = split_row([unpack(word, mQ.element_type) for word in words])
+            for n, of_pair in enumerate(terms):
+                number = 2 * (n * LANES + self.lane)
+                for term, word in enumerate(of_pair):
+                    line = COLUMNS_PER_GROUP * i + 2 * self.warp + term
+                    address = self.queries.address(Int32(0), line, number // 16) + number % 16
+                    store_16_bits(address, word)
+            if self.lane == 0:
+                self.exchange[0, row] = inverse * scale_log2
+        cute.arch.fence_view_async_shared()
+        sync_consumers()
+        self.softmax.start()
+
+    @cute.jit
+    def attend(
+        self, mask: SwappedMask, edges: tuple, first: Int32, end: Int32, state: PipelineState
+    ) -> PipelineState:
+        """Leave O of key blocks ``first`` to ``end``, one at least, in ``o``, not normalised, and their sums in
+        ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
+
+        K Q^T of a block is under way while the softmax of the one before it is.
+        """
+        shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
+        products = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(self._products()))
+        scores = cute.make_rmem_tensor((2 * cute.size(shape[1]), self.config.rows_per_thread), Float32)
+        self.o.fill(0.0)
+        self._start_scores(products, state)
+        warpgroup.wait_group(0)
+        for step in cutlass.range(end - first - 1, unroll=1):
+            block = end - 1 - step
+            next_state = state.clone()
+            next_state.advance()
+            self._take_scores(products, scores, state)
+            self._start_scores(products, next_state)
+            self._finish_block(scores, mask, edges, block, state)
+            state.advance()
+        self._take_scores(products, scores, state)
+        self._finish_block(scores, mask, edges, first, state)
+        self.softmax.finish()
+        state.advance()
+        return state
+
+    def _products(self) -> int:
+        c = self.config
+        halves = 2 if max(c.head_dim, c.head_dim_v) > 192 else 1
+        return min(cute.size(self.tSrQ.shape[2]), max(PRODUCTS[c.tile_m] // halves, 1))
+
+    @cute.jit
+    def _start_scores(self, products: tuple, state: PipelineState):
+        """Start K Q^T of the block at ``state``, of as many steps of 32 columns as there are products."""
+        self.k.pipe.consumer_wait(state)
+        self._issue_scores(products, state, 0)
+
+    def _issue_scores(self, products: tuple, state: PipelineState, first: int):
+        tSrK = self.tSrK[None, None, None, state.index]
+        for k, product in enumerate(products):
+            issue_step(self.qk, product, tSrK, self.tSrQ, first + k, closes=k + 1 == len(products))
+
+    @cute.jit
+    def _take_scores(self, products: tuple, scores: cute.Tensor, state: PipelineState):
+        """The scores of the block at ``state``, whose first steps are done; the others are done here."""
+        scores.fill(0.0)
+        self._add_scores(products, scores)
+        for first in cutlass.range_constexpr(len(products), cute.size(self.tSrQ.shape[2]), len(products)):
+            self._issue_scores(products, state, first)
+            warpgroup.wait_group(0)
+            self._add_scores(products, scores)
+        self.k.release(state, self.lane)
+
+    def _add_scores(self, products: tuple, scores: cute.Tensor):
+        for r in range(self.config.rows_per_thread):
+            for n in range(cute.size(scores, mode=[0])):
+                for product in products:
+                    terms = self._terms(product)
+                    second = terms[1, n % 2, r, n // 2] * Float32(1 / TERM_SCALE)
+                    scores[n, r] = scores[n, r] + (second + terms[0, n % 2, r, n // 2])
+
+    @cute.jit
+    def _finish_block(
+        self, scores: cute.Tensor, mask: SwappedMask, edges: tuple, block: Int32, state: PipelineState
+    ):
+        """From the scores of key block ``block``, which is at ``state``, to O. All WGMMAs that are under way are done
+        then: ptxas takes them one by one where one is awaited in the next turn of a loop."""
+        left_masked_end, unmasked_end = edges
+        if block >= unmasked_end or block < left_masked_end:
+            mask.apply(scores, block)
+        self.softmax.offer(scores)
+        self._load_values(mask.seqlens.seqlen_k, block, state)
+        self._store_P(scores)
+        issue_gemm(self.pv, self.acc, self.tOrV, self.tOrP, False)
+        warpgroup.wait_group(0)
+        self._add_product()
+
+    @cute.jit
+    def _store_P(self, scores: cute.Tensor):
+        """Turn scores into P, and store both terms of it for the next product, whose keys are in the order in which
+        ``_load_values`` has them."""
+        self.softmax.exponentiate(scores)
+        lane, warp = self.lane, self.warp
+        of_step = lane // LANES_PER_ROW
+        place = 16 * (warp % 2) + 4 * (of_step % 4) + 2 * (of_step // 4)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            for m in cutlass.range_constexpr(cute.size(scores, mode=[0]) // 2):
+                low, high = scores[2 * m, r], scores[2 * m + 1, r]
+                terms = split_e4m3(low * Float32(P_SCALE), high * Float32(P_SCALE), TERM_SCALE)
+                position = KEYS_PER_STEP * (2 * m + warp // 2) + place
+                for term, word in enumerate(terms):
+                    line = COLUMNS_PER_GROUP * r + 2 * (lane % LANES_PER_ROW) + term
+                    address = self.weights.address(Int32(0), line, position // 16) + position % 16
+                    store_16_bits(address, word)
+        cute.arch.fence_view_async_shared()
+        sync_consumers()
+
+    @cute.jit
+    def _load_values(self, seqlen_k: Int32, block: Int32, state: PipelineState):
+        """V^T of key block ``block``, at ``state``, to registers: a thread has four keys of a column in a word.
+
+        ``ldmatrix.trans`` gives it two neighbouring columns of two keys, from each of four matrices of 8 keys. Line 2 i
+        + e of matrix 2 h + b is key 16 h + 8 e + 4 b + i of 32, so that the keys of a row of an accumulator of S^T that
+        a thread holds, 8 apart, are neighbours.
+        """
+        c = self.config
+        self.v.pipe.consumer_wait(state)
+        keys = seqlen_k - block * c.tile_n
+        if keys < c.tile_n:
+            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
+        words = cute.recast_tensor(self.tOrV, Int32)
+        line, matrix = self.lane % 8, self.lane // 8
+        key = 16 * (matrix // 2) + 8 * (line % 2) + 4 * (matrix % 2) + line // 2
+        for step in cutlass.range_constexpr(c.tile_n // KEYS_PER_STEP):
+            for m in cutlass.range_constexpr(self.pairs):
+                chunk = WARPS_PER_WARPGROUP * m + self.warp
+                loaded = cute.arch.inline_ptx(
+                    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Int32] * 4,
+                    read_only_args=[self.values.address(state.index, key + KEYS_PER_STEP * step, chunk)],
+                )
+                for half in cutlass.range_constexpr(2):
+                    for odd, selector in enumerate((0x6420, 0x7531)):
+                        word = permute_bytes(loaded[2 * half], loaded[2 * half + 1], selector)
+                        words[odd + 2 * half + 4 * (m + self.pairs * step)] = word
+        cute.arch.sync_warp()
+        self.v.release(state, self.lane)
+
+    @cute.jit
+    def _add_product(self):
+        """O, shrunk for the maximum of the block, and its product."""
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            for j in cutlass.range_constexpr(self.pairs):
+                for e in cutlass.range_constexpr(2):
+                    terms = self._terms(self.acc)
+                    product = terms[1, e, r, j] * Float32(1 / TERM_SCALE) + terms[0, e, r, j]
+                    self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
+
+
+def split_row(pairs: list) -> tuple[Float32, list]:
+    """Terms of a row of Q, of which each lane of a warp has some pairs of elements, and what undoes the power of two
+    that brings the largest of all to the upper end of e4m3."""
+    largest = Float32(0.0)
+    for pair in pairs:
+        for x in pair:
+            largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
+    scale, inverse = scales_of(max_over_lanes(largest, LANES))
+    return inverse, [split_e4m3(low * scale, high * scale, TERM_SCALE) for low, high in pairs]
+
+
+@cute.jit
+def scales_of(largest: Float32) -> tuple[Float32, Float32]:
+    """The power of two that brings a row of Q to ``Q_EXPONENT``, and its inverse: NaN for a row that is not finite,
+    which e4m3 would take for one that is."""
+    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[largest])
+    exponent = cutlass.max(bits >> 23, SCALED_QUERIES["smallest"])
+    of_scale = (2 * 127 + Q_EXPONENT - exponent) << 23
+    of_inverse = (exponent - Q_EXPONENT) << 23
+    of_inverse = Int32(-1) if exponent == SCALED_QUERIES["infinite"] else of_inverse
+    return as_float(of_scale), as_float(of_inverse)
+
+
+def as_float(bits: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
