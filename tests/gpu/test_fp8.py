@@ -323,14 +323,14 @@ def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> N
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_an_exact_lse_is_exact_enough_to_merge_by(device: str, head_dim: int, family: Family) -> None:
-    """1e-3 up to scores of 10, and 1e-4 of larger ones, of which even products of 32 columns lose some."""
+    """1e-3 up to scores of 5, and 2e-4 of larger ones, of which even products of 32 columns lose some."""
     (problem,) = parse_shapes(f"bf16-b1-s4096-h2-d{head_dim}-full")
     x = draw_family(family, problem, 0, device)
     parts = quantize_qkv(x.q, x.k, x.v)
     _, lse = flash_attn_quantized_func(parts, None, False, True, backend="hopper", exact_lse=True)
     _, exact = attention_naive(*(part.dequantize() for part in (parts.q, parts.k, parts.v)))
     difference = (lse - exact).abs()
-    assert bool((difference <= torch.clamp(1e-4 * exact.abs(), min=1e-3)).all())
+    assert bool((difference <= torch.clamp(2e-4 * exact.abs(), min=1e-3)).all())
     assert difference.square().mean().sqrt() < 2e-3
 
 

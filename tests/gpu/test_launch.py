@@ -136,7 +136,9 @@ def test_a_forward_in_a_graph_is_one_node(draw) -> None:
             graph.replay()
             torch.cuda.synchronize()
         ran = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
-        assert len(ran) == 3 and not any("emset" in name for name in ran), ran
+        # Each output is filled with NaN, by these tests, before it is written.
+        ours = [name for name in ran if "FillFunctor" not in name]
+        assert len(ours) == 3 and all("ForwardKernel" in name for name in ours), ran
         assert all(torch.equal(out, expected) for out in outs)
 
 

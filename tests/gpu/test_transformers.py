@@ -107,6 +107,9 @@ def test_fp8_is_near_16_bits() -> None:
     assert 1e-5 < float((fp8 - ours).norm() / ours.norm()) < 0.1
 
 
+@pytest.mark.skipif(
+    not integration.can_prepare_batches(), reason="this Transformers updates its paged cache in another way"
+)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_continuous_batching_answers_as_float32_does(name: str) -> None:

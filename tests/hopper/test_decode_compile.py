@@ -88,7 +88,7 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight() -> None:
 
 
 def test_ptxas_leaves_wgmmas_beside_each_other() -> None:
-    """It does not where a loop leaves some under way for its next turn to wait for: one by one they take twice as long."""
+    """It does not where a loop leaves some under way for its next turn to wait for."""
     for rows in (4, 16):
         config = config_of("bfloat16", (128, 128), 64, 8, rows=rows, cache_dtype=E4M3)
         report = io.StringIO()

@@ -17,6 +17,7 @@ from hopper_attention.integrations.transformers.attention import attend, attend_
 from hopper_attention.integrations.transformers.batches import (
     BATCHES_NAME,
     attend_batches,
+    can_prepare_batches,
     no_mask,
     prepare_batches,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "attend",
     "attend_batches",
     "attend_fp8",
+    "can_prepare_batches",
     "make_mask",
     "prepare_batches",
     "register",

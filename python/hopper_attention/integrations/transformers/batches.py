@@ -48,14 +48,19 @@ def prepare_batches(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} has attention that does not go by name; use a model that makes use of "
             "AttentionInterface"
         )
-    cache = getattr(continuous_batching, "PagedAttentionCache", None)
-    if cache is None or list(inspect.signature(cache.update).parameters)[1:] != UPDATE:
+    if not can_prepare_batches():
         raise NotImplementedError(
             "this version of Transformers updates its paged cache in another way; use a newer one, or "
             "attn_implementation='sdpa'"
         )
     model.config._attn_implementation = BATCHES_NAME
     return model
+
+
+def can_prepare_batches() -> bool:
+    """Whether this version of Transformers updates its paged cache in the way that is known here."""
+    cache = getattr(continuous_batching, "PagedAttentionCache", None)
+    return cache is not None and list(inspect.signature(cache.update).parameters)[1:] == UPDATE
 
 
 def attend_batches(
