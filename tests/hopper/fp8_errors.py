@@ -16,8 +16,8 @@ LSE_ROUNDING = 5e-3
 """What the LSE may be off by beside the scores: exponentials and their sum."""
 
 EXACT_LSE_ROUNDING = 4e-4
-"""The same of kernels with ``split_scores``, with what tensor cores lose beyond ``split_product``: up to 3e-4 was seen in
-rows of 3 keys, which average nothing out."""
+"""The same of kernels with ``split_scores``, with what tensor cores lose beyond ``split_product``: up to 3e-4 was seen
+in rows of 3 keys, which average nothing out."""
 
 LAGGING_LSE_ROUNDING = 1.1e-2
 """Of a kernel that lags: the only exponential that counts in a row may be one by chords, off by up to 1 %."""
