@@ -118,6 +118,44 @@ class TileOrder:
         return m_block, head, batch
 
 
+@dataclass(frozen=True)
+class TailedTileOrder:
+    """Bijection from tile number to (n_block, head, batch), where a head's tiles get shorter towards its end.
+
+    Heads come one behind the other, so that neighbours share what they walk over in L2, each from its longest tile on.
+    Of the last ``tail_heads`` the first ``full_blocks`` tiles, which are as long as each other, come like that too, and
+    then what is left of them, longest first: so no CTA begins a long tile when the others run dry.
+    """
+
+    num_m_blocks: Any
+    num_heads: Any
+    num_batches: Any
+    tail_heads: Any
+    full_blocks: Any
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.num_m_blocks * self.num_heads * self.num_batches
+
+    def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
+        """(n_block, head, batch) of a tile number below ``num_tiles``."""
+        first_head = self.num_heads * self.num_batches - self.tail_heads
+        tail = first_head * self.num_m_blocks
+        late = tail + self.tail_heads * self.full_blocks
+        # 1 from there on; as arithmetic, so that there is one division and no branch.
+        in_tail, is_late = (minimum(maximum(tile - first + 1, 0), 1) for first in (tail, late))
+        in_full = in_tail - is_late
+        by = self.num_m_blocks + in_full * (self.full_blocks - self.num_m_blocks)
+        by += is_late * (self.tail_heads - self.num_m_blocks)
+        place = tile - in_full * tail - is_late * late
+        # Where there is no full tile, or no tail, nothing is divided by it.
+        quotient = place // maximum(by, 1)
+        rest = place - quotient * by
+        n_block = rest + is_late * (self.full_blocks + quotient - rest)
+        head_batch = in_tail * first_head + quotient + is_late * (rest - quotient)
+        return n_block, head_batch % self.num_heads, head_batch // self.num_heads
+
+
 def divide_with_rest(number: Any, by: Any) -> tuple[Any, Any]:
     """number // by and number % by, of a number from 0 on and a part of ``TileDivisors``."""
     quotient, rest = divmod(number, by)

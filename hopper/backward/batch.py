@@ -6,15 +6,19 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.integers import maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import BackwardWork, PackedBackwardWork
 from hopper.tiles import ragged_view
+
+TAIL_HEADS = 4
+"""Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``)."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,17 @@ class DenseBatch(LoopInvariant):
         """What the kernel is given of them: those of Q and K."""
         return mQ.shape[0], mK.shape[0]
 
-    def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
-        """Of the views of Q and K: (key tiles, key/value heads, batches), and (key tiles of all of them, query tiles of
-        a head)."""
+    def sizes(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor, window: Window, num_ctas: Int32
+    ) -> tuple[tuple, tuple]:
+        """Of the views of Q and K: (key tiles, key/value heads, batches) and, where there is a tail, what a
+        ``TailedTileOrder`` takes behind them; and (key tiles of all of them, query tiles of a head)."""
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
+        if self.config.shortens:
+            full = (mK.shape[0] - window.left) // self.config.tile_n if window.has_left else Int32(0)
+            full_blocks = minimum(maximum(full, Int32(0)), num_n_blocks)
+            tiles = *tiles, minimum(mK.shape[2] * mK.shape[3], Int32(TAIL_HEADS)), full_blocks
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
         return tiles, totals
 
@@ -61,7 +71,8 @@ class DenseBatch(LoopInvariant):
         sizes: tuple[tuple, tuple],
     ) -> BackwardWork:
         tiles, totals = sizes
-        order = TileOrder(*tiles, Int32(1), longest_first=False)
+        shortens = self.config.shortens
+        order = TailedTileOrder(*tiles) if shortens else TileOrder(*tiles, Int32(1), longest_first=False)
         seqlens = DenseSeqlens(*lengths)
         return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
 
@@ -86,7 +97,9 @@ class PackedBatch(DenseBatch):
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
         return plan
 
-    def sizes(self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor) -> tuple[tuple, tuple]:
+    def sizes(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor, window: Window, num_ctas: Int32
+    ) -> tuple[tuple, tuple]:
         """(key/value heads), and (query tiles of a head, of all sequences)."""
         return (mK.shape[2],), (mdQ.shape[1],)
 

@@ -18,6 +18,7 @@ from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
 from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
+from hopper.backward.strip_kernel import StripBackwardKernel
 
 
 def compile_backward(config: BackwardConfig, options: str = ""):
@@ -35,7 +36,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     strides in multiples of 8 elements and 16-byte aligned addresses. lse and delta float32 (b, h, padded sq),
     contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of each row, +inf for rows without keys and
     past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h, query tiles, dq_parts, dq_words), zeros,
-    contiguous, is added to in the order of ``config.dq_order``, without softmax_scale.
+    contiguous, is added to in the order of ``config.dq_order``, without softmax_scale; with
+    ``config.strips`` it is like q, and written.
 
     With the layout "varlen" q and dout are (total_q, h, ...), k, v, dk and dv (total_k, hk, ...), lse and delta (h,
     tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of total_q, batch and tile_m: each
@@ -51,8 +53,9 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     if c.is_plain:
         kernel = (PairedBackwardKernel if is_paired else BackwardKernel)(c)
         return compile_for_torch(kernel, *tensors, scale, *ctas, options=options)
+    general = StripBackwardKernel if c.strips else GeneralBackwardKernel
     return compile_for_torch(
-        (GeneralPairedBackwardKernel if is_paired else GeneralBackwardKernel)(c),
+        (GeneralPairedBackwardKernel if is_paired else general)(c),
         *tensors,
         scale,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
@@ -84,7 +87,9 @@ def _dense_tensors(config: BackwardConfig) -> tuple:
         dense(sq, h, dv),
         strided(Float32, (b, h, padded), 4),
         strided(Float32, (b, h, padded), 4),
-        strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
+        dense(sq, h, d)
+        if config.strips
+        else strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         dense(sk, hk, d),
         dense(sk, hk, dv),
         words(cute.sym_int()),

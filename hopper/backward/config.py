@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
@@ -37,7 +37,9 @@ class BackwardConfig:
     the keys of a chunk too, outside of which a query sees none. ``layout`` is "dense", for sequences of one length, or
     "varlen", for packed ones. ``softcap`` caps scores by a tanh, ``alibi`` adds ALiBi's bias to
     them, ``dropout`` zeroes elements of P. ``functions`` are a user's. With ``block_lists`` a key tile visits the
-    query tiles of a list alone, and the mask function is not asked in those that the list calls seen.
+    query tiles of a list alone, and the mask function is not asked in those that the list calls seen. With ``strips``
+    a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
+    ``fit_strips`` and as many heads of K and V as of Q.
     """
 
     dtype: str
@@ -57,6 +59,7 @@ class BackwardConfig:
     dropout: bool = False
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
+    strips: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -104,6 +107,25 @@ class BackwardConfig:
     def can_miss_queries(self) -> bool:
         """Whether there may be key tiles that no query sees."""
         return self.window or self.layout != DENSE or self.block_lists
+
+    @property
+    def key_parts(self) -> int:
+        """Parts in which K and V of a tile come, each for itself: with ``strips`` one for each consumer warpgroup."""
+        return self.consumers if self.strips else 1
+
+    @property
+    def hides_blocks(self) -> bool:
+        """Whether products are left out where, by mask or window, the keys of a warpgroup see no query of a tile that
+        others of the CTA see. With dropout or a user's functions there are no registers to tell."""
+        is_walk = not (self.block_lists or self.chunk or self.dropout or self.functions)
+        return is_walk and self.tile_m < self.tile_n and (self.causal or self.window)
+
+    @property
+    def shortens(self) -> bool:
+        """Whether the walks of a head's key tiles get shorter towards its end, as the number of a tile alone says, and
+        the order of tiles is free."""
+        is_free = not (self.strips or self.ordered or self.block_lists or self.chunk)
+        return is_free and self.layout == DENSE and (self.causal or self.window)
 
     @property
     def least_blocks(self) -> int:
@@ -172,6 +194,7 @@ class BackwardConfig:
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("softcap", "alibi", "dropout") if getattr(self, name)]
         parts += [self.functions.name] if self.functions else []
+        parts += ["strips"] if self.strips else []
         parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
@@ -270,6 +293,15 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
     check_chunk(c.window, c.chunk)
     check_block_lists(c)
+    if c.strips and (c.chunk or c.ordered or not c.window or c.layout != DENSE or is_paired):
+        raise ValueError(
+            f"strips is True with window={c.window}, chunk={c.chunk}, ordered={c.ordered}, layout {c.layout!r} and "
+            f"head_dim {c.head_dim}, allowed: True, False, False, 'dense' and at most {MAX_UNPAIRED_HEAD_DIM}"
+        )
+    if c.strips and (c.tile_m, c.stages) != (WARPGROUP_ROWS, 2):
+        raise ValueError(
+            f"tile_m is {c.tile_m} and stages {c.stages}, allowed with strips: {WARPGROUP_ROWS} and 2"
+        )
     total = WARPGROUP_THREADS * (c.registers.consumer * c.consumers + c.registers.producer)
     # What the launch gives; a warpgroup that asks for more than is left of it waits forever.
     available = REGISTERS_PER_SM // c.threads // 8 * 8 * c.threads
@@ -327,6 +359,27 @@ def select_backward_config(
     )
     validate_backward_config(config)
     return config
+
+
+def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+    """The config with ``strips``, whose dQ has the same bits in every run, for problems that ``fit_strips``.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes.
+    """
+    config = select_backward_config(dtype, head_dim, head_dim_v, causal, window=True)
+    config = replace(config, strips=True, tile_m=WARPGROUP_ROWS)
+    validate_backward_config(config)
+    return config
+
+
+def fit_strips(config: BackwardConfig, sides: tuple[int, int], seqlens: tuple[int, int]) -> bool:
+    """Whether a config with strips serves a window of these sides, (left, right), for these lengths of Q and K: every
+    query sees the key that it is level with, and dQ of a query tile has parts from two key tiles at most."""
+    c, (seqlen_q, seqlen_k) = config, seqlens
+    whole_tiles = (-(-side // c.tile_m) * c.tile_m for side in sides)
+    is_level = seqlen_q <= seqlen_k and (seqlen_k - seqlen_q) % c.tile_m == 0
+    return is_level and min(sides) >= 0 and sum(whole_tiles) <= c.tile_n
 
 
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

@@ -13,10 +13,13 @@ from cute_kernels.dropout import drop_gradient
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import BackwardConfig
-from hopper.backward.dq import GradientOfQ
+from hopper.backward.dq import GradientOfQ, QueryTile
 from hopper.backward.producer import BackwardPipelines
 from hopper.config import WARPGROUP_ROWS
 from hopper.wgmma import issue_gemm
+
+ALL, OWN, OTHERS = slice(None), slice(0, 1), slice(1, None)
+"""Which parts of the keys see a query tile, of those of ``BackwardFragments``."""
 
 
 class BackwardMmas(NamedTuple):
@@ -33,7 +36,8 @@ class BackwardFragments(NamedTuple):
     """WGMMA operands in shared memory; those of Q and dO have a last mode over stages, those of dS over buffers.
 
     ``k`` and ``v`` are A of S^T and dP^T for the keys of the warpgroup, ``q`` and ``do`` their B; ``do_t`` and
-    ``q_t`` are B of dV and dK; ``ds`` and ``k_t`` are A and B of dQ.
+    ``q_t`` are B of dV and dK; ``ds`` and ``k_t`` are A and B of dQ, one of each for each part of the keys, that of the
+    warpgroup first.
     """
 
     k: cute.Tensor
@@ -42,8 +46,8 @@ class BackwardFragments(NamedTuple):
     do: cute.Tensor
     do_t: cute.Tensor
     q_t: cute.Tensor
-    ds: cute.Tensor
-    k_t: cute.Tensor
+    ds: tuple
+    k_t: tuple
 
 
 @cute.jit
@@ -90,13 +94,14 @@ class BackwardConsumer(LoopInvariant):
         self,
         scores: KeyScoreTile,
         m_block: Int32,
-        tile: Int32,
+        tile: Int32 | QueryTile,
         state: PipelineState,
         is_masked: cutlass.Constexpr[bool],
+        parts: cutlass.Constexpr[slice] = ALL,
     ):
         """Add a query tile's part to dV and dK, and this tile's part to dQ in global memory.
 
-        ``m_block`` counts the query tiles of a head and ``tile`` those of all heads and batches. dS and the staged dQ
+        ``m_block`` counts the query tiles of a head; ``tile`` is what ``dq`` is told of it. dS and the staged dQ
         go to the buffers of the number of the stage. Releases the stages of Q and dO.
 
         Under S the dQ of the block before is staged, under dP runs the softmax, under dV dS, and under dK the wait
@@ -134,12 +139,39 @@ class BackwardConsumer(LoopInvariant):
             drop_gradient(acc_dP, kept)
             make_gradient(acc_dP, acc_S, delta)
         round_into(self.tSrdS, acc_dP)
-        self._share_gradient_of_scores(state)
+        self.dq.resume(tile)
+        self._write_gradient_of_scores(state)
+        self._announce_gradient_of_scores(state)
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
+        self._add_to_gradient_of_queries(tile, state, parts)
+
+    @cute.jit
+    def hidden_block(self, tile: Int32 | QueryTile, state: PipelineState):
+        """``block`` for keys that no query of the tile sees, though other keys of the CTA are seen: their dS is 0."""
+        self.pipes.q.consumer_wait(state)
+        self.dq.stage(previous_stage(self.config, state.index), state)
+        self.pipes.do.consumer_wait(state)
+        self.dq.resume(tile)
+        if const_expr(self.config.key_parts == 1):
+            self.tSrdS.fill(0.0)
+            self._write_gradient_of_scores(state)
+        self._announce_gradient_of_scores(state)
+        self._add_to_gradient_of_queries(tile, state, OTHERS if self.config.key_parts > 1 else ALL)
+
+    @cute.jit
+    def _add_to_gradient_of_queries(
+        self, tile: Int32 | QueryTile, state: PipelineState, parts: cutlass.Constexpr[slice]
+    ):
+        """The end of a block: dQ, once dS of all keys is there. Waits for all that is in flight."""
+        f, stage = self.fragments, state.index
+        before = previous_stage(self.config, stage)
         self.pipes.ds.consumer_wait(state)
         self.dq.send(before)
-        issue_gemm(self.mmas.dq, self.dq.acc, f.ds[None, None, None, stage], f.k_t, False)
-        self.dq.tile[0] = tile
+        chosen = list(zip(f.ds, f.k_t, strict=True))[parts]
+        for i, (ds, k_t) in enumerate(chosen):
+            accumulates, is_last = i > 0 or self.dq.accumulates, i == len(chosen) - 1
+            issue_gemm(self.mmas.dq, self.dq.acc, ds[None, None, None, stage], k_t, accumulates, is_last)
+        self.dq.hold(tile)
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)
         self.pipes.q.consumer_release(state)
@@ -150,8 +182,8 @@ class BackwardConsumer(LoopInvariant):
         return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, self.config.tile_m)), Float32)
 
     @cute.jit
-    def _share_gradient_of_scores(self, state: PipelineState):
-        """Write dS^T to shared memory and say so. What of dQ was sent before has been read by then."""
+    def _write_gradient_of_scores(self, state: PipelineState):
+        """dS^T to shared memory."""
         target = self.sdS[None, None, state.index]
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), target.element_type
@@ -160,6 +192,10 @@ class BackwardConsumer(LoopInvariant):
         # Operand and accumulator hold the same elements in the same order.
         like_acc = cute.make_tensor(self.tSrdS.iterator, self._make_scores(self.mmas.s).layout)
         cute.copy(atom, copy.retile(like_acc), copy.partition_D(target))
+
+    @cute.jit
+    def _announce_gradient_of_scores(self, state: PipelineState):
+        """Say that dS^T lies in shared memory. What of dQ was sent before has been read by then."""
         cute.arch.fence_view_async_shared()
         self.dq.free()
         cute.arch.sync_warp()

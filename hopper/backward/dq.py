@@ -5,9 +5,11 @@ other and threads in order, and from there by one bulk reduction to the same pla
 address has to be computed, and there are no bank conflicts. ``BackwardConfig.dq_order`` says which element a word is.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.pipeline import PipelineAsync, PipelineState
 
 from cute_kernels.invariant import LoopInvariant
@@ -22,6 +24,17 @@ NO_TILE = -1
 """In the place of a query tile: nothing is staged."""
 
 
+class QueryTile(NamedTuple):
+    """A query tile that a key tile visits, where dQ of it is finished on the chip (``StripGradientOfQ``): whether the
+    key tile before has begun it, and whether it gets nothing from the next."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+    is_carried: Boolean
+    is_final: Boolean
+
+
 class GradientOfQ(LoopInvariant):
     """The part of dQ that one warpgroup computes, on its way to global memory.
 
@@ -34,6 +47,9 @@ class GradientOfQ(LoopInvariant):
     warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part
     is in ``acc`` or staged.
     """
+
+    accumulates = False
+    """Whether products are added to what ``resume`` leaves in ``acc``."""
 
     def __init__(
         self,
@@ -55,6 +71,19 @@ class GradientOfQ(LoopInvariant):
     def clear(self):
         self.tile[0] = Int32(NO_TILE)
         self.acc.fill(0.0)
+
+    @cute.jit
+    def resume(self, tile: Int32):
+        """Before the products of query tile ``tile``: nothing, since its sums lie in global memory."""
+
+    @cute.jit
+    def hold(self, tile: Int32):
+        """``acc`` is from now on the part of query tile ``tile``, counted among all heads and batches."""
+        self.tile[0] = tile
+
+    def free_buffer(self, buffer: Int32) -> Int32:
+        """A buffer that nothing lies in while ``acc`` holds a part; ``buffer`` is the one that was sent last."""
+        return buffer
 
     @cute.jit
     def stage(self, buffer: Int32, state: PipelineState):

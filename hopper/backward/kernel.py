@@ -33,8 +33,8 @@ from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 
 
 class BackwardLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. ``dk`` and ``dv`` are of the
-    rows of one warpgroup, on their way out."""
+    """Staged, swizzled layouts in shared memory; the last mode of each is its stage. ``dk``, ``dv`` and
+    ``dq`` are of the rows of one warpgroup, on their way out."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -43,6 +43,7 @@ class BackwardLayouts(NamedTuple):
     ds: cute.ComposedLayout
     dk: cute.ComposedLayout
     dv: cute.ComposedLayout
+    dq: cute.ComposedLayout
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
@@ -63,7 +64,7 @@ class BackwardKernel:
 
     | pipeline | stages | what a full stage holds |
     |---|---|---|
-    | kv | 1 | K and V of the key tile |
+    | kv | `key_parts` | K and V of the key tile, or of a part of it |
     | q | `stages` | Q of a query tile and its LSE |
     | do | `stages` | dO of a query tile and its delta |
     | ds | `stages` | dS^T of all keys, before dQ = dS K reads it; the dQ of the block before, to be sent |
@@ -102,8 +103,8 @@ class BackwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
-        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact;
-        mCounter int32, zero: two for the scheduler,
+        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact, or with
+        ``strips`` like mQ; mCounter int32, zero: two for the scheduler,
         zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, NO_OPTIONS, softmax_scale, num_ctas, stream)
@@ -116,14 +117,14 @@ class BackwardKernel:
         c, batch = self.config, self.batch
         mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
         mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
-        sizes = batch.sizes(mQ, mK, mdQ)
+        sizes = batch.sizes(mQ, mK, mdQ, window_of(c.causal, options.window), num_ctas)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = BackwardOperands(
             cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (c.tile_m, c.head_dim)),
-            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n, c.head_dim)),
-            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (c.tile_n, c.head_dim_v)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (c.tile_n // c.key_parts, c.head_dim)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (c.tile_n // c.key_parts, c.head_dim_v)),
             cpasync.make_tiled_tma_atom(load, mdO, layouts.do, (c.tile_m, c.head_dim_v)),
             cpasync.make_tiled_tma_atom(load, mLSE, vector, (c.tile_m,)),
             cpasync.make_tiled_tma_atom(load, mDelta, vector, (c.tile_m,)),
@@ -132,6 +133,9 @@ class BackwardKernel:
             cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
             cpasync.make_tiled_tma_atom(store, mdV, layouts.dv, (WARPGROUP_ROWS, c.head_dim_v)),
         )
+        if const_expr(c.strips):
+            tile = (WARPGROUP_ROWS, c.dq_columns)
+            stores = *stores, cpasync.make_tiled_tma_atom(store, batch.view(mdQ), layouts.dq, tile)
         self.kernel(
             tuple(info.atom for info in (*loads, *stores)),
             tuple(info.tma_tensor for info in (*loads, *stores)),
@@ -210,7 +214,12 @@ class BackwardKernel:
             thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
             mmas = self._tiled_mmas()
             sdS_wg = cute.local_tile(sdS, (WARPGROUP_ROWS, c.tile_m), (wg, 0, None))
-            dq = (c, mmas.dq, dq_memory[None, None, wg], mdQ, wg, thread)
+            dq = self._gradient_of_q(
+                mmas,
+                pipes,
+                (dq_memory[None, None, wg], mdQ, wg, thread),
+                (atoms[8:], tensors[8:], softmax_scale),
+            )
             consumer = BackwardConsumer(
                 c,
                 mmas,
@@ -218,7 +227,7 @@ class BackwardKernel:
                 pipes,
                 (sLSE, sDelta),
                 sdS_wg,
-                OrderedGradientOfQ(pipes.ds, *dq) if const_expr(c.ordered) else GradientOfQ(*dq),
+                dq,
                 thread,
             )
             rules = key_rules(c, softmax_scale, changes)
@@ -227,6 +236,15 @@ class BackwardKernel:
             factors = tuple(each.factor for each in rules.dropout)
             epilogue = BackwardEpilogue(c, layouts, memory, targets, (softmax_scale, factors), wg)
             self._consume(work, consumer, epilogue, rules, warp_idx)
+
+    def _gradient_of_q(
+        self, mmas: BackwardMmas, pipes: BackwardPipelines, memory: tuple, store: tuple
+    ) -> GradientOfQ:
+        """What becomes of dQ. ``memory`` is staging and global memory, with the warpgroup and the thread; ``store`` has
+        the TMA atoms and tensors of dQ, of which there are some with ``strips`` alone, and its factor."""
+        if self.config.ordered:
+            return OrderedGradientOfQ(pipes.ds, self.config, mmas.dq, *memory)
+        return GradientOfQ(self.config, mmas.dq, *memory)
 
     @cute.jit
     def _produce(self, work: BackwardWork, producer: BackwardProducer):
@@ -290,7 +308,13 @@ class BackwardKernel:
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
                 for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
                     m_block, in_block = of_head.number(place), of_head.masked(scores, place)
-                    consumer.block(in_block, m_block, first_tile + m_block, state, not c.block_lists)
+                    if const_expr(c.hides_blocks and work.window.has_right):
+                        if work.comes_before(m_block, n_block * c.consumers + wg, batch):
+                            consumer.hidden_block(first_tile + m_block, state)
+                        else:
+                            consumer.block(in_block, m_block, first_tile + m_block, state, True)
+                    else:
+                        consumer.block(in_block, m_block, first_tile + m_block, state, not c.block_lists)
                     state.advance()
                 for place in cutlass.range(of_head.unmasked, of_head.left_masked, unroll=1):
                     m_block, in_block = of_head.number(place), of_head.fully_seen(scores)
@@ -298,7 +322,13 @@ class BackwardKernel:
                     state.advance()
                 if const_expr(work.window.has_left):
                     for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
-                        consumer.block(scores, m_block, first_tile + m_block, state, True)
+                        if const_expr(c.hides_blocks):
+                            if work.comes_behind(m_block, n_block * c.consumers + wg, batch):
+                                consumer.hidden_block(first_tile + m_block, state)
+                            else:
+                                consumer.block(scores, m_block, first_tile + m_block, state, True)
+                        else:
+                            consumer.block(scores, m_block, first_tile + m_block, state, True)
                         state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
@@ -321,14 +351,16 @@ class BackwardKernel:
 
     def _smem_layouts(self) -> BackwardLayouts:
         c = self.config
+        keys = c.tile_n // c.key_parts
         return BackwardLayouts(
             q=swizzled_layout(c.tile_m, c.head_dim, c.stages, self.dtype),
-            k=swizzled_layout(c.tile_n, c.head_dim, 1, self.dtype, part=c.dq_columns),
-            v=swizzled_layout(c.tile_n, c.head_dim_v, 1, self.dtype),
+            k=swizzled_layout(keys, c.head_dim, c.key_parts, self.dtype, part=c.dq_columns),
+            v=swizzled_layout(keys, c.head_dim_v, c.key_parts, self.dtype),
             do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
             ds=swizzled_layout(c.tile_n, c.tile_m, c.stages, self.dtype),
             dk=swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
             dv=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, 1, self.dtype),
+            dq=swizzled_layout(WARPGROUP_ROWS, c.dq_columns, 1, self.dtype),
         )
 
     def _shared_storage(self, layouts: BackwardLayouts) -> type:
@@ -337,7 +369,7 @@ class BackwardKernel:
 
         @cute.struct
         class SharedStorage:
-            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_kv: cute.struct.MemRange[cutlass.Int64, 2 * c.key_parts]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
@@ -369,7 +401,9 @@ class BackwardKernel:
             )
 
         pipes = BackwardPipelines(
-            create(storage.barriers_kv, 1, 2 * c.tile_n * (c.head_dim + c.head_dim_v)),
+            create(
+                storage.barriers_kv, c.key_parts, 2 * c.tile_n // c.key_parts * (c.head_dim + c.head_dim_v)
+            ),
             create(storage.barriers_q, c.stages, c.tile_m * (2 * c.head_dim + 4)),
             create(storage.barriers_do, c.stages, c.tile_m * (2 * c.head_dim_v + 4)),
             pipeline.PipelineAsync.create(
@@ -407,10 +441,20 @@ class BackwardKernel:
         c = self.config
         sQ, sK, sV, sdO, sdS = smem
         row, column = (Int32(0), wg) if const_expr(c.splits_columns) else (wg, Int32(0))
-        ds = cute.local_tile(transposed(sdS), (WARPGROUP_ROWS, c.tile_n), (row, 0, None))
-        k_t = cute.local_tile(transposed(sK)[None, None, 0], (c.dq_columns, c.tile_n), (column, 0))
-        k_wg = cute.local_tile(sK[None, None, 0], (WARPGROUP_ROWS, c.head_dim), (wg, 0))
-        v_wg = cute.local_tile(sV[None, None, 0], (WARPGROUP_ROWS, c.head_dim_v), (wg, 0))
+        keys = c.tile_n // c.key_parts
+        # Of K and V in parts that of the warpgroup comes first, and then that of the other one.
+        places = [(wg, 0), (1 - wg, 0)] if const_expr(c.key_parts > 1) else [(0, wg)]
+        k_wg, v_wg = (
+            cute.local_tile(x[None, None, places[0][0]], (WARPGROUP_ROWS, columns), (places[0][1], 0))
+            for x, columns in ((sK, c.head_dim), (sV, c.head_dim_v))
+        )
+        ds = [
+            cute.local_tile(transposed(sdS), (WARPGROUP_ROWS, keys), (row, part, None)) for part, _ in places
+        ]
+        k_t = [
+            cute.local_tile(transposed(sK)[None, None, part], (c.dq_columns, keys), (column, 0))
+            for part, _ in places
+        ]
 
         def a(mma, tensor):
             return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
@@ -425,8 +469,8 @@ class BackwardKernel:
             do=b(mmas.dp, sdO),
             do_t=b(mmas.dv, transposed(sdO)),
             q_t=b(mmas.dk, transposed(sQ)),
-            ds=a(mmas.dq, ds),
-            k_t=b(mmas.dq, k_t),
+            ds=tuple(a(mmas.dq, x) for x in ds),
+            k_t=tuple(b(mmas.dq, x) for x in k_t),
         )
 
 

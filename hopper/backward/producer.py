@@ -47,12 +47,22 @@ class BackwardProducer(LoopInvariant):
     pipes: BackwardPipelines
 
     @cute.jit
-    def load_keys(self, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo, state: PipelineState):
+    def load_keys(
+        self,
+        n_block: Int32,
+        head_kv: Int32,
+        seqlens: SeqlenInfo,
+        state: PipelineState,
+        part: cutlass.Constexpr[int] = 0,
+    ):
+        """Issue the loads of a key tile, or of a part of it."""
         c, ops = self.config, self.operands
         self.pipes.kv.producer_acquire(state)
+        keys = c.tile_n // c.key_parts
         for operand, columns in ((ops.k, c.head_dim), (ops.v, c.head_dim_v)):
-            smem, gmem = operand.partition((c.tile_n, columns), (None, 0), head_kv, keys_to_load(seqlens))
-            self._copy(operand, gmem[None, n_block], smem[None, 0], self.pipes.kv, state)
+            smem, gmem = operand.partition((keys, columns), (None, 0), head_kv, keys_to_load(seqlens))
+            source = gmem[None, n_block * c.key_parts + part]
+            self._copy(operand, source, smem[None, part], self.pipes.kv, state)
 
     @cute.jit
     def load_queries(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from cute_kernels.fast_math import pin
 from cute_kernels.integers import ceil_div
@@ -10,9 +10,11 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.query_range import ListedQueries, QueryRange, Visit
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler
+from cute_kernels.visible import first_query, queries_end
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
+from hopper.config import WARPGROUP_ROWS
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class BackwardWork(LoopInvariant):
     config: BackwardConfig
     window: Window
     scheduler: TileScheduler
-    order: TileOrder | PackedTileOrder
+    order: TileOrder | TailedTileOrder | PackedTileOrder
     num_tiles: Int32
     m_end: Int32
     seqlens: DenseSeqlens | PackedSeqlens
@@ -67,6 +69,17 @@ class BackwardWork(LoopInvariant):
         for lists in self.lists:
             return ListedQueries.of(lists[(*place, None, None)])
         return of_tile
+
+    def comes_before(self, m_block: Int32, part: Int32, batch: Int32) -> Boolean:
+        """Whether a query tile comes before the first query that sees the keys of a warpgroup; ``part`` counts those of
+        all key tiles. Computed here and now: what is known of the keys alone would take a register throughout."""
+        key = pin(part, Int32) * WARPGROUP_ROWS
+        return (m_block + 1) * self.config.tile_m <= first_query(self.window, key, self.seqlens.of(batch))
+
+    def comes_behind(self, m_block: Int32, part: Int32, batch: Int32) -> Boolean:
+        """Whether it comes behind the last one."""
+        last_key = pin(part, Int32) * WARPGROUP_ROWS + WARPGROUP_ROWS - 1
+        return m_block * self.config.tile_m >= queries_end(self.window, last_key, self.seqlens.of(batch))
 
     def anew(self) -> "BackwardWork":
         """The same, of which nothing is computed before this point; for couriers, which have no registers to keep what

@@ -14,7 +14,14 @@ from cute_kernels.ampere.backward.config import (
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.problem import DENSE, VARLEN
-from hopper.backward.config import BackwardConfig, check_backward_size, select_backward_config
+from hopper.backward.config import (
+    MAX_UNPAIRED_HEAD_DIM,
+    BackwardConfig,
+    check_backward_size,
+    fit_strips,
+    select_backward_config,
+    select_strip_config,
+)
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
     KERNELS,
@@ -28,6 +35,7 @@ from hopper_attention.backends import (
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.forward_rules import lists_of
+from hopper_attention.masks import Sides
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN, ScoreKind
 from hopper_attention.torch_rules import why_not_torch_gradient
@@ -41,7 +49,7 @@ class BackwardProblem(NamedTuple):
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
     ``deterministic`` asks for gradients of the same bits in every run. ``has_window``, ``has_chunk`` and ``scores`` as
-    in ``AttentionProblem``.
+    in ``AttentionProblem``, ``in_strips`` as in ``GradientProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -53,6 +61,7 @@ class BackwardProblem(NamedTuple):
     has_window: bool = False
     scores: ScoreKind = PLAIN
     has_chunk: bool = False
+    in_strips: bool = False
 
     @property
     def kind(self) -> GradientProblem:
@@ -68,6 +77,7 @@ class BackwardProblem(NamedTuple):
             has_chunk=self.has_chunk,
             scores=self.scores,
             deterministic=self.deterministic,
+            in_strips=self.in_strips,
         )
 
 
@@ -160,6 +170,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     features = p.deterministic, p.has_window, VARLEN if p.is_packed else DENSE
     # A sink is in the LSE, which is all that a backward kernel sees of it.
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
+    if backend == "hopper" and p.in_strips:
+        return select_strip_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
         return replace(hopper, **lists_of(p, (hopper.tile_m, hopper.tile_n)))
@@ -174,3 +186,18 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
     lists = lists_of(p, (config.tile_m, config.tile_n))
     return replace(config, **fields | lists, chunk=p.has_chunk)
+
+
+def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
+    """A problem whose window has these sides, served by a kernel with strips where the Hopper kernels have one for it:
+    where scores are plain, each head of K and V has one of Q, and the window is narrow (``fit_strips``)."""
+    p, (left, right, chunk) = problem, sides
+    (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = p.q_shape, p.k_shape
+    head_dim = max(head_dim, p.v_shape[3])
+    if chunk or left < 0 or heads != kv_heads or p.scores != PLAIN:
+        return p
+    if p.dtype not in DTYPE_NAMES or head_dim > MAX_UNPAIRED_HEAD_DIM:
+        return p
+    config = select_strip_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
+    fits = fit_strips(config, (left, 0 if p.causal else right), (seqlen_q, seqlen_k))
+    return p._replace(in_strips=fits)

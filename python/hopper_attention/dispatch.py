@@ -243,7 +243,7 @@ def explain(
         shapes = whole["q"].shape, whole["k"].shape, first_part(whole)[0]["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
-        gradient = gradient._replace(has_chunk=mask.attention_chunk > 0)
+        gradient = backward_rules.in_strips(gradient._replace(has_chunk=mask.attention_chunk > 0), mask.sides)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:

@@ -16,6 +16,7 @@ from cute_kernels.backward.step import BackwardStep
 from cute_kernels.plan.config import PlanConfig
 from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import KERNELS, Target
+from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
 from hopper_attention.forward_rules import ReferenceConfig, choose_for
 from hopper_attention.kvcache_plan import explain_kvcache
@@ -167,6 +168,8 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found.append(forward_rules.select_for(problem, choice.backend, capability))
         if train:
             found += backward_of(problem, target)
+    if train:
+        found += strips_of(model, target)
     if True in model.causal:
         found += serving_of(model, capability)
     without_kernel = ReferenceConfig, TorchConfig
@@ -204,6 +207,20 @@ def backward_of(problem: AttentionProblem, target: Target) -> tuple[Any, ...]:
         return ()
     config = backward_rules.select_for(gradient, choice.backend, target.capability)
     return BackwardStep("prepare", config), config, BackwardStep("finish", config)
+
+
+def strips_of(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of a window that is so narrow that it has kernels of its own, of long sequences."""
+    q, k, v = model.specs(2**16)
+    for causal, sides in model.masks:
+        options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
+        asked = BackwardProblem(q.shape, k.shape, v.shape, *options)
+        asked = backward_rules.in_strips(asked, sides)
+        choice = backward_rules.choose_for(asked.kind, target, None)
+        if asked.in_strips and choice.backend == "hopper":
+            config = backward_rules.select_for(asked.kind, choice.backend, target.capability)
+            yield BackwardStep("prepare", config)
+            yield config
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

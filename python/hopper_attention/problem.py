@@ -85,9 +85,11 @@ class GradientProblem(AttentionProblem):
 
     Attributes:
         deterministic: gradients are to have the same bits in every run.
+        in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
     """
 
     deterministic: bool = False
+    in_strips: bool = False
 
 
 @lru_cache(maxsize=1)

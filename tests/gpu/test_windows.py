@@ -95,3 +95,56 @@ def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> No
                 if wrong:
                     failures[dtype, seqlens, causal, window] = wrong
     assert failures == {}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_gradients_of_narrow_windows(draw, head_dim: int) -> None:
+    # Whose dQ is finished by the CTA that has begun it: the same bits in every run, asked for or not.
+    failures = {}
+    for dtype in DTYPES:
+        for seqlens in ((1, 1), (129, 129), (1000, 1000), (960, 1280), (5000, 5000)):
+            for causal, window in ((True, (127, 0)), (True, (128, 0)), (True, (0, 0)), (False, (60, 64))):
+                x = draw(dtype, 2, seqlens, (3, 3), head_dim)
+                dout = torch.randn(*x.q.shape, device="cuda").to(dtype)
+                dlse = torch.randn(2, 3, seqlens[0], device="cuda")
+                options = {"causal": causal, "window_size": window}
+                ours = gradients_through(x, dout, dlse, **options)
+                wrong = find_gradient_errors(x, ours, dout, causal, dlse, window)
+                if seqlens[1] > 1 and not all(
+                    map(torch.equal, ours, gradients_through(x, dout, dlse, **options))
+                ):
+                    wrong.append("other bits the second time")
+                if wrong:
+                    failures[dtype, seqlens, causal, window] = wrong
+    assert failures == {}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_strips_of_many_key_tiles(draw, head_dim: int) -> None:
+    # As many heads as make one strip of several key tiles for each CTA, and as many as make several strips.
+    for heads in (16, 48):
+        x = draw(torch.bfloat16, 1, (8192, 8192), (heads, heads), head_dim)
+        dout = torch.randn(*x.q.shape, device="cuda").to(torch.bfloat16)
+        leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
+        for window in ((127, 0), (40, 0)):
+            ours = torch.autograd.grad(
+                flash_attn_func(*leaves, causal=True, window_size=window), leaves, dout
+            )
+            of_two = [[t[:, :, [0, heads - 1]] for t in part] for part in ((x.q, x.k, x.v), ours, (dout,))]
+            wrong = find_gradient_errors(Inputs(*of_two[0]), tuple(of_two[1]), *of_two[2], True, None, window)
+            assert wrong == [], (heads, window)
+
+
+def test_narrow_windows_need_no_sums_of_dq(draw) -> None:
+    x = draw(torch.bfloat16, 1, (8192, 8192), (8, 8), 128)
+    dout = torch.randn_like(x.q)
+    leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
+    peaks = []
+    for window in ((127, 0), (300, 0)):
+        out = flash_attn_func(*leaves, causal=True, window_size=window)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, leaves, dout)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / (dout.numel() * dout.element_size()))
+    # dQ, dK and dV, and two numbers a row; else float32 of the size of Q beside them.
+    assert 3 <= peaks[0] < 3.1 and peaks[1] > 4.9, peaks

@@ -17,6 +17,7 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
+from hopper.backward.batch import TAIL_HEADS
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
@@ -344,11 +345,13 @@ def backward_on_numpy(
     dlse: Tensor | None = None,
     sides: tuple[int, ...] = (),
     rules: Rules = NO_RULES,
+    key_tiles: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v); ``sides`` are
-    those of a window."""
+    those of a window, ``key_tiles`` those of a strip where there are strips."""
     dout, q, k, v = inputs
-    sums = torch.zeros(dq_shape(config, q.shape))
+    has_strips = isinstance(config, BackwardConfig) and config.strips
+    sums = torch.zeros((*q.shape[::2], 1) if has_strips else dq_shape(config, q.shape))
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
     lse_log2, delta = prepare_on_numpy(config, out, dout, lse)
@@ -361,8 +364,12 @@ def backward_on_numpy(
     else:
         arguments = Arguments()
         maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
+        maps += [row_map(dq, WARPGROUP_ROWS, config.dq_columns)] if has_strips else []
         arguments.add(*maps)
         arguments.values += [b"\0" * 16] * len(maps)
+        if has_strips:
+            _launch_strips(config, arguments, (q, k, dq), (softmax_scale, *sides), timing, key_tiles)
+            return dq, dk, dv
         _launch_gradients(config, arguments, (q, k), sums, (softmax_scale, *sides), timing, rules)
 
     finish_on_numpy(config, sums, dq, softmax_scale)
@@ -464,9 +471,36 @@ def _launch_gradients(
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
     arguments.tensor(counter, (len(counter),), ())
-    arguments.add(*sizes, n_blocks, kv_heads, batch, n_blocks * kv_heads * batch, m_blocks)
+    tail: tuple[int, ...] = ()
+    if c.shortens:
+        full = (k.shape[1] - scale_and_sides[1]) // c.tile_n if c.window else 0
+        tail = min(kv_heads * batch, TAIL_HEADS), min(max(int(full), 0), n_blocks)
+    arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     _add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
+
+
+def _launch_strips(
+    config: BackwardConfig,
+    arguments: Arguments,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale_and_sides: tuple[float | int, ...],
+    timing: Timing,
+    key_tiles: int,
+) -> None:
+    """The same of a kernel with strips of ``key_tiles`` key tiles, of (q, k, dq)."""
+    c, (q, k, dq) = config, tensors
+    batch, seqlen, heads, columns = q.shape
+    n_blocks, m_blocks = -(-k.shape[1] // c.tile_n), -(-seqlen // c.tile_m)
+    counter = torch.zeros(2, dtype=torch.int32)
+    strides = dq.stride(1), dq.stride(2), dq.stride(0)
+    arguments.tensor(dq, (seqlen, columns, heads, batch), strides)
+    arguments.tensor(counter, (len(counter),), ())
+    strips = -(-n_blocks // key_tiles) * heads * batch
+    arguments.add(
+        *scale_and_sides, seqlen, k.shape[1], 1, n_blocks, heads, batch, key_tiles, strips, m_blocks
+    )
+    arguments.launch(program_of(config), (1, 1, 1), timing)
 
 
 def _add_rules(arguments: Arguments, rules: Rules) -> None:
@@ -486,7 +520,7 @@ def _backward_maps(
     """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
     c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
     is_paired = isinstance(c, PairedBackwardConfig)
-    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
+    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n // c.key_parts, c.tile_m)
     # Swizzles are as wide as the columns that are an operand by themselves.
     part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
     return [

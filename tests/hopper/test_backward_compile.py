@@ -9,6 +9,7 @@ from hopper.backward.config import (
     BackwardConfig,
     PairedBackwardConfig,
     select_backward_config,
+    select_strip_config,
     shipped_backward_configs,
     validate_backward_config,
 )
@@ -47,10 +48,13 @@ WINDOWS_AND_PACKED = [
     select_backward_config("float16", 128, 128, False, True, window=True),
     select_backward_config("bfloat16", 128, 128, True, True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True, layout="varlen"),
+    select_backward_config("bfloat16", 128, 128, True, window=True),
+    *(select_strip_config("bfloat16", head_dim, head_dim, True) for head_dim in (64, 96, 128)),
+    select_strip_config("float16", 128, 128, False),
     select_backward_config("float16", 192, 192, False, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 256, 256, True, layout="varlen"),
 ]
-"""Those of most registers; couriers have 24."""
+"""Those of most registers, couriers having 24, and all strips that are not alike."""
 
 
 @pytest.mark.parametrize("config", WINDOWS_AND_PACKED, ids=lambda config: config.name)
@@ -114,8 +118,18 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight():
     config = select_backward_config("bfloat16", 128, 128, True)
     ptx = ptx_of(config)
     count, hazards = find_hazards(ptx)
-    # S and dP over head_dim, dV and dK over the queries, dQ over the keys; in a loop with a mask and one without.
-    assert count == 2 * (2 * 128 // 16 + 2 * config.tile_m // 16 + config.tile_n // 16)
+    # S and dP over head_dim, dV and dK over the queries, dQ over the keys; in a loop with a mask and one without. A
+    # warpgroup whose keys are hidden has dQ alone.
+    dq = config.tile_n // 16
+    assert count == 2 * (2 * 128 // 16 + 2 * config.tile_m // 16 + dq) + dq
+    assert hazards == []
+
+
+def test_strips_have_no_hazards():
+    config = select_strip_config("bfloat16", 128, 128, True)
+    count, hazards = find_hazards(ptx_of(config))
+    # With dQ of all keys, with that of the half which sees the queries, and that alone.
+    assert count == 2 * (2 * 128 // 16 + 2 * 64 // 16) + 128 // 16 + 2 * 64 // 16
     assert hazards == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from hopper_attention.backward_rules import (
     BackwardProblem,
     KernelConfig,
     choose_for,
+    in_strips,
     select_for,
     unless_too_large,
 )
@@ -48,8 +50,8 @@ class DqTile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BackwardLauncher(Launcher):
-    """The three kernels of a backward pass: one before and one after that of ``config``.
+class GradientLauncher(Launcher):
+    """The kernels of a backward pass: that of ``config``, and what comes before and after it.
 
     ``grid`` has the CTAs of a persistent grid, or nothing.
     """
@@ -57,7 +59,6 @@ class BackwardLauncher(Launcher):
     config: KernelConfig
     prepare: Kernel
     kernel: Kernel
-    finish: Kernel
     grid: tuple[int, ...]
 
     def __call__(
@@ -82,6 +83,7 @@ class BackwardLauncher(Launcher):
         self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
         return gradients
 
+    @abstractmethod
     def launch(
         self,
         dout: Tensor,
@@ -99,27 +101,15 @@ class BackwardLauncher(Launcher):
 
         ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
         """
-        pieces = work_pieces(self.dq_tile, q.shape)
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        sums.zero_()
+
+    def _prepare(
+        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, rows: tuple[Tensor, Tensor]
+    ) -> None:
+        """Fill ``rows``, the lse in base 2 and delta."""
+        lse_log2, delta = rows
         self.prepare(out, dout, lse, lse_log2, delta)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
-        dq, dk, dv = gradients
-        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
-        self.finish(sums, dq, softmax_scale)
-
-    def start(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-        memory: tuple[Tensor, ...],
-        softmax_scale: float,
-        window: tuple[int, ...] = (),
-        scores: Scores = NO_SCORES,
-    ) -> None:
-        """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
-        base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
-        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
 
     def _start(
         self,
@@ -177,6 +167,69 @@ def listed_options(config: KernelConfig, scores: Scores, q: Tensor, k: Tensor) -
     return *before, *scores.for_listed_gradient(tile, sizes, config.least_blocks)
 
 
+@dataclass(frozen=True)
+class BackwardLauncher(GradientLauncher):
+    """That of a kernel which adds dQ up in float32, which ``finish`` rounds."""
+
+    finish: Kernel
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        pieces = work_pieces(self.dq_tile, q.shape)
+        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
+        sums.zero_()
+        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
+        dq, dk, dv = gradients
+        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
+        self.finish(sums, dq, softmax_scale)
+
+    def start(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        memory: tuple[Tensor, ...],
+        softmax_scale: float,
+        window: tuple[int, ...] = (),
+        scores: Scores = NO_SCORES,
+    ) -> None:
+        """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
+        base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
+        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
+
+
+@dataclass(frozen=True)
+class StripLauncher(GradientLauncher):
+    """That of a kernel with strips, which writes dQ itself."""
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        pieces = work_pieces(self.dq_tile, q.shape)[:2]
+        lse_log2, delta = device_memory.work_memory(q.device, self.device_index, pieces)
+        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
+        self._start((q, k, v, dout), (lse_log2, delta, *gradients), softmax_scale, options)
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_choice(problem: BackwardProblem, device: torch.device, requested: str | None) -> Choice:
     """``choose_backward`` for a device, remembered."""
@@ -210,15 +263,23 @@ def find(problem: GradientProblem, device: torch.device, backend: str | None = N
     """
     config = find_config(problem, device, backend)
     index = index_of(device)
-    prepare, finish = (BackwardStep(step, config) for step in ("prepare", "finish"))
     return BackwardLauncher(
-        device_index=index,
-        config=config,
-        prepare=compile_cache.get_backward(prepare),
-        kernel=compile_cache.get_backward(config),
-        finish=compile_cache.get_backward(finish),
-        grid=(count_ctas(index),) if config.is_persistent else (),
+        *_find_parts(config, index), finish=compile_cache.get_backward(BackwardStep("finish", config))
     )
+
+
+def _find_parts(
+    config: KernelConfig, index: int
+) -> tuple[int, KernelConfig, Kernel, Kernel, tuple[int, ...]]:
+    """What every ``GradientLauncher`` of a config and a GPU has, in order."""
+    prepare, kernel = map(compile_cache.get_backward, (BackwardStep("prepare", config), config))
+    return index, config, prepare, kernel, (count_ctas(index),) if config.is_persistent else ()
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_with_strips(problem: GradientProblem, device: torch.device) -> StripLauncher:
+    """The same of problems ``in_strips``, of the Hopper kernel."""
+    return StripLauncher(*_find_parts(find_config(problem, device, "hopper"), index_of(device)))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -265,13 +326,51 @@ def find_plain(
 
     None for what is served in another way: where there is no score, one key, values wider than a kernel, or no kernel.
     """
+    found = _choose_plain((q_shape, k_shape, v_shape), dtype, device, causal, deterministic, backend, window)
+    return None if found is None else find(found[0].kind, device, found[1])
+
+
+def _choose_plain(
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    deterministic: bool,
+    backend: str | None,
+    window: Sides,
+) -> tuple[BackwardProblem, str] | None:
+    """The problem of such a call, and the backend whose kernel serves it."""
+    q_shape, k_shape, v_shape = shapes
     seqlen_k, has_window = k_shape[1], window != FULL_SIDES
     if 0 in q_shape or seqlen_k < 2 or needs_parts(v_shape[3]):
         return None
-    sizes = q_shape, k_shape, v_shape, dtype, causal, deterministic, has_window
-    problem = BackwardProblem(*sizes, has_chunk=window[2] > 0)
+    problem = BackwardProblem(*shapes, dtype, causal, deterministic, has_window, has_chunk=window[2] > 0)
     choice = find_choice(problem, device, backend)
-    return None if choice.backend not in KERNELS else find(problem.kind, device, choice.backend)
+    return (problem, choice.backend) if choice.backend in KERNELS else None
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_for_call(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    deterministic: bool,
+    backend: str | None,
+    window: Sides,
+) -> GradientLauncher | None:
+    """``find_plain``, but a kernel with strips where there is one: for whole backward passes, which have no use for
+    sums of dQ."""
+    given = dtype, device, causal, deterministic, backend, window
+    found = _choose_plain((q_shape, k_shape, v_shape), *given)
+    if found is None:
+        return None
+    problem, chosen = found
+    if chosen == "hopper":
+        problem = in_strips(problem, window)
+    return find_with_strips(problem.kind, device) if problem.in_strips else find(problem.kind, device, chosen)
 
 
 def run_backward(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hopper_attention.backends import KERNELS, WITHOUT_KERNEL
 from hopper_attention.backward_rules import BackwardProblem
-from hopper_attention.launch.backward import find_choice, find_plain, run_backward
+from hopper_attention.launch.backward import find_choice, find_for_call, run_backward
 from hopper_attention.masks import MaskSpec
 from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
@@ -41,7 +41,7 @@ def differentiate(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if scores is NO_SCORES:
         sizes, sides = (q.shape, k.shape, v.shape), mask.sides
-        launch = find_plain(*sizes, q.dtype, q.device, mask.causal, deterministic, backend, sides)
+        launch = find_for_call(*sizes, q.dtype, q.device, mask.causal, deterministic, backend, sides)
         if launch is not None:
             window = sides if mask.has_window else ()
             dq, dk, dv = launch(dout, q, k, v, out, lse, softmax_scale, dlse, *window)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch import backward
-from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch.backward import GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -43,7 +43,7 @@ class ForGradients(NamedTuple):
 class GradientCall:
     """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale."""
 
-    launcher: BackwardLauncher
+    launcher: GradientLauncher
     softmax_scale: float
     options: tuple[Any, ...]
 
@@ -85,7 +85,7 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
     scale, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     sizes = q.shape, k.shape, v.shape
-    launcher = backward.find_plain(*sizes, q.dtype, q.device, causal, deterministic, backend, sides)
+    launcher = backward.find_for_call(*sizes, q.dtype, q.device, causal, deterministic, backend, sides)
     if launcher is None or not lse.is_contiguous() or repairs_for(*map(TensorSpec.of, tensors[:5])):
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()

@@ -31,7 +31,7 @@ from hopper_attention import (
     quantize_qkv,
 )
 from hopper_attention.backends import KERNELS, target_of
-from hopper_attention.backward_rules import choose_for, select_for
+from hopper_attention.backward_rules import BackwardProblem, choose_for, in_strips, select_for
 from hopper_attention.checks import TensorSpec
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
@@ -48,7 +48,6 @@ from hopper_attention.features import with_functions
 from hopper_attention.forward_rules import ReferenceConfig, problem_of
 from hopper_attention.launch.forward import find_config
 from hopper_attention.masks import MaskSpec
-from hopper_attention.problem import GradientProblem
 from hopper_attention.quantization import to_e4m3
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
@@ -295,17 +294,11 @@ def describe_gradient(
     Raises:
         NotImplementedError: there is none.
     """
-    dtype, head_dim = inputs.q.dtype, workload.head_dim
-    problem = GradientProblem(
-        dtype,
-        dtype,
-        head_dim,
-        head_dim,
-        workload.causal,
-        has_window=workload.has_window,
-        is_packed=is_packed,
-        scores=scores,
-    )
+    w = workload
+    q_shape, k_shape = ((len(w.lengths), w.longest, of, w.head_dim) for of in (w.heads, w.heads_kv))
+    shapes = q_shape, k_shape, k_shape
+    asked = BackwardProblem(*shapes, inputs.q.dtype, w.causal, has_window=w.has_window, scores=scores)
+    problem = replace(asked.kind, is_packed=True) if is_packed else in_strips(asked, (*w.window, 0)).kind
     target = target_of(inputs.q.device)
     choice = choose_for(problem, target, backend)
     if choice.backend not in KERNELS:
