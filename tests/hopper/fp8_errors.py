@@ -54,6 +54,8 @@ def allowed_ratio(out: Tensor, lagging: bool) -> float:
 
     5 % more, and what chance does: an RMS over n independent errors varies by 1 / sqrt(2 n) of itself, the ratio of two
     by 1 / sqrt(n), since the roundings of kernel and emulation agree only in part. Allowed are two of these. Where the
-    largest P of a row is rounded, the errors of a row go together, and n is the number of rows.
+    largest P of a row is rounded, the errors of a row go together, and n is the number of rows. Those that see no key
+    have no error, and do not count.
     """
-    return 1.05 + 2 / math.sqrt(out[..., 0].numel() if lagging else out.numel())
+    rows = int((out != 0).any(-1).sum())
+    return 1.05 + 2 / math.sqrt(max(rows * (1 if lagging else out.shape[-1]), 1))

@@ -5,6 +5,7 @@ Nothing is read on the host, apart from what the reference reads for itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -216,7 +217,10 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
         return attend_in_general(call, tensors, scores)
     launcher = find_decode(call)
     if tensors.q.dtype == FP8_DTYPE and not launcher.takes_e4m3_queries:
-        tensors = tensors._replace(q=_query(call.shape, tensors).view(tensors.q.shape))
+        # 16 bits hold e4m3 as it is; both factors are one of the scores.
+        given = [x for x in (tensors.q_descale, tensors.k_descale) if x is not None]
+        factor = math.prod(given[1:], start=given[0]) if given else None
+        tensors = tensors._replace(q=tensors.q.to(call.shape.out_dtype), k_descale=factor)
     return launcher(tensors, scores)
 
 
