@@ -53,9 +53,16 @@ class TensorSpec(NamedTuple):
 
 
 def check_are_tensors(**tensors: Any) -> None:
+    """Raise TypeError unless these are tensors that lie in memory by strides."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, allowed: a torch.Tensor")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise TypeError(
+                f"{name} is {kind}, allowed: one of layout {torch.strided}; sequences of different lengths go one "
+                "after another to flash_attn_varlen_func, with their offsets"
+            )
 
 
 def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
@@ -124,8 +131,10 @@ def check_head_dims(head_dim: int, head_dim_v: int) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k, and 1 or more"
+        )
 
 
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e5
@@ -181,7 +190,7 @@ def check_dropout_p(dropout_p: Any) -> float:
 
 
 def check_backend(backend: Any) -> None:
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         allowed = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"backend is {backend!r}, allowed: {allowed} or None to have one chosen")
 

@@ -21,6 +21,7 @@ from hopper_attention.kvcache_checks import (
     Specs,
     check_length,
     check_no_gradient,
+    check_not_mapped,
     check_out,
     check_rotary_rows,
     read_shape,
@@ -82,6 +83,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         checks.check_are_tensors(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
         checks.check_are_tensors(**tensors.given, **more)
+        check_not_mapped(tensors)
     check_no_gradient(tensors)
     if not is_bare:
         check_no_gradient(extras)

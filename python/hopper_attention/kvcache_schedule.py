@@ -197,6 +197,8 @@ def get_scheduler_metadata(
     sizes |= {} if page_size is None else {"page_size": page_size}
     for name, size in sizes.items():
         _check_size(name, size)
+    if not isinstance(qkv_dtype, torch.dtype):
+        raise TypeError(f"qkv_dtype is a {type(qkv_dtype).__name__}, {qkv_dtype!r}, allowed: a torch.dtype")
     checks.check_dtypes(qkv_dtype, qkv_dtype, qkv_dtype)
     checks.check_head_dims(headdim, headdim if headdim_v is None else headdim_v)
     checks.check_heads(num_heads_q, num_heads_kv)

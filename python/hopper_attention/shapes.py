@@ -58,7 +58,7 @@ def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> At
     head_dim_v = v[3]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"q has {heads} heads and k has {kv_heads}, allowed: a positive multiple of the heads of k"
+            f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k, and 1 or more"
         )
     if k != (batch, seqlen_k, kv_heads, head_dim):
         raise ValueError(

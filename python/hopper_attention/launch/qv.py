@@ -185,7 +185,7 @@ def run_qv(
         scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
         folded = QvInputs(fold_heads(q, k.shape[2]), k, v, fold_heads(qv, k.shape[2]))
         out, lse = run_qv(folded, scale, False, backend, sm_margin, FULL_SIDES, scores)
-        return out.transpose(1, 2).reshape(qv.shape), lse.reshape(*lse.shape[:1], -1, 1)
+        return out.transpose(1, 2).reshape(qv.shape), lse.flatten(1)[..., None]
     launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, sides, scores.kind)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)

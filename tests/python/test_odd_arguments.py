@@ -1,0 +1,147 @@
+"""Values of kinds that nobody expects, where others are compared: an error names the argument, not a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hopper_attention import (
+    Fp8Quantization,
+    flash_attn_combine,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    quantize_qkv,
+)
+
+TYPES = {"a tensor": torch.ones(3), "an array": np.ones(3), "a list": [1], "a class": int}
+QKV = [torch.zeros(2, 6, 2, 32, dtype=torch.bfloat16)] * 3
+ROWS = [x[0] for x in QKV]
+STARTS = torch.tensor([0, 6], dtype=torch.int32)
+LENGTHS = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 6, "max_seqlen_k": 6}
+PARTS = torch.zeros(2, 1, 6, 2, 8), torch.zeros(2, 1, 6, 2)
+
+
+def packed_heads(**options: Any) -> Any:
+    return flash_attn_qkvpacked_func(torch.zeros(2, 6, 8, 32, dtype=torch.float16), **options)
+
+
+def packed_varlen_heads(**options: Any) -> Any:
+    qkv = torch.zeros(6, 8, 32, dtype=torch.float16)
+    return flash_attn_varlen_qkvpacked_func(qkv, STARTS, 6, **options)
+
+
+def schedule(**options: Any) -> Any:
+    return get_scheduler_metadata(1, 1, 64, 4, 2, 64, STARTS[1:], **options)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "attention": (
+        lambda **options: flash_attn_func(*QKV, **options),
+        ("num_splits", "sm_margin", "backend", "window_size"),
+    ),
+    "varlen": (
+        lambda **options: flash_attn_varlen_func(*ROWS, **LENGTHS, **options),
+        ("num_splits", "sm_margin", "backend", "window_size"),
+    ),
+    "cache": (
+        lambda **options: flash_attn_with_kvcache(*QKV, **options),
+        ("num_splits", "sm_margin", "backend", "window_size"),
+    ),
+    "FP8": (lambda **options: flash_attn_fp8_func(*QKV, **options), ("backend", "window_size")),
+    "quantizer": (lambda **options: quantize_qkv(*QKV, **options), ("backend",)),
+    "packed heads": (packed_heads, ("num_heads_q",)),
+    "packed heads, varlen": (packed_varlen_heads, ("num_heads_q",)),
+    "merging": (lambda **options: flash_attn_combine(*PARTS, **options), ("out_dtype",)),
+    "schedule": (schedule, ("qkv_dtype",)),
+    "quantization": (Fp8Quantization, ("granularity",)),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("call", CALLS)
+def test_error_names_the_argument(call: str, kind: str) -> None:
+    function, names = CALLS[call]
+    for name in names:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} .*allowed"):
+            function(**{name: TYPES[kind]})
+
+
+def test_what_equals_a_default_is_not_taken_for_it() -> None:
+    with pytest.raises(TypeError, match=r"^num_splits is a bool, True, allowed: an int"):
+        flash_attn_func(*QKV, num_splits=True)
+    with pytest.raises(TypeError, match=r"^sm_margin is a bool, False, allowed: an int"):
+        flash_attn_func(*QKV, sm_margin=False)
+    with pytest.raises(TypeError, match=r"^out_dtype is a dict"):
+        flash_attn_combine(*PARTS, out_dtype={})  # type: ignore[arg-type, call-overload]
+
+
+def test_a_window_that_has_no_numbers() -> None:
+    for window in (torch.ones(2, dtype=torch.int32, device="meta"), torch.ones(2).to_sparse()):
+        with pytest.raises(
+            TypeError, match=r"^window_size is a tensor on .*no numbers to read, allowed: a pair"
+        ):
+            flash_attn_func(*QKV, window_size=window)
+
+
+@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+def test_no_heads_are_refused_by_every_backend(backend: str | None) -> None:
+    none = torch.zeros(2, 6, 0, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
+        flash_attn_func(none, *QKV[1:], backend=backend)
+    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
+        flash_attn_varlen_func(none[0], *ROWS[1:], **LENGTHS, backend=backend)
+    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
+        flash_attn_fp8_func(none, *QKV[1:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_seqlens_q": torch.tensor([0, 7], dtype=torch.int32)}, "cu_seqlens_q ends with 7"),
+        ({"seqused_k": torch.tensor([-1], dtype=torch.int32)}, r"seqused_k\[0\] is -1"),
+        ({"max_seqlen_k": 5}, "max_seqlen_k is 5"),
+    ],
+)
+def test_the_quantizer_reads_lengths_on_a_cpu_as_attention_does(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}, allowed"):
+        quantize_qkv(*ROWS, **LENGTHS | changed)
+
+
+def test_tensors_without_strides() -> None:
+    jagged = torch.nested.nested_tensor([QKV[0][0], QKV[0][1, :2]], layout=torch.jagged)
+    for call in (flash_attn_func, flash_attn_fp8_func, quantize_qkv, flash_attn_with_kvcache):
+        with pytest.raises(
+            TypeError, match=r"^q is a nested tensor, allowed: .*go .* to flash_attn_varlen_func"
+        ):
+            call(jagged, jagged, jagged)
+    sparse = QKV[0].to_sparse()
+    for call in (flash_attn_func, flash_attn_fp8_func, quantize_qkv):
+        with pytest.raises(
+            TypeError, match=r"^q is a tensor of layout torch.sparse_coo, allowed: one of layout"
+        ):
+            call(sparse, sparse, sparse)
+
+
+def test_no_mapped_call_writes_into_a_cache() -> None:
+    q, token = torch.randn(2, 3, 1, 4, 32).half(), torch.randn(2, 3, 1, 2, 32).half()
+    cache, lengths = torch.randn(2, 3, 8, 2, 32).half(), torch.tensor([1, 0, 5], dtype=torch.int32)
+
+    def step(q: torch.Tensor, cache: torch.Tensor, *token: torch.Tensor) -> torch.Tensor:
+        return flash_attn_with_kvcache(q, cache, cache, *token, cache_seqlens=lengths)
+
+    assert torch.equal(torch.vmap(step)(q, cache)[1], step(q[1], cache[1]))
+    with pytest.raises(
+        NotImplementedError, match=r"^k and v are given under torch.func.vmap.*part of the batch"
+    ):
+        torch.vmap(step)(q, cache, token, token)
