@@ -259,7 +259,7 @@ def flash_attn_func(
     if backend is not None:
         checks.check_backend(backend)
     if features.is_given(sm_margin, 0):
-        checks.check_sm_margin(sm_margin)
+        sm_margin = checks.check_sm_margin(sm_margin)
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)
     if deterministic is not False:

@@ -195,13 +195,21 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend is {backend!r}, allowed: {allowed} or None to have one chosen")
 
 
-def check_sm_margin(sm_margin: Any) -> None:
+def python_int(value: Any) -> Any:
+    """``value``, which is an int if it is an integer of another kind, such as NumPy's."""
+    return value if isinstance(value, int) or not isinstance(value, numbers.Integral) else int(value)
+
+
+def check_sm_margin(sm_margin: Any) -> int:
+    """``sm_margin`` as an int; raise unless it is one, 0 or more."""
+    sm_margin = python_int(sm_margin)
     if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
         raise TypeError(f"sm_margin is a {type(sm_margin).__name__}, {sm_margin!r}, allowed: an int")
     if sm_margin < 0:
         raise ValueError(
             f"sm_margin is {sm_margin}, allowed: 0 or more streaming multiprocessors to leave free"
         )
+    return sm_margin
 
 
 def check_sm_margin_fits(sm_margin: int, multiprocessors: int) -> None:

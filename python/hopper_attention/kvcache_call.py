@@ -149,7 +149,6 @@ def make_call(
         check_rotary_rows(length, cos.shape[0], shape, hides)
     features.check_hints(options.num_splits, options.pack_gqa)
     checks.check_backend(options.backend)
-    checks.check_sm_margin(options.sm_margin)
     softcap = checks.check_softcap(options.softcap)
     if out is not None:
         check_out(TensorSpec(*out), shape)
@@ -166,7 +165,7 @@ def make_call(
         num_splits=0 if options.num_splits is None else int(options.num_splits),
         pack_gqa=None if options.pack_gqa is None else bool(options.pack_gqa),
         backend=options.backend,
-        sm_margin=options.sm_margin,
+        sm_margin=checks.check_sm_margin(options.sm_margin),
         wants_lse=checks.check_flag("return_softmax_lse", options.return_softmax_lse),
     )
 
@@ -201,6 +200,7 @@ def _split_length(given: CacheTensors) -> tuple[CacheTensors, Any]:
     length: Any = given.cache_seqlens
     if length is None or isinstance(length, Tensor):
         return given, None
+    length = checks.python_int(length)
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
         raise TypeError(
             f"cache_seqlens is a {type(length).__name__}, {length!r}, allowed: an int or an int32 (batch,) tensor"
@@ -214,8 +214,7 @@ def _shape_of(specs: Specs, max_seqlen_q: Any, length: int | None) -> CacheShape
     assert q is not None
     longest = q.shape[0] if q.shape else 0
     if max_seqlen_q is not None:
-        check_max_seqlen("max_seqlen_q", max_seqlen_q)
-        longest = min(longest, max_seqlen_q)
+        longest = min(longest, check_max_seqlen("max_seqlen_q", max_seqlen_q))
     if length is None:
         return read_shape(specs, longest, -1)
     new = 0 if k is None or len(k.shape) < 3 else k.shape[-3]

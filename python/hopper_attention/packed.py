@@ -288,6 +288,7 @@ def _unpack_qkv(qkv: Any, num_heads_q: int | None) -> tuple[Tensor, ...]:
 
 def split_heads(qkv: Tensor, num_heads_q: int, dim: int) -> tuple[Tensor, ...]:
     """q, k and v of a tensor whose dimension ``dim`` has the heads of all three."""
+    num_heads_q = checks.python_int(num_heads_q)
     if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, (int, torch.SymInt)):
         raise TypeError(f"num_heads_q is a {type(num_heads_q).__name__}, {num_heads_q!r}, allowed: an int")
     heads = qkv.shape[dim]

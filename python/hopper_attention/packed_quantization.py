@@ -68,8 +68,7 @@ def resolve_lengths(
             f"{lacking[0]} is None, allowed for packed sequences: {TOGETHER} together, or none of them"
         )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    check_kinds(lengths)
-    return lengths
+    return check_kinds(lengths)
 
 
 def check_packed_sources(

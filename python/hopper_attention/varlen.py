@@ -230,7 +230,7 @@ def flash_attn_varlen_func(
         if found is not None:
             results = found((q, k, v), lengths, softmax_scale, again)
             return results if return_attn_probs else results[0]
-    check_kinds(lengths)
+    lengths = check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
     if features.is_given(softcap, 0.0) or alibi_slopes is not None or sinks is not None:
@@ -240,9 +240,11 @@ def flash_attn_varlen_func(
     if features.is_given(dropout_p, 0.0):
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
-    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    mask = features.resolve_packed_mask(
+        causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+    )
     checks.check_backend(backend)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     descales = (q_descale, k_descale, v_descale)

@@ -87,16 +87,18 @@ def explain_varlen(
     """
     checks.check_are_tensors(q=q, k=k, v=v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    check_kinds(lengths)
+    lengths = check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     causal = checks.check_flag("causal", causal)
-    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    mask = features.resolve_packed_mask(
+        causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+    )
     checks.check_backend(backend)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})

@@ -11,6 +11,7 @@ import torch
 
 from hopper_attention import (
     Fp8Quantization,
+    explain_varlen,
     flash_attn_combine,
     flash_attn_fp8_func,
     flash_attn_func,
@@ -145,3 +146,32 @@ def test_no_mapped_call_writes_into_a_cache() -> None:
         NotImplementedError, match=r"^k and v are given under torch.func.vmap.*part of the batch"
     ):
         torch.vmap(step)(q, cache, token, token)
+
+
+def test_numpys_integers_are_ints() -> None:
+    six, one, two = np.int64(6), np.int32(1), np.uint8(2)
+    starts = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": six, "max_seqlen_k": six}
+    rows = [torch.randn_like(x) for x in ROWS]
+    for function in (flash_attn_varlen_func, flash_attn_fp8_func):
+        assert torch.equal(function(*rows, **starts), function(*rows, **LENGTHS))
+    assert torch.equal(
+        flash_attn_varlen_func(*rows, **starts, window_size=(two, one), attention_chunk=two, sm_margin=one),
+        flash_attn_varlen_func(*rows, **LENGTHS, window_size=(2, 1), attention_chunk=2),
+    )
+    whole = [x[None] for x in rows]
+    decode = whole[0][:, :1], *whole[1:]
+    assert torch.equal(
+        flash_attn_with_kvcache(*decode, cache_seqlens=two, sm_margin=one, num_splits=two),
+        flash_attn_with_kvcache(*decode, cache_seqlens=2),
+    )
+    packed = {"cu_seqlens_q": STARTS, "max_seqlen_q": six, "cache_seqlens": six}
+    assert torch.equal(
+        flash_attn_with_kvcache(rows[0], *whole[1:], **packed, causal=True),
+        flash_attn_func(*whole, causal=True)[0],
+    )
+    qkv = torch.randn(6, 8, 32).half()
+    assert torch.equal(
+        flash_attn_varlen_qkvpacked_func(qkv, STARTS, six, num_heads_q=np.int64(4)),
+        flash_attn_varlen_qkvpacked_func(qkv, STARTS, 6, num_heads_q=4),
+    )
+    assert explain_varlen(*rows, **starts).backend == "torch"
