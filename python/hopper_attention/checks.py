@@ -131,10 +131,8 @@ def check_head_dims(head_dim: int, head_dim_v: int) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k, and 1 or more"
-        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
 
 
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e5

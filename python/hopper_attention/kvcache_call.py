@@ -82,7 +82,8 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         is_plain = False
         checks.check_are_tensors(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
-        checks.check_are_tensors(**tensors.given, **more)
+        more |= {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
+        checks.check_are_tensors(**more)
         check_not_mapped(tensors)
     check_no_gradient(tensors)
     if not is_bare:
@@ -105,7 +106,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         lengths = torch.full((call.shape.batch,), length, dtype=torch.int32, device=call.shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)
     scores = NO_SCORES
-    if call.scores is not PLAIN_SCORES and call.scores != PLAIN_SCORES:
+    if call.scores != PLAIN_SCORES:
         scores = features.resolve_scores(options.softcap, alibi_slopes, sinks)
         check_scores(scores, call.shape.batch, call.shape.heads, call.shape.dtype, call.shape.device)
     return CheckedCall(call, tensors, scores, is_plain)

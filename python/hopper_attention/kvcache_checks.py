@@ -55,10 +55,6 @@ class CacheTensors(NamedTuple):
     def specs(self) -> Specs:
         return tuple(None if x is None else TensorSpec.of(x) for x in self)
 
-    @property
-    def given(self) -> dict[str, Tensor]:
-        return {name: x for name, x in zip(NAMES, self, strict=True) if x is not None}
-
 
 NAMES = CacheTensors._fields
 

@@ -94,14 +94,27 @@ def test_a_window_that_has_no_numbers() -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "torch", "reference"])
-def test_no_heads_are_refused_by_every_backend(backend: str | None) -> None:
+def test_no_heads_have_no_output(backend: str | None) -> None:
+    none = torch.zeros(2, 6, 0, 32, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros_like(QKV[1], requires_grad=True)
+    outs = [flash_attn_func(none, k, k, softcap=1.0, backend=backend)]
+    outs.append(flash_attn_varlen_func(none[0], k[0], k[0], **LENGTHS, backend=backend))
+    for out in outs:
+        assert out.shape == (*out.shape[:-2], 0, 32)
+        (gradient,) = torch.autograd.grad(out.sum(), k)
+        assert gradient.shape == k.shape and not gradient.any()
+    with torch.no_grad():
+        step, lse = flash_attn_with_kvcache(none[:, :1], k, k, return_softmax_lse=True, backend=backend)
+    assert step.shape == (2, 1, 0, 32) and lse.shape == (2, 0, 1)
+
+
+def test_no_heads_have_no_output_in_fp8() -> None:
     none = torch.zeros(2, 6, 0, 32, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
-        flash_attn_func(none, *QKV[1:], backend=backend)
-    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
-        flash_attn_varlen_func(none[0], *ROWS[1:], **LENGTHS, backend=backend)
-    with pytest.raises(ValueError, match=r"^q has 0 heads and k has 2, allowed: a multiple"):
-        flash_attn_fp8_func(none, *QKV[1:])
+    for granularity in ("block", "head", "tensor"):
+        quantization = Fp8Quantization(granularity=granularity)
+        assert flash_attn_fp8_func(none, *QKV[1:], quantization=quantization).shape == none.shape
+    codes = [x.to(torch.float8_e4m3fn) for x in (none, *QKV[1:])]
+    assert flash_attn_func(*codes).shape == none.shape
 
 
 @pytest.mark.parametrize(
