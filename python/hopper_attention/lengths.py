@@ -46,11 +46,6 @@ class Lengths(NamedTuple):
     max_seqlen_k: int
 
     @property
-    def specs(self) -> tuple[TensorSpec | None, ...]:
-        """Of the four tensors."""
-        return tuple(None if x is None else TensorSpec.of(x) for x in self[:4])
-
-    @property
     def different(self) -> list[Tensor]:
         """The tensors that are given, each once."""
         given = [self.cu_seqlens_q]
@@ -68,6 +63,11 @@ class Lengths(NamedTuple):
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, _ = self
         of_used = seqused_q is None, seqused_k is None, seqused_q is seqused_k
         return cu_seqlens_q is cu_seqlens_k, *of_used
+
+
+def specs_of(lengths: Lengths) -> tuple[TensorSpec | None, ...]:
+    """Of the four tensors. No property of theirs, which torch.compile of older torch cannot trace."""
+    return tuple(None if x is None else TensorSpec.of(x) for x in lengths[:4])
 
 
 class Sequence(NamedTuple):
@@ -103,7 +103,7 @@ def check_max_seqlen(name: str, max_seqlen: Any) -> int:
 
 
 def check_packed(q: TensorSpec, k: TensorSpec, v: TensorSpec, lengths: tuple[TensorSpec | None, ...]) -> None:
-    """Raise ValueError or TypeError unless these make one problem; ``lengths`` are ``Lengths.specs``."""
+    """Raise ValueError or TypeError unless these make one problem; ``lengths`` are those of ``specs_of``."""
     for name, spec in (("q", q), ("k", k), ("v", v)):
         if len(spec.shape) != 3:
             raise ValueError(

@@ -34,7 +34,7 @@ from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
-from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
 from hopper_attention.scores import NO_SCORES, check_scores
@@ -105,7 +105,7 @@ def explain_varlen(
     checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    check_inputs(whole, scores.kind, partial(check_packed, lengths=lengths.specs))
+    check_inputs(whole, scores.kind, partial(check_packed, lengths=specs_of(lengths)))
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
     features.check_fp8_scores(whole["q"].dtype, scores)
     checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)
