@@ -167,6 +167,10 @@ class CacheShape:
     def has_keys(self) -> bool:
         return 0 not in (self.batch, self.pages, self.capacity, self.seqlen_k)
 
+    @property
+    def has_queries(self) -> bool:
+        return 0 not in (self.total_q, self.heads)
+
 
 @dataclass(frozen=True)
 class CacheCall:

@@ -11,6 +11,7 @@ import torch
 
 from hopper_attention import (
     Fp8Quantization,
+    explain_kvcache,
     explain_varlen,
     flash_attn_combine,
     flash_attn_fp8_func,
@@ -106,6 +107,13 @@ def test_no_heads_have_no_output(backend: str | None) -> None:
     with torch.no_grad():
         step, lse = flash_attn_with_kvcache(none[:, :1], k, k, return_softmax_lse=True, backend=backend)
     assert step.shape == (2, 1, 0, 32) and lse.shape == (2, 0, 1)
+
+
+def test_no_kernel_for_a_cache_serves_no_heads() -> None:
+    none = torch.zeros(2, 1, 0, 32, dtype=torch.bfloat16)
+    for query in ({}, {"qv": none}):
+        plan = explain_kvcache(none, *QKV[1:], device_capability=(9, 0), **query)
+        assert plan.path == "general"
 
 
 def test_no_heads_have_no_output_in_fp8() -> None:
