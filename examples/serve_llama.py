@@ -8,7 +8,8 @@ Requests arrive over time, with prompts and answers of different lengths. Every 
 what the cache has pages for, takes some tokens of prompts that are not in the cache yet (a chunk, packed:
 ``prefill``), and one step of all sequences that are answering (``DecodeStep``). ``flash_attn_with_kvcache`` is all
 there is of attention: it rotates, appends and attends. Where there is a GPU a decode step is a CUDA graph, one for each
-power of 2 that a batch may be filled up to. Tokens are the most likely ones, so that a run can be checked.
+power of 2 that a batch may be filled up to. Tokens are the most likely ones, so that a run can be checked. Its table
+needs the extra ``cli``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A small GPT, trained on the bytes of Python's standard library: attention in 16 bits, in FP8, and by torch's SDPA.
 
     python examples/train_gpt.py --fp8 --plot out/train.png --json out/train.json
-    python examples/train_gpt.py --fp8 --tiny --steps 20
+    python examples/train_gpt.py --fp8 --tiny --steps 20     # on a CPU
 
 Every way of attention trains a model of its own: with the same first weights, on the same batches, in turns, so that
 clocks and temperature meet all alike. What differs between their losses is then what attention rounds differently; SDPA
-against ours in 16 bits shows how much that is without FP8. Weights are float32, layers run in bfloat16.
+against ours in 16 bits shows how much that is without FP8. Weights are float32, layers run in bfloat16. Its tables need
+the extra ``cli``, and ``--plot`` the extra ``plot``.
 """
 
 from __future__ import annotations
@@ -315,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     if given.steps < 1:
         parser.error(f"--steps is {given.steps}, allowed: 1 or more")
+    if torch.device(given.device).type == "cpu" and not given.tiny:
+        parser.error("--device is cpu, allowed there: --tiny, a model that it trains in seconds")
     options = replace(Options(**TINY) if given.tiny else Options(), steps=given.steps)
     ways = [way for way in WAYS if way != "fp8" or given.fp8]
     console = Console()

@@ -66,6 +66,15 @@ def test_training_by_any_way_goes_the_same_way(
     )
 
 
+def test_a_model_that_a_cpu_cannot_train_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with pytest.raises(SystemExit):
+        importlib.import_module(TRAINING).main(["--device=cpu"])
+    assert "--device is cpu, allowed there: --tiny" in capsys.readouterr().err
+
+
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The example that serves, on the CPU."""

@@ -235,7 +235,7 @@ def flash_attn_func(
         not features.is_full(window_size)
         or features.is_given(attention_chunk, 0)
         or features.is_given(softcap, 0.0)
-        or num_splits != 1
+        or features.is_given(num_splits, 1)
         or pack_gqa is not None
         or alibi_slopes is not None
         or sinks is not None
@@ -258,8 +258,8 @@ def flash_attn_func(
         scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)
-    if sm_margin != 0:
-        checks.check_sm_margin(sm_margin)
+    if features.is_given(sm_margin, 0):
+        sm_margin = checks.check_sm_margin(sm_margin)
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)
     if deterministic is not False:

@@ -30,7 +30,11 @@ def find_autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
     if len(dtypes) == 1 and dtypes <= set(HALF_DTYPES):
         return None
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch.compile does not know the first question in all versions; what it compiles is for a device of its own.
+    is_available = device != "meta" and (
+        torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    )
+    if not is_available or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

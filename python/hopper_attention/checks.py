@@ -53,9 +53,16 @@ class TensorSpec(NamedTuple):
 
 
 def check_are_tensors(**tensors: Any) -> None:
+    """Raise TypeError unless these are tensors that lie in memory by strides."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, allowed: a torch.Tensor")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise TypeError(
+                f"{name} is {kind}, allowed: one of layout {torch.strided}; sequences of different lengths go one "
+                "after another to flash_attn_varlen_func, with their offsets"
+            )
 
 
 def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
@@ -181,18 +188,26 @@ def check_dropout_p(dropout_p: Any) -> float:
 
 
 def check_backend(backend: Any) -> None:
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         allowed = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"backend is {backend!r}, allowed: {allowed} or None to have one chosen")
 
 
-def check_sm_margin(sm_margin: Any) -> None:
+def python_int(value: Any) -> Any:
+    """``value``, which is an int if it is an integer of another kind, such as NumPy's."""
+    return value if isinstance(value, int) or not isinstance(value, numbers.Integral) else int(value)
+
+
+def check_sm_margin(sm_margin: Any) -> int:
+    """``sm_margin`` as an int; raise unless it is one, 0 or more."""
+    sm_margin = python_int(sm_margin)
     if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
         raise TypeError(f"sm_margin is a {type(sm_margin).__name__}, {sm_margin!r}, allowed: an int")
     if sm_margin < 0:
         raise ValueError(
             f"sm_margin is {sm_margin}, allowed: 0 or more streaming multiprocessors to leave free"
         )
+    return sm_margin
 
 
 def check_sm_margin_fits(sm_margin: int, multiprocessors: int) -> None:

@@ -142,11 +142,14 @@ def _check_parts(out: TensorSpec, lse: TensorSpec) -> None:
 def _dtype_of(out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
     if out is not None:
         checks.check_are_tensors(out=out)
-    dtype = out_dtype or (torch.float32 if out is None else out.dtype)
-    if dtype not in OUT_DTYPES:
-        allowed = ", ".join(map(str, OUT_DTYPES))
-        raise TypeError(f"out_dtype is {dtype}, allowed: {allowed}")
-    return dtype
+    allowed = ", ".join(map(str, OUT_DTYPES))
+    if out_dtype is None:
+        out_dtype = torch.float32 if out is None else out.dtype
+    elif not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype is a {type(out_dtype).__name__}, {out_dtype!r}, allowed: {allowed}")
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}, allowed: {allowed}")
+    return out_dtype
 
 
 def _check_out(out: TensorSpec, partial: TensorSpec, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
     if call.scores.has_alibi:
         return "there are alibi_slopes"
-    if not shape.has_keys or not shape.total_q:
+    if not shape.has_keys or not shape.has_queries:
         return "there is no query or no key"
     if shape.has_leftpad and pages_of(call)[1] > 1:
         # A box that begins at any row of a page may end in another one.

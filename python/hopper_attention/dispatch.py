@@ -199,7 +199,7 @@ def explain(
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
     given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
     checks.check_are_tensors(**given)

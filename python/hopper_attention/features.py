@@ -221,6 +221,11 @@ def read_window(window_size: Any) -> tuple[int, int]:
     Raises:
         ValueError, TypeError: it is no pair of sides.
     """
+    if isinstance(window_size, Tensor) and (window_size.is_meta or window_size.layout != torch.strided):
+        raise TypeError(
+            f"window_size is a tensor on {window_size.device} of layout {window_size.layout}, which has no numbers to "
+            f"read, allowed: {ALLOWED_WINDOWS}"
+        )
     sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window_size is {window_size!r}, allowed: {ALLOWED_WINDOWS}")

@@ -10,12 +10,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from hopper_attention import checks
 from hopper_attention.api import Window
 from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.kvcache_again import decode_again, remember
 from hopper_attention.kvcache_call import CacheExtras, read_call
-from hopper_attention.kvcache_checks import CacheOptions, CacheTensors
+from hopper_attention.kvcache_checks import CacheOptions, CacheTensors, check_lists
 from hopper_attention.kvcache_ops import call_operator
 from hopper_attention.launch.kvcache import serve_whole
 
@@ -311,17 +310,22 @@ def check_cache(
         seqlen_new: new tokens of each sequence, where they are not packed.
 
     Raises:
-        ValueError: a sequence is longer than its place in the cache, with its new tokens or without; it ends before its
-            leftpad; an index or a page number is none; or two sequences write to the same row.
+        TypeError: an argument is no tensor, or one of another dtype than the call takes.
+        ValueError: its shape is not what the call takes; a sequence is longer than its place in the cache, with its new
+            tokens or without; it ends before its leftpad; an index or a page number is none; or two sequences write to
+            the same row.
     """
-    checks.check_are_tensors(k_cache=k_cache, cache_seqlens=cache_seqlens)
+    lists = {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_batch_idx": cache_batch_idx}
+    lists |= {"cache_leftpad": cache_leftpad, "page_table": page_table}
+    given = {name: x for name, x in lists.items() if x is not None}
+    check_lists(k_cache, seqlen_new, {"cache_seqlens": cache_seqlens, **given})
     lengths = cache_seqlens.tolist()
     batch = len(lengths)
     counts = [seqlen_new] * batch
     if cu_seqlens_k_new is not None:
         starts = cu_seqlens_k_new.tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
-        if len(counts) != batch or starts[0] != 0 or min(counts, default=0) < 0:
+        if starts[0] != 0 or min(counts, default=0) < 0:
             raise ValueError(
                 f"cu_seqlens_k_new is {starts}, allowed: {batch + 1} numbers from 0 that do not fall"
             )
@@ -330,6 +334,12 @@ def check_cache(
     pages, rows = k_cache.shape[:2]
     tables = [[page] for page in range(pages)] if page_table is None else page_table.tolist()
     capacity = rows if page_table is None else rows * page_table.shape[1]
+    if cache_batch_idx is None and len(tables) < batch:
+        whose = "k_cache" if page_table is None else "page_table"
+        raise ValueError(
+            f"{whose} has {len(tables)} sequences, its first size, allowed without cache_batch_idx: {batch} or "
+            "more, those of cache_seqlens"
+        )
     written: dict[tuple[int, int], int] = {}
     for b, (length, new, entry, pad) in enumerate(zip(lengths, counts, entries, pads, strict=True)):
         if not 0 <= length <= capacity - new:
@@ -343,7 +353,8 @@ def check_cache(
             )
         if not 0 <= entry < len(tables):
             raise ValueError(f"cache_batch_idx[{b}] is {entry}, allowed: 0 to {len(tables) - 1}")
-        _check_pages(b, tables[entry], pad // rows, -(-(length + new) // rows), pages)
+        first, stop = (pad // rows, -(-(length + new) // rows)) if rows else (0, 0)
+        _check_pages(b, tables[entry], first, stop, pages)
         for row in range(length, length + new):
             place = tables[entry][row // rows], row % rows
             other = written.setdefault(place, b)

@@ -21,6 +21,7 @@ from hopper_attention.kvcache_checks import (
     Specs,
     check_length,
     check_no_gradient,
+    check_not_mapped,
     check_out,
     check_rotary_rows,
     read_shape,
@@ -81,7 +82,9 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         is_plain = False
         checks.check_are_tensors(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
         more = {name: x for name, x in zip(CacheExtras._fields, extras, strict=True) if x is not None}
-        checks.check_are_tensors(**tensors.given, **more)
+        more |= {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
+        checks.check_are_tensors(**more)
+        check_not_mapped(tensors)
     check_no_gradient(tensors)
     if not is_bare:
         check_no_gradient(extras)
@@ -103,7 +106,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         lengths = torch.full((call.shape.batch,), length, dtype=torch.int32, device=call.shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)
     scores = NO_SCORES
-    if call.scores is not PLAIN_SCORES and call.scores != PLAIN_SCORES:
+    if call.scores != PLAIN_SCORES:
         scores = features.resolve_scores(options.softcap, alibi_slopes, sinks)
         check_scores(scores, call.shape.batch, call.shape.heads, call.shape.dtype, call.shape.device)
     return CheckedCall(call, tensors, scores, is_plain)
@@ -147,7 +150,6 @@ def make_call(
         check_rotary_rows(length, cos.shape[0], shape, hides)
     features.check_hints(options.num_splits, options.pack_gqa)
     checks.check_backend(options.backend)
-    checks.check_sm_margin(options.sm_margin)
     softcap = checks.check_softcap(options.softcap)
     if out is not None:
         check_out(TensorSpec(*out), shape)
@@ -164,7 +166,7 @@ def make_call(
         num_splits=0 if options.num_splits is None else int(options.num_splits),
         pack_gqa=None if options.pack_gqa is None else bool(options.pack_gqa),
         backend=options.backend,
-        sm_margin=options.sm_margin,
+        sm_margin=checks.check_sm_margin(options.sm_margin),
         wants_lse=checks.check_flag("return_softmax_lse", options.return_softmax_lse),
     )
 
@@ -199,6 +201,7 @@ def _split_length(given: CacheTensors) -> tuple[CacheTensors, Any]:
     length: Any = given.cache_seqlens
     if length is None or isinstance(length, Tensor):
         return given, None
+    length = checks.python_int(length)
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
         raise TypeError(
             f"cache_seqlens is a {type(length).__name__}, {length!r}, allowed: an int or an int32 (batch,) tensor"
@@ -212,8 +215,7 @@ def _shape_of(specs: Specs, max_seqlen_q: Any, length: int | None) -> CacheShape
     assert q is not None
     longest = q.shape[0] if q.shape else 0
     if max_seqlen_q is not None:
-        check_max_seqlen("max_seqlen_q", max_seqlen_q)
-        longest = min(longest, max_seqlen_q)
+        longest = min(longest, check_max_seqlen("max_seqlen_q", max_seqlen_q))
     if length is None:
         return read_shape(specs, longest, -1)
     new = 0 if k is None or len(k.shape) < 3 else k.shape[-3]

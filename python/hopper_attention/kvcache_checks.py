@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW, HALF_DTYPES, TensorSpec
+from hopper_attention.lengths import check_max_seqlen
 from hopper_attention.masks import MaskSpec
 from hopper_attention.qv import check_qv
 from hopper_attention.scores import ScoreKind
@@ -53,10 +54,6 @@ class CacheTensors(NamedTuple):
     @property
     def specs(self) -> Specs:
         return tuple(None if x is None else TensorSpec.of(x) for x in self)
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        return {name: x for name, x in zip(NAMES, self, strict=True) if x is not None}
 
 
 NAMES = CacheTensors._fields
@@ -169,6 +166,10 @@ class CacheShape:
     @property
     def has_keys(self) -> bool:
         return 0 not in (self.batch, self.pages, self.capacity, self.seqlen_k)
+
+    @property
+    def has_queries(self) -> bool:
+        return 0 not in (self.total_q, self.heads)
 
 
 @dataclass(frozen=True)
@@ -462,6 +463,32 @@ def _check_vector(name: str, spec: TensorSpec, wanted: str, count: int | None = 
         )
 
 
+def check_lists(k_cache: Any, seqlen_new: Any, lists: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless a call takes tensors of these kinds and shapes; ``cache_seqlens`` is given.
+
+    Args:
+        seqlen_new: new tokens of each sequence.
+        lists: by name, those of ``flash_attn_with_kvcache``.
+    """
+    checks.check_are_tensors(k_cache=k_cache, **lists)
+    specs = {name: TensorSpec.of(x) for name, x in lists.items()}
+    _check_dims("k_cache", TensorSpec.of(k_cache), 4, "a cache of flash_attn_with_kvcache")
+    _check_vector("cache_seqlens", specs["cache_seqlens"], "(batch,)")
+    batch = specs["cache_seqlens"].shape[0]
+    for name, spec in specs.items():
+        if spec.device.type == "meta":
+            raise ValueError(f"{name} is on meta, allowed: a device whose numbers can be read")
+        if name == "page_table":
+            _check_dims(name, spec, 2, "(batch, pages), or with cache_batch_idx (batch_cache, pages)")
+            if spec.dtype != torch.int32:
+                raise TypeError(f"{name} has dtype {spec.dtype}, allowed: torch.int32")
+        elif name == "cu_seqlens_k_new":
+            _check_vector(name, spec, "(batch + 1,)", batch + 1)
+        else:
+            _check_vector(name, spec, "(batch,)", batch)
+    check_max_seqlen("seqlen_new", seqlen_new)
+
+
 def check_no_gradient(tensors: tuple[Tensor | None, ...]) -> None:
     """Raise NotImplementedError where autograd would record the call."""
     if not torch.is_grad_enabled():
@@ -472,6 +499,17 @@ def check_no_gradient(tensors: tuple[Tensor | None, ...]) -> None:
                 "a tensor requires a gradient: attention on a key/value cache has none, as caches are written in "
                 "place; call it under torch.no_grad(), or use flash_attn_varlen_func, which is differentiable"
             )
+
+
+def check_not_mapped(tensors: CacheTensors) -> None:
+    """Raise NotImplementedError where torch.func.vmap is at work on a call that writes into the caches."""
+    if tensors.k is None or not torch._C._are_functorch_transforms_active():
+        return
+    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors if x is not None):
+        raise NotImplementedError(
+            "k and v are given under torch.func.vmap, which knows no rule for tensors that are written in place; make "
+            "the mapped dimension a part of the batch, or add the tokens to the cache outside of vmap"
+        )
 
 
 def check_out(spec: TensorSpec, shape: CacheShape) -> None:

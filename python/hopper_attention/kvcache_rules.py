@@ -107,7 +107,7 @@ def select_mla_kernel(call: CacheCall, target: Target, backend: str) -> Selectio
 def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
     """What keeps the kernel that reads a cache where it lies from serving."""
     shape = call.shape
-    if not shape.has_keys or not shape.total_q:
+    if not shape.has_keys or not shape.has_queries:
         return "there is no score"
     if shape.is_fp8_cache:
         return f"the cache has dtype {shape.cache_dtype}, and the kernel that reads pages takes 16 bits"

@@ -197,6 +197,8 @@ def get_scheduler_metadata(
     sizes |= {} if page_size is None else {"page_size": page_size}
     for name, size in sizes.items():
         _check_size(name, size)
+    if not isinstance(qkv_dtype, torch.dtype):
+        raise TypeError(f"qkv_dtype is a {type(qkv_dtype).__name__}, {qkv_dtype!r}, allowed: a torch.dtype")
     checks.check_dtypes(qkv_dtype, qkv_dtype, qkv_dtype)
     checks.check_head_dims(headdim, headdim if headdim_v is None else headdim_v)
     checks.check_heads(num_heads_q, num_heads_kv)
@@ -204,7 +206,7 @@ def get_scheduler_metadata(
     features.resolve_packed_mask(is_causal, window, attention_chunk, max_seqlen_q, max_seqlen_k)
     is_capped = checks.check_flag("has_softcap", has_softcap)
     features.check_hints(num_splits, pack_gqa)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     vectors = {"cache_seqlens": (cache_seqlens, batch_size), "cache_leftpad": (cache_leftpad, batch_size)}
     vectors |= {"cu_seqlens_q": (cu_seqlens_q, batch_size + 1)}
     vectors |= {"cu_seqlens_k_new": (cu_seqlens_k_new, batch_size + 1)}

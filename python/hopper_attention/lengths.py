@@ -46,11 +46,6 @@ class Lengths(NamedTuple):
     max_seqlen_k: int
 
     @property
-    def specs(self) -> tuple[TensorSpec | None, ...]:
-        """Of the four tensors."""
-        return tuple(None if x is None else TensorSpec.of(x) for x in self[:4])
-
-    @property
     def different(self) -> list[Tensor]:
         """The tensors that are given, each once."""
         given = [self.cu_seqlens_q]
@@ -70,6 +65,11 @@ class Lengths(NamedTuple):
         return cu_seqlens_q is cu_seqlens_k, *of_used
 
 
+def specs_of(lengths: Lengths) -> tuple[TensorSpec | None, ...]:
+    """Of the four tensors. No property of theirs, which torch.compile of older torch cannot trace."""
+    return tuple(None if x is None else TensorSpec.of(x) for x in lengths[:4])
+
+
 class Sequence(NamedTuple):
     """The rows of one sequence in q, and those in k and v."""
 
@@ -77,30 +77,33 @@ class Sequence(NamedTuple):
     keys: Span
 
 
-def check_kinds(lengths: Lengths) -> None:
-    """Raise TypeError or ValueError unless these are tensors, and the bounds ints from 0."""
+def check_kinds(lengths: Lengths) -> Lengths:
+    """These with bounds that are ints; raise TypeError or ValueError unless they are tensors, and bounds from 0."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k = lengths
     checks.check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if seqused_q is not None:
         checks.check_are_tensors(seqused_q=seqused_q)
     if seqused_k is not None:
         checks.check_are_tensors(seqused_k=seqused_k)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    bounds = check_max_seqlen("max_seqlen_q", max_seqlen_q), check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    return Lengths(*lengths[:4], *bounds)
 
 
-def check_max_seqlen(name: str, max_seqlen: Any) -> None:
-    """Raise unless a bound of lengths is an int, 0 or more."""
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+def check_max_seqlen(name: str, max_seqlen: Any) -> int:
+    """A bound of lengths as an int; raise unless it is one, 0 or more."""
+    max_seqlen = checks.python_int(max_seqlen)
+    is_int = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
+    if not is_int:
         raise TypeError(
             f"{name} is a {type(max_seqlen).__name__}, {max_seqlen!r}, allowed: an int, as no tensor is read"
         )
     if max_seqlen < 0:
         raise ValueError(f"{name} is {max_seqlen}, allowed: 0 or more, the length of the longest sequence")
+    return max_seqlen
 
 
 def check_packed(q: TensorSpec, k: TensorSpec, v: TensorSpec, lengths: tuple[TensorSpec | None, ...]) -> None:
-    """Raise ValueError or TypeError unless these make one problem; ``lengths`` are ``Lengths.specs``."""
+    """Raise ValueError or TypeError unless these make one problem; ``lengths`` are those of ``specs_of``."""
     for name, spec in (("q", q), ("k", k), ("v", v)):
         if len(spec.shape) != 3:
             raise ValueError(

@@ -31,7 +31,7 @@ def why_not_mla(call: CacheCall, target: Target, backend: str) -> str:
             return f"{name} is {size}, and its kernel takes at most {most}"
     if call.scores.has_alibi:
         return "there are alibi_slopes"
-    if not shape.has_keys or not shape.total_q:
+    if not shape.has_keys or not shape.has_queries:
         return "there is no query or no key"
     if shape.has_leftpad and pages_of(call)[1] > 1:
         # A box that begins at any row of a page may end in another one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from hopper_attention import checks
@@ -287,6 +288,9 @@ def _unpack_qkv(qkv: Any, num_heads_q: int | None) -> tuple[Tensor, ...]:
 
 def split_heads(qkv: Tensor, num_heads_q: int, dim: int) -> tuple[Tensor, ...]:
     """q, k and v of a tensor whose dimension ``dim`` has the heads of all three."""
+    num_heads_q = checks.python_int(num_heads_q)
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, (int, torch.SymInt)):
+        raise TypeError(f"num_heads_q is a {type(num_heads_q).__name__}, {num_heads_q!r}, allowed: an int")
     heads = qkv.shape[dim]
     both_kv = heads - num_heads_q
     if not 0 < num_heads_q < heads or both_kv % 2:

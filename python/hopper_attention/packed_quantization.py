@@ -19,7 +19,7 @@ from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.features import missing
-from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.masks import MaskSpec
 from hopper_attention.packed_quantized import (
     ONE_PER_SEQUENCE,
@@ -68,8 +68,7 @@ def resolve_lengths(
             f"{lacking[0]} is None, allowed for packed sequences: {TOGETHER} together, or none of them"
         )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    check_kinds(lengths)
-    return lengths
+    return check_kinds(lengths)
 
 
 def check_packed_sources(
@@ -89,7 +88,7 @@ def check_packed_sources(
             raise TypeError(f"{name} has dtype {x.dtype}, allowed: the dtype of q, {q.dtype}")
     # Float32, which no kernel attends to, can be quantized.
     q_spec, k_spec, v_spec = (TensorSpec.of(x)._replace(dtype=checks.HALF_DTYPES[0]) for x in (q, k, v))
-    check_packed(q_spec, k_spec, v_spec, lengths.specs)
+    check_packed(q_spec, k_spec, v_spec, specs_of(lengths))
     for name in ("smooth_k", "smooth_v"):
         if getattr(quantization, name):
             feature = "quantization of packed sequences without their means"

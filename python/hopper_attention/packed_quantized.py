@@ -16,7 +16,7 @@ from cute_kernels.plan.config import plan_entries
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
-from hopper_attention.lengths import Lengths, Sequence, check_packed, read_sequences
+from hopper_attention.lengths import Lengths, Sequence, check_packed, read_sequences, specs_of
 from hopper_attention.quantized import (
     Fp8Quantization,
     QuantizedQKV,
@@ -215,7 +215,7 @@ class PackedQuantizedQKV:
     def __post_init__(self) -> None:
         q, k = TensorSpec.of(self.q.data), TensorSpec.of(self.k.data)
         v = TensorSpec.of(self.v.data)._replace(shape=self.v.shape)
-        check_packed(q, k, v, self.lengths.specs)
+        check_packed(q, k, v, specs_of(self.lengths))
         for name, part in (("q", self.q), ("k", self.k), ("v", self.v)):
             total, heads, _ = part.shape
             wanted = heads, count_units(total, self.batch, part.block)

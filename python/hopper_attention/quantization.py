@@ -13,7 +13,7 @@ import torch
 from hopper_attention.checks import check_are_tensors
 from hopper_attention.fp8_ops import quantize_traced
 from hopper_attention.fused_again import quantizing
-from hopper_attention.lengths import Lengths
+from hopper_attention.lengths import Lengths, read_sequences
 from hopper_attention.packed_quantization import (
     check_packed_sources,
     resolve_lengths,
@@ -167,5 +167,7 @@ def _quantize_packed(
     check_packed_sources(q, k, v, lengths, quantization)
     if not is_plain_call(q, k, v):
         raise NotImplementedError(PACKED_IN_TWO_STEPS)
+    if q.device.type == "cpu":
+        read_sequences(lengths, q.shape[0], k.shape[0])
     c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]))
     return quantize_packed_here(q, k, v, lengths, c, backend)

@@ -135,7 +135,7 @@ class Fp8Quantization:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}, allowed: True or False")
-        if self.granularity not in GRANULARITIES:
+        if not (isinstance(self.granularity, str) and self.granularity in GRANULARITIES):
             raise ValueError(f"granularity is {self.granularity!r}, allowed: {', '.join(GRANULARITIES)}")
         _check_int("seed", self.seed, "an int of 64 bits", -(2**63))
         _check_int("block_q", self.block_q, "1 or more")

@@ -34,7 +34,7 @@ QUANTIZERS = ("fused", "torch")
 
 def check_quantizer(backend: str | None) -> None:
     """Raise ValueError unless ``backend`` is a quantizer or None."""
-    if backend not in (None, *QUANTIZERS):
+    if backend is not None and not (isinstance(backend, str) and backend in QUANTIZERS):
         raise ValueError(f"backend is {backend!r}, allowed: {', '.join(map(repr, QUANTIZERS))} or None")
 
 

@@ -56,10 +56,8 @@ def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> At
     batch, seqlen_q, heads, head_dim = q
     _, seqlen_k, kv_heads, _ = k
     head_dim_v = v[3]
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads and k has {kv_heads}, allowed: a positive multiple of the heads of k"
-        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
     if k != (batch, seqlen_k, kv_heads, head_dim):
         raise ValueError(
             f"k has shape {tuple(k)}, allowed with q {tuple(q)}: ({batch}, seqlen_k, kv_heads, {head_dim})"

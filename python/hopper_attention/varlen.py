@@ -17,7 +17,7 @@ from hopper_attention.function_autograd import VarlenCall, attend_with_functions
 from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import check_packed_scores, run_varlen
-from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import are_plain_constants, is_plain_16_bit_call, wants_only_a_launch
 from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
@@ -230,7 +230,7 @@ def flash_attn_varlen_func(
         if found is not None:
             results = found((q, k, v), lengths, softmax_scale, again)
             return results if return_attn_probs else results[0]
-    check_kinds(lengths)
+    lengths = check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
     if features.is_given(softcap, 0.0) or alibi_slopes is not None or sinks is not None:
@@ -240,9 +240,11 @@ def flash_attn_varlen_func(
     if features.is_given(dropout_p, 0.0):
         scores = features.with_dropout(scores, dropout_p, q)
     causal = checks.check_flag("causal", causal)
-    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    mask = features.resolve_packed_mask(
+        causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+    )
     checks.check_backend(backend)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     descales = (q_descale, k_descale, v_descale)
@@ -292,7 +294,7 @@ def _attend_with_qv(
         return run_packed_qv(inputs, lengths, softmax_scale, mask.causal, *flags, mask.sides, scores)
     q, k, v, qv = cast_inputs(q, k, v, qv)
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    check_packed(*specs, lengths.specs)
+    check_packed(*specs, specs_of(lengths))
     check_qv(specs[0], specs[2], TensorSpec.of(qv))
     checks.check_descales(q, k, *descales)
     scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
@@ -319,7 +321,7 @@ def _call_operator(
     flags = backend, sm_margin, deterministic
     checks.check_are_tensors(q=q, k=k, v=v)
     q, k, v = cast_inputs(q, k, v)
-    check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), lengths.specs)
+    check_packed(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), specs_of(lengths))
     checks.check_descales_of((lengths.cu_seqlens_q.shape[0] - 1, k.shape[1]), q, *descales)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     if scores is not NO_SCORES:

@@ -12,7 +12,7 @@ from hopper_attention import autograd, checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.varlen import VarlenLaunch, find_varlen_launch
-from hopper_attention.lengths import Lengths
+from hopper_attention.lengths import Lengths, specs_of
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES
 
@@ -73,7 +73,7 @@ def remember(
         return
     causal, _, _, backend, sm_margin = options
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    launch = find_varlen_launch(specs, lengths.specs, bool(causal), (False, False), backend, sm_margin)
+    launch = find_varlen_launch(specs, specs_of(lengths), bool(causal), (False, False), backend, sm_margin)
     call = VarlenCall(launch, records_gradient, q.shape[2] ** -0.5)
     remembered.keep(key, call, *tensors, *lengths.different)
 

@@ -126,7 +126,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _unpack_qkv(qkv, num_heads_q)
     checks.check_are_tensors(cu_seqlens=cu_seqlens)
-    check_max_seqlen("max_seqlen", max_seqlen)
+    max_seqlen = check_max_seqlen("max_seqlen", max_seqlen)
     return flash_attn_varlen_func(
         q,
         k,

@@ -34,7 +34,7 @@ from hopper_attention.dropout import no_draw
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
-from hopper_attention.lengths import Lengths, check_kinds, check_packed
+from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
 from hopper_attention.scores import NO_SCORES, check_scores
@@ -87,23 +87,25 @@ def explain_varlen(
     """
     checks.check_are_tensors(q=q, k=k, v=v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    check_kinds(lengths)
+    lengths = check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, qv=qv)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     causal = checks.check_flag("causal", causal)
-    mask = features.resolve_packed_mask(causal, window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    mask = features.resolve_packed_mask(
+        causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
+    )
     checks.check_backend(backend)
-    checks.check_sm_margin(sm_margin)
+    sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
     checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
     whole = {name: TensorSpec.of(x)._replace(device=given[name].device) for name, x in tensors.items()}
-    check_inputs(whole, scores.kind, partial(check_packed, lengths=lengths.specs))
+    check_inputs(whole, scores.kind, partial(check_packed, lengths=specs_of(lengths)))
     check_scores(scores, cu_seqlens_q.shape[0] - 1, q.shape[1], whole["q"].dtype, q.device)
     features.check_fp8_scores(whole["q"].dtype, scores)
     checks.check_descales_of((cu_seqlens_q.shape[0] - 1, k.shape[1]), q, q_descale, k_descale, v_descale)

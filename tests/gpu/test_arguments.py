@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import explain, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func
+from hopper_attention import (
+    explain,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from hopper_attention.checks import LARGEST_SCALE
 from hopper_attention.reference import attention_naive
 
@@ -222,3 +229,18 @@ def test_float32_inputs_under_autocast(draw, dtype: torch.dtype) -> None:
     with torch.no_grad(), torch.autocast("cuda", dtype):
         assert torch.equal(flash_attn_func(*wide, causal=True), expected)
         assert torch.equal(flash_attn_func(narrow[0], wide[1], narrow[2], causal=True), expected)
+
+
+def test_no_heads_have_no_output() -> None:
+    k, v = (torch.randn(2, 40, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    none, lengths = k.new_empty(2, 40, 0, 64), torch.tensor([0, 40, 80], dtype=torch.int32, device="cuda")
+    for function in (flash_attn_func, flash_attn_fp8_func):
+        assert function(none, k, v, causal=True).shape == none.shape
+    packed = (x.flatten(0, 1) for x in (none, k, v))
+    assert flash_attn_varlen_func(*packed, lengths, lengths, 40, 40).shape == (80, 0, 64)
+    assert flash_attn_with_kvcache(none[:, :1], k, v, cache_seqlens=7).shape == (2, 1, 0, 64)
+    new = k[:, :1].clone(), v[:, :1].clone()
+    assert flash_attn_with_kvcache(none[:, :1], k, v, *new, cache_seqlens=7).shape == (2, 1, 0, 64)
+    assert torch.equal(k[:, 7], new[0][:, 0])
+    out, lse = flash_attn_func(none[:, :1], k, v, qv=none[:, :1], return_attn_probs=True)
+    assert out.shape == (2, 1, 0, 64) and lse.shape == (2, 0, 1)

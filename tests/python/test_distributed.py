@@ -123,6 +123,9 @@ ULYSSES = [
     Case(2, "ulysses", CAUSAL, has_sinks=True),
     Case(4, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}),
     Case(2, "ulysses", CAUSAL | {"cu_seqlens": ODD, "softcap": 2.0}, batch=1, has_sinks=True),
+    # A rank has two rows, of one head and of two.
+    Case(2, "ulysses", CAUSAL, seqlen=4, seqlen_k=4),
+    Case(2, "ulysses", seqlen=4, seqlen_k=4, heads=(2, 1)),
     Case("2x2", "mesh", CAUSAL, has_sinks=True),
     Case("2x2", "auto", CAUSAL | {"cu_seqlens": ODD}, batch=1),
     Case("2x4", "mesh", {"window_size": (9, 0), "layout": "contiguous"}),

@@ -356,11 +356,37 @@ def test_what_only_the_device_sees_is_checked_on_demand(
         check_cache(CACHE, int32(lengths), **options)
 
 
+@pytest.mark.parametrize(
+    ("cache", "lengths", "options", "error", "message"),
+    [
+        (CACHE[0], int32([1]), {}, ValueError, "k_cache has 3 dimensions"),
+        (CACHE[:1], int32([1, 1]), {}, ValueError, "k_cache has 1 sequences, its first size, allowed without cache_"),
+        (CACHE, [1, 1], {}, TypeError, "cache_seqlens is a list, allowed: a torch.Tensor"),
+        (CACHE, None, {}, TypeError, "cache_seqlens is a NoneType, allowed: a torch.Tensor"),
+        (CACHE, int32([1, 1]).long(), {}, TypeError, "cache_seqlens has dtype torch.int64, allowed: torch.int32"),
+        (CACHE, int32([1, 1]).to("meta"), {}, ValueError, "cache_seqlens is on meta, allowed: a device whose numbers"),
+        (CACHE, int32([1, 1]), {"seqlen_new": 1.0}, TypeError, "seqlen_new is a float, 1.0, allowed: an int"),
+        (CACHE, int32([1, 1]), {"page_table": [[0]]}, TypeError, "page_table is a list, allowed: a torch.Tensor"),
+        (CACHE, int32([1, 1]), {"page_table": int32([0, 1])}, ValueError, "page_table has 1 dimensions"),
+        (CACHE, int32([1, 1]), {"page_table": TABLE.long()}, TypeError, "page_table has dtype torch.int64, allowed"),
+        (CACHE, int32([1, 1]), {"cache_batch_idx": int32([0])}, ValueError, "cache_batch_idx has shape (1,), allowed"),
+        (CACHE, int32([1, 1]), {"cache_leftpad": int32([0])}, ValueError, "cache_leftpad has shape (1,), allowed: (ba"),
+        (CACHE, int32([1, 1]), {"cu_seqlens_k_new": int32([0])}, ValueError, "cu_seqlens_k_new has shape (1,), allow"),
+    ],
+)  # fmt: skip
+def test_the_check_on_demand_takes_what_a_call_takes(
+    cache: Any, lengths: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        check_cache(cache, lengths, **options)
+
+
 def test_a_good_cache_passes() -> None:
     check_cache(CACHE, int32([5, 8]), page_table=TABLE)
     check_cache(CACHE, int32([5, 1]), page_table=int32([[0, 5], [0, 77]]))
     check_cache(CACHE, int32([3, 3]), page_table=TABLE, seqlen_new=5, cache_leftpad=int32([3, 0]))
     check_cache(CACHE, int32([3, 3]), cache_batch_idx=int32([5, 0]), cu_seqlens_k_new=int32([0, 1, 1]))
+    check_cache(CACHE[:, :0], int32([0, 0]))  # room for no key
 
 
 def test_explain_says_what_runs_on_a_hopper_gpu() -> None:

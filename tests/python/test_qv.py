@@ -150,6 +150,12 @@ def test_without_keys() -> None:
     assert out.shape == qv.shape and not out.any() and bool((lse == -math.inf).all())
 
 
+def test_one_query_of_no_sequence() -> None:
+    q, k, v, qv = (torch.zeros(0, n, 2, 16, dtype=torch.float16) for n in (1, 5, 5, 1))
+    out, lse = flash_attn_func(q, k, v, qv=qv, return_attn_probs=True)
+    assert out.shape == (0, 1, 2, 16) and lse.shape == (0, 2, 1)
+
+
 def test_scores_change_as_without_it() -> None:
     q, k, v, qv = draw((20, 33), (4, 2), (16, 32))
     sinks = torch.tensor([0.5, -1.0, 2.0, -math.inf])

@@ -140,7 +140,7 @@ def all_gather(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
     """``x`` of all ranks, (size, *x.shape), once the transfer is done. x is contiguous, as is what comes."""
     gathered = x.new_empty((ranks.size, *x.shape))
     sent = as_bytes(x)
-    work = _gather_into(as_bytes(gathered).view(-1), sent.view(-1), ranks.group, async_op=True)
+    work = _gather_into(as_bytes(gathered), sent, ranks.group, async_op=True)
     return gathered, Transfer(ranks, [(work, lambda: f"gather {what} of all ranks")], [gathered, sent])
 
 
@@ -148,14 +148,13 @@ def all_to_all(ranks: Ranks, x: Tensor, what: str) -> tuple[Tensor, Transfer]:
     """x (size, ...): entry r goes to rank r; what comes back has at entry r what rank r sent here."""
     received = torch.empty_like(x)
     sent = as_bytes(x)
-    work = dist.all_to_all_single(
-        as_bytes(received).view(-1), sent.view(-1), group=ranks.group, async_op=True
-    )
+    work = dist.all_to_all_single(as_bytes(received), sent, group=ranks.group, async_op=True)
     return received, Transfer(ranks, [(work, lambda: f"exchange {what} with all ranks")], [received, sent])
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory as bytes, which every backend sends whatever the dtype."""
+    """The same memory as bytes, in one dimension, which every backend sends whatever the dtype."""
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous, as those of messages are")
-    return (x.detach() if x.requires_grad else x).view(torch.uint8)
+    # In one dimension first: the last may have one element and any stride.
+    return (x.detach() if x.requires_grad else x).view(-1).view(torch.uint8)

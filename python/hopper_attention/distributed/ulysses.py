@@ -35,7 +35,8 @@ def _to_heads(ranks: Ranks, x: Tensor, layout: str) -> Tensor:
 
 def _to_rows(ranks: Ranks, x: Tensor, layout: str) -> Tensor:
     """The inverse: (batch, positions, heads / size, d) -> (batch, rows, heads, d)."""
-    by_rank = torch.stack([shard(x, r, ranks.size, layout) for r in range(ranks.size)])
+    # Stacking keeps an order of strides that may not be that of rows, as of shards of two rows of an LSE.
+    by_rank = torch.stack([shard(x, r, ranks.size, layout) for r in range(ranks.size)]).contiguous()
     received, transfer = all_to_all(ranks, by_rank, "rows")
     transfer.wait()
     return received.movedim(0, 2).flatten(2, 3).contiguous()

@@ -68,7 +68,7 @@ def packed(tensors: tuple[Tensor, ...]) -> Tensor:
     sizes = _rooms(tensors)
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
     for room, x in zip(buffer.split(sizes), tensors, strict=True):
-        room[: x.nbytes].copy_(as_bytes(x.contiguous()).view(-1))
+        room[: x.nbytes].copy_(as_bytes(x.contiguous()))
     return buffer
 
 

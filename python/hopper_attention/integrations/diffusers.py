@@ -8,13 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from hopper_attention.api import flash_attn_func
-from hopper_attention.fp8 import flash_attn_fp8_func
-from hopper_attention.functions import MaskMod, ScoreMod
-from hopper_attention.notices import warn_once
+from hopper_attention.integrations.needs import need
+
+OLDEST = (0, 35)
+"""Of the versions of diffusers: earlier ones have no attention by name."""
+
+need("diffusers", OLDEST)
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry  # noqa: E402
+
+from hopper_attention.api import flash_attn_func  # noqa: E402
+from hopper_attention.fp8 import flash_attn_fp8_func  # noqa: E402
+from hopper_attention.functions import MaskMod, ScoreMod  # noqa: E402
+from hopper_attention.notices import warn_once  # noqa: E402
 
 NAMES = ("hopper_attention", "hopper_attention_fp8")
 """What ``set_attention_backend`` takes: 16 bits, and FP8 from 16-bit tensors."""

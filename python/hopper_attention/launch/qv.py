@@ -21,7 +21,7 @@ from hopper_attention.launch.forward import NoKeysLaunch, find_config
 from hopper_attention.launch.packed_wide import make_packed_wide_launcher
 from hopper_attention.launch.varlen import EMPTY, check_packed_scores, is_empty
 from hopper_attention.launch.wide import make_wide_launcher
-from hopper_attention.lengths import Lengths, check_packed, read_sequences
+from hopper_attention.lengths import Lengths, check_packed, read_sequences, specs_of
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.qv import check_qv, fold, folds_heads, scale_with_qv
@@ -185,7 +185,7 @@ def run_qv(
         scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
         folded = QvInputs(fold_heads(q, k.shape[2]), k, v, fold_heads(qv, k.shape[2]))
         out, lse = run_qv(folded, scale, False, backend, sm_margin, FULL_SIDES, scores)
-        return out.transpose(1, 2).reshape(qv.shape), lse.reshape(*lse.shape[:1], -1, 1)
+        return out.transpose(1, 2).reshape(qv.shape), lse.flatten(1)[..., None]
     launch = find_qv_launch(inputs.specs, causal, backend, sm_margin, sides, scores.kind)
     scale = scale_with_qv(softmax_scale, q.shape[3], v.shape[3])
     check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
@@ -204,7 +204,7 @@ def find_packed_qv_launch(
     sm_margin: int,
     scores: ScoreKind,
 ) -> PackedQvLaunch:
-    """``find_qv_launch`` of sequences of different lengths; ``lengths`` are ``Lengths.specs``, ``window``
+    """``find_qv_launch`` of sequences of different lengths; ``lengths`` are those of ``specs_of``, ``window``
     has_window and has_chunk."""
     q, k, v, qv = specs
     check_packed(q, k, v, lengths)
@@ -229,7 +229,7 @@ def run_packed_qv(
     q, k, v, _ = inputs
     window = sides != FULL_SIDES, sides[2] > 0
     kind = causal, window, backend, sm_margin, scores.kind
-    launch = find_packed_qv_launch(inputs.specs, lengths.specs, *kind)
+    launch = find_packed_qv_launch(inputs.specs, specs_of(lengths), *kind)
     scale = scale_with_qv(softmax_scale, q.shape[2], v.shape[2])
     check_packed_scores(scores, q, lengths)
     if q.is_cuda and is_empty(q, k, lengths):

@@ -28,7 +28,7 @@ from hopper_attention.launch.packed_backward import make_packed_backward_launche
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
-from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences
+from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
@@ -217,7 +217,7 @@ def find_varlen_launch(
     sm_margin: int,
     scores: ScoreKind = PLAIN,
 ) -> VarlenLaunch:
-    """What serves a call with these tensors, checked; ``lengths`` are ``Lengths.specs``, ``window`` has_window and
+    """What serves a call with these tensors, checked; ``lengths`` are those of ``specs_of``, ``window`` has_window and
     has_chunk.
 
     Raises:
@@ -262,9 +262,9 @@ def run_varlen(
     kind = causal, (window != FULL_SIDES, window[2] > 0), backend, sm_margin
     given = {}
     if scores is NO_SCORES:
-        launch = find_varlen_launch(specs, lengths.specs, *kind)
+        launch = find_varlen_launch(specs, specs_of(lengths), *kind)
     else:
-        launch = find_varlen_launch(specs, lengths.specs, *kind, scores.kind)
+        launch = find_varlen_launch(specs, specs_of(lengths), *kind, scores.kind)
         check_packed_scores(scores, q, lengths)
         given = {"scores": scores}
     if q.is_cuda and is_empty(q, k, lengths):

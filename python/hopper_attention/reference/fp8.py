@@ -92,7 +92,7 @@ def _forward(
     if shape.seqlen_k == 0:
         return unfold_heads(out, out_dtype), lse.flatten(1, 2)
 
-    for rows in spans(0, shape.seqlen_q, TILE_QUERIES):
+    for rows in spans(0, shape.seqlen_q if shape.heads else 0, TILE_QUERIES):
         q_i, s_q = query_tile(q_rows, rows), query_tile(q_scale, rows)
         softmax = OnlineSoftmax(q_i)
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)

@@ -80,7 +80,7 @@ def tiled_forward(
     out = q.new_empty(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_empty(q_rows.shape[:-1])
 
-    for rows in spans(0, shape.seqlen_q, tile_m):
+    for rows in spans(0, shape.seqlen_q if shape.heads else 0, tile_m):
         q_i = query_tile(q_rows, rows)
         softmax = OnlineSoftmax(q_i)
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)

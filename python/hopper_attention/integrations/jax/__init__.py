@@ -4,6 +4,10 @@ On an NVIDIA GPU XLA calls the compiled kernels through its FFI (``kernels``), e
 (``formula``).
 """
 
-from hopper_attention.integrations.jax.attention import flash_attention
+from hopper_attention.integrations.needs import need
+
+need("jax")
+
+from hopper_attention.integrations.jax.attention import flash_attention  # noqa: E402
 
 __all__ = ["flash_attention"]

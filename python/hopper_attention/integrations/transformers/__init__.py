@@ -10,18 +10,24 @@ kernels. The page ``docs/integrations/transformers.md`` says what each takes.
 
 from __future__ import annotations
 
-import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
+from hopper_attention.integrations.needs import need
 
-from hopper_attention.integrations.transformers.attention import attend, attend_fp8
-from hopper_attention.integrations.transformers.batches import (
+OLDEST = (5, 4)
+"""Of the versions of Transformers: earlier ones describe masks in another way."""
+
+need("transformers", OLDEST)
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from hopper_attention.integrations.transformers.attention import attend, attend_fp8  # noqa: E402
+from hopper_attention.integrations.transformers.batches import (  # noqa: E402
     BATCHES_NAME,
     attend_batches,
     can_prepare_batches,
     no_mask,
     prepare_batches,
 )
-from hopper_attention.integrations.transformers.masks import make_mask
+from hopper_attention.integrations.transformers.masks import make_mask  # noqa: E402
 
 __all__ = [
     "BATCHES_NAME",
@@ -40,23 +46,8 @@ NAME = "hopper_attention"
 FP8_NAME = "hopper_attention_fp8"
 
 
-OLDEST = (5, 4)
-"""Of the versions of Transformers: earlier ones describe masks in another way."""
-
-
 def register() -> None:
-    """Make the names known to Transformers, for attention and for masks. Importing this package has done so.
-
-    Raises:
-        ImportError: Transformers is older than OLDEST.
-    """
-    found = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if found < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        raise ImportError(
-            f"transformers has version {transformers.__version__}, allowed: {wanted} or newer; "
-            "pip install --upgrade 'hopper-attention[transformers]'"
-        )
+    """Make the names known to Transformers, for attention and for masks. Importing this package has done so."""
     for name, function in ((NAME, attend), (FP8_NAME, attend_fp8)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
