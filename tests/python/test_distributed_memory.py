@@ -173,10 +173,12 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (problem_of(4, 1 << 17), 1, (4, 4), Schedule(), Schedule(), 1),
         # Small, and several entries of the batch do not lie together.
         (problem_of(4, 1 << 15), 2, (16, 16), Schedule(), Schedule(), 1),
-        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(), Schedule(at_once=True), 1),
-        # The own shard hides the way of the others where there are few key/value heads.
-        (problem_of(4, 1 << 15), 1, (16, 16), Schedule(), Schedule(2, at_once=True), 1),
-        (problem_of(4, 1 << 15), 1, (32, 8), Schedule(at_once=True), Schedule(2, at_once=True), 1),
+        (problem_of(4, 1 << 12), 1, (16, 16), Schedule(at_once=True), Schedule(at_once=True), 1),
+        (problem_of(4, 1 << 15), 1, (16, 16), Schedule(at_once=True), Schedule(at_once=True), 1),
+        (problem_of(4, 1 << 15), 1, (32, 8), Schedule(at_once=True), Schedule(at_once=True), 1),
+        # One row too many, and K and V of three others of 403 MB.
+        (problem_of(4, (1 << 15) + 8), 1, (16, 16), Schedule(), Schedule(), 1),
+        (problem_of(4, 1 << 15), 1, (32, 32), Schedule(), Schedule(), 1),
         # Under a window few rows of a shard come, and hardly more than the output is held.
         (Problem(4, 1 << 17, 1 << 17, "contiguous", 1023, 0), 1, (16, 16), Schedule(), Schedule(), 2),
     ],

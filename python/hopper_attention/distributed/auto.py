@@ -22,6 +22,8 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
+from hopper_attention.distributed.schedule import RowBytes, backward_schedule, forward_schedule
+from hopper_attention.distributed.steps import Step, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
 from hopper_attention.masks import UNLIMITED
 
@@ -128,6 +130,12 @@ class Sizes:
         """Elements of Q, or of the output, of one position."""
         return self.batch * self.heads * max(self.head_dim, self.head_dim_v)
 
+    def of_rank(self, problem: Problem) -> RowBytes:
+        """What a rank has of tensors of 16 bits."""
+        rows, rows_of_k = problem.seqlen_q // problem.world, problem.seqlen_k // problem.world
+        of_out = 2 * self.batch * self.heads * max(self.head_dim, self.head_dim_v)
+        return RowBytes(self.batch, rows, rows_of_k, self.heads, self.kv_heads, of_out, 2 * self.kv_row)
+
     def tails_s(self, groups: tuple[Group, ...], products: int, machine: Machine) -> float:
         """Lost at the ends of the kernels of these groups, one each. A tile has all keys that a row sees, or in the
         backward pass all rows; it is of one head, so that heads do not count."""
@@ -194,11 +202,21 @@ def why_not_all_gather(problem: Problem, sizes: Sizes, machine: Machine) -> str:
 
 
 def _ring_s(problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES) -> float:
+    """Of passes that have so many products a score."""
+    total = 0.0
+    for products in passes:
+        choose = forward_schedule if products == FORWARD_PRODUCTS else backward_schedule
+        schedule = choose(problem, sizes.of_rank(problem))
+        model = _at_once_s if schedule.at_once and sizes.bytes_each > 1 else _one_by_one_s
+        total += model(problem, sizes, machine, products)
+    return total
+
+
+def _one_by_one_s(problem: Problem, sizes: Sizes, machine: Machine, products: int) -> float:
     """The slowest rank of each step holds up all; while it works the keys of the next are on their way, and in the
     backward pass as many bytes of gradients."""
     world = problem.world
-    # Without windows and documents one of these ranks has the most work at every distance.
-    asked = sorted({0, world // 2, world - 1}) if problem.sees_all else range(world)
+    asked = _asked(problem)
     steps = [[groups_between(problem, r, (r - t) % world) for r in asked] for t in range(world)]
     scores = [max(map(count_scores, groups)) for groups in steps]
     rows = [max(map(_rows_merged, groups)) for groups in steps]
@@ -206,22 +224,64 @@ def _ring_s(problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int,
     incoming = [*keys[1:], 0]
     exchanges = sum(1 for count in keys[1:] if count)
     own = problem.seqlen_q // world, problem.seqlen_k // world
-    total = machine.memory_s(_merged(own[0], rows[1:]) * sizes.q_row)
-    if BACKWARD_PRODUCTS in passes:
+    if products == FORWARD_PRODUCTS:
+        trips, total = 1, machine.memory_s(_merged(own[0], rows[1:]) * sizes.q_row)
+    else:
         spans = {group.rows for groups in chain(*steps) for group in groups if length(group.rows) < own[0]}
-        total += machine.memory_s(SPAN_BYTES * sum(map(length, spans)) * sizes.q_row)
+        trips, total = 2, machine.memory_s(SPAN_BYTES * sum(map(length, spans)) * sizes.q_row)
         total += machine.memory_s(_summed(own[1], keys[1:]) * sizes.kv_row)
         # A rank's own shard is done in two halves, and gradients are sent after the last step too.
-        total += max(sizes.tails_s(groups, BACKWARD_PRODUCTS, machine) for groups in steps[0])
+        total += max(sizes.tails_s(groups, products, machine) for groups in steps[0])
         total += machine.step_s(exchanges and 1)
-    for products in passes:
-        trips = 1 if products == FORWARD_PRODUCTS else 2
-        total += machine.step_s(exchanges)
-        for mine, coming, groups_of_ranks in zip(scores, incoming, steps, strict=True):
-            total += max(sizes.tails_s(groups, products, machine) for groups in groups_of_ranks)
-            transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
-            total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
+    total += machine.step_s(exchanges)
+    for mine, coming, groups_of_ranks in zip(scores, incoming, steps, strict=True):
+        total += max(sizes.tails_s(groups, products, machine) for groups in groups_of_ranks)
+        transfer = machine.transfer_s(trips * coming * sizes.kv_row * sizes.bytes_each)
+        total += max(machine.compute_s(sizes.flops(mine, products)), transfer)
     return total
+
+
+def _asked(problem: Problem) -> list[int]:
+    """Ranks of which one has the most work at every distance."""
+    world = problem.world
+    return sorted({0, world // 2, world - 1}) if problem.sees_all else list(range(world))
+
+
+def _at_once_s(problem: Problem, sizes: Sizes, machine: Machine, products: int) -> float:
+    """A ring whose short shards come in one exchange: the slowest rank holds up all.
+
+    A rank does its own shard while the keys come; in the backward pass one half of it then, and the other while the
+    gradients go.
+    """
+    is_forward = products == FORWARD_PRODUCTS
+    exchanges = 1 if is_forward else 2
+
+    def seconds(rank: int) -> float:
+        own = groups_between(problem, rank, rank)
+        (step,) = steps_of(problem, rank, at_once=True, by_key=not is_forward)
+        mine, others = (machine.compute_s(sizes.flops(count_scores(x), products)) for x in (own, step.groups))
+        travelling = max(step.keys, sum(length(share.rows) for share in step.gives))
+        transfer = machine.transfer_s(travelling * sizes.kv_row * sizes.bytes_each)
+        exposed = max(0.0, exchanges * transfer - mine)
+        tails = exchanges * sizes.tails_s(own, products, machine)
+        tails += sizes.tails_s(step.groups, products, machine)
+        moved = (_merged_at_once if is_forward else _summed_at_once)(problem, sizes, step)
+        return mine + others + exposed + tails + machine.memory_s(moved)
+
+    return max(map(seconds, _asked(problem))) + machine.step_s(exchanges)
+
+
+def _merged_at_once(problem: Problem, sizes: Sizes, step: Step) -> int:
+    """Bytes of partial outputs, of which no row has more than one beside that of its own keys."""
+    return ROUNDED_BYTES * _rows_merged(step.groups) * sizes.q_row
+
+
+def _summed_at_once(problem: Problem, sizes: Sizes, step: Step) -> int:
+    """Bytes of sums of dQ of some rows, and of gradients of keys that come back."""
+    rows, keys = problem.seqlen_q // problem.world, problem.seqlen_k // problem.world
+    spans = {group.rows for group in step.groups if length(group.rows) < rows}
+    of_rows = SPAN_BYTES * sum(map(length, spans)) * sizes.q_row
+    return of_rows + _summed(keys, [length(share.rows) for share in step.gives]) * sizes.kv_row
 
 
 def _fp8_plan(problem: Problem, sizes: Sizes, machine: Machine) -> ContextPlan:

@@ -1,11 +1,13 @@
 """How a ring goes over heads and shards: what it holds at a time, against how full its kernels are.
 
 Long shards go by one at a time, and some heads after the other, so that all buffers of a pass together take no more
-than two shards of K and V. Short ones come all at once: their kernels are too short to hide an exchange each.
+than two shards of K and V. Short ones come all at once, to all heads: their kernels are too short to hide an exchange
+each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.steps import distances_of, least_own_scores, most_keys
+from hopper_attention.distributed.steps import distances_of, most_keys
 from hopper_attention.launch.addition import MOST_PARTS
 
 REMEMBERED = 1024
@@ -22,17 +24,10 @@ FULL_ROWS = 1 << 17
 """Rows of Q, counted once a head, that a call on a part of the heads keeps: 1024 tiles of 128. A step with half of the
 rows has 512 then, 16 less than four for each of 132 SMs."""
 
-FULL_ROWS_AT_ONCE = 1 << 16
-"""The same where all shards come at once, whose calls are longer, and where parts are what hides the exchanges."""
-
 AT_ONCE_ROWS, AT_ONCE_BYTES = 1 << 13, 1 << 28
 """The most that a rank may have, and that K and V of the other ranks may take, to come at once: 32k tokens with 16
 heads of 128 columns on four ranks have 8192, and 201 MB. Above, a step takes longer than an exchange, and a shard at a
-time loses little."""
-
-FLOPS_A_BYTE = 3750
-"""Of attention, in the time in which a byte travels: 600 TFLOP/s on a GPU over 160 GB/s, which is what a shard of 67 MB
-reached between two of four H200 beside a kernel (docs/distributed.md)."""
+time loses little. Within, one part of all heads is the fastest, forward and backward (docs/distributed.md)."""
 
 LARGE_BYTES = 1 << 29
 """Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
@@ -75,9 +70,9 @@ class RowBytes(NamedTuple):
         """Of K and V that come in a step, at most; of a shard under a window not all does."""
         return most_keys(problem) * self.of_keys
 
-    def count_parts(self, full_rows: int) -> list[int]:
-        """Numbers of equal parts of the heads that leave so many rows of Q to a call, in ascending order."""
-        most = max(1, self.batch * self.rows * self.heads // full_rows)
+    def count_parts(self) -> list[int]:
+        """Numbers of equal parts of the heads that leave enough rows of Q to a call, in ascending order."""
+        most = max(1, self.batch * self.rows * self.heads // FULL_ROWS)
         return [n for n in range(1, min(most, self.kv_heads) + 1) if self.kv_heads % n == 0]
 
 
@@ -132,31 +127,20 @@ def fp8_bytes(sizes: RowBytes, parts: int) -> int:
 
 @lru_cache(maxsize=REMEMBERED)
 def forward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
-    """Shards at once in one part, where the own shard hides their way; or one at a time in as few parts as fit."""
-    if comes_at_once(problem, sizes) and _is_hidden(problem, sizes):
-        return Schedule(at_once=True)
-    return Schedule(_fewest(problem, sizes, [forward_bytes(problem, sizes, n) for n in _parts(sizes)]))
-
-
-def _is_hidden(problem: Problem, sizes: RowBytes) -> bool:
-    """Whether the shards of all others come while a rank attends to its own, which takes 4 head_dim operations for each
-    score of a head: two for a byte of its row of the output."""
-    flops = 2 * least_own_scores(problem) * sizes.of_out
-    return flops >= FLOPS_A_BYTE * most_keys(problem, at_once=True) * sizes.of_keys
+    """Short shards at once, in one part; or one at a time in as few parts as fit."""
+    return _schedule(problem, sizes, forward_bytes)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def backward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
-    """Shards at once in two parts, of which one hides what the other sends; or one at a time in as few parts as fit."""
-    if comes_at_once(problem, sizes):
-        return Schedule(2 if 2 in sizes.count_parts(FULL_ROWS_AT_ONCE) else 1, at_once=True)
-    return Schedule(_fewest(problem, sizes, [backward_bytes(problem, sizes, n) for n in _parts(sizes)]))
+    """As ``forward_schedule``, by what a backward pass holds."""
+    return _schedule(problem, sizes, backward_bytes)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def fp8_parts(problem: Problem, sizes: RowBytes) -> int:
     """Of the heads, in a forward pass in e4m3; ``sizes`` are of 16 bits."""
-    return _fewest(problem, sizes, [fp8_bytes(sizes, n) for n in _parts(sizes)])
+    return _fewest(problem, sizes, [fp8_bytes(sizes, n) for n in sizes.count_parts()])
 
 
 def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
@@ -166,14 +150,16 @@ def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
     return others > 1 and sizes.batch == 1 and is_short and others * sizes.taken(problem) <= AT_ONCE_BYTES
 
 
-def _parts(sizes: RowBytes) -> list[int]:
-    return sizes.count_parts(FULL_ROWS)
+def _schedule(problem: Problem, sizes: RowBytes, count: Callable[[Problem, RowBytes, int], int]) -> Schedule:
+    if comes_at_once(problem, sizes):
+        return Schedule(at_once=True)
+    return Schedule(_fewest(problem, sizes, [count(problem, sizes, n) for n in sizes.count_parts()]))
 
 
 def _fewest(problem: Problem, sizes: RowBytes, held: list[int]) -> int:
-    """Parts that hold no more than two shards, or the most there can be; ``held`` is of each number of ``_parts``."""
+    """Parts that hold no more than two shards, or the most there can be; ``held`` is of each number of parts."""
     if not distances_of(problem) or sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES:
         return 1
-    numbers, aim = _parts(sizes), SHARDS_AT_A_TIME * sizes.shard
+    numbers, aim = sizes.count_parts(), SHARDS_AT_A_TIME * sizes.shard
     fit = (n for n, size in zip(numbers, held, strict=True) if size <= aim)
     return next(fit, numbers[-1])

@@ -11,7 +11,6 @@ from hopper_attention.distributed.pieces import (
     Group,
     Problem,
     clip,
-    count_scores,
     groups_between,
     groups_by_key,
     groups_with,
@@ -94,23 +93,15 @@ def most_calls(problem: Problem, rank: int, at_once: bool) -> int:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def most_keys(problem: Problem, at_once: bool = False) -> int:
-    """Rows of other ranks' keys that a step of any rank has at most."""
-    return max(
-        (step.keys for rank in _asked(problem) for step in steps_of(problem, rank, at_once)), default=0
-    )
-
-
-@lru_cache(maxsize=REMEMBERED)
-def least_own_scores(problem: Problem) -> int:
-    """Pairs of a query and a key of the same rank, of the rank that has the fewest."""
-    return min(count_scores(own_step(problem, rank).groups) for rank in _asked(problem))
+def most_keys(problem: Problem) -> int:
+    """Rows of keys that a step of any rank has at most, where shards come one at a time."""
+    return max((step.keys for rank in _asked(problem) for step in steps_of(problem, rank)), default=0)
 
 
 def _asked(problem: Problem) -> set[int]:
-    """Ranks of which one has the most and one the fewest of everything."""
+    """Ranks of which one takes the most keys."""
     world = problem.world
-    # Without windows and documents these are among them.
+    # Without windows and documents it is among these.
     return {0, world // 2, world - 1} if problem.sees_all else set(range(world))
 
 
