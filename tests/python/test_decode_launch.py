@@ -172,8 +172,12 @@ def test_a_cache_of_e4m3(
     assert seen["k"] is call["k_cache"] and seen["q"].dtype == (dtype if queries == 3 else torch.bfloat16)
     assert (config.dtype, config.cache_dtype) == ("bfloat16", "float8_e4m3fn")
     ones = torch.ones(3, 2)
-    for name in ("k_descale", "v_descale", *(["q_descale"] if config.e4m3_queries else [])):
-        assert torch.equal(seen[name], descales.get(name, ones)) and seen[name].stride(1) == 1
+    expected = {name: descales.get(name, ones) for name in ("q_descale", "k_descale", "v_descale")}
+    if not config.e4m3_queries:
+        # That of q is a factor of the scores, as that of k is.
+        expected["k_descale"] = expected.pop("q_descale") * expected["k_descale"]
+    for name, factors in expected.items():
+        assert torch.equal(seen[name], factors) and seen[name].stride(1) == 1
 
 
 def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
