@@ -50,7 +50,7 @@ def is_default(config: _kernels.KernelConfig) -> bool:
         return is_usual and config.head_dim in DEFAULT_CACHE_HEAD_DIMS and not config.window
     if isinstance(config, DecodeConfig):
         return (
-            not config.is_widened
+            not config.cache_dtype
             and config.tile_m < WARPGROUP_ROWS
             and config.head_dim == config.head_dim_v
             and config.head_dim in DEFAULT_CACHE_HEAD_DIMS

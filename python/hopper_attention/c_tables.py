@@ -28,16 +28,19 @@ from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import ENTRY, MAX_PACKED_ROWS, PLAN_HEADER, RECORD, PlanConfig
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, MAX_SEQLEN, MAX_TILES, VARLEN
 from cute_kernels.window import MAX_SEQLEN_OF_WINDOW, NO_LIMIT
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import ForwardConfig
 from hopper.decode.config import (
     BOX_ROWS,
     E4M3,
     HEAD_DIMS,
     PARTS_PER_CTA,
+    SWAPPED_TILE_M,
+    TILE_M,
     TILE_N_WIDENED,
     DecodeConfig,
     box_rows_of,
     select_decode_config,
+    tile_m_of,
 )
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
@@ -71,8 +74,8 @@ C_LAYOUTS = {DENSE: "LAYOUT_DENSE", VARLEN: "LAYOUT_VARLEN"}
 C_PAGED = "LAYOUT_PAGED"
 NO_KERNEL = -1
 
-SHORT_ROWS = WARPGROUP_ROWS // 2
-"""Query rows of a K/V head that the smaller of two decode tiles has."""
+DECODE_ROWS = TILE_M[E4M3]
+"""Query rows of a K/V head up to which a decode kernel may serve, with any cache."""
 
 SEVERAL_PAGES = 2
 
@@ -138,16 +141,16 @@ def _rows_of(
 
 def decode_configs() -> Iterator[DecodeConfig | None]:
     """The config of every kind of problem of a decoding step, None for those without a kernel, in the order of the
-    table ``ha_decode_rows``: dtype, e4m3 cache, head_dim, head_dim_v, causal, paged, many rows, rows of a box."""
+    table ``ha_decode_rows``: dtype, e4m3 cache, head_dim, head_dim_v, causal, paged, query rows, rows of a box."""
     flags = (False, True)
-    for dtype, e4m3, d, dv, causal, paged, tall, box in product(
-        DTYPES, flags, HEAD_DIMS, HEAD_DIMS, flags, flags, flags, BOX_ROWS
+    for dtype, e4m3, d, dv, causal, paged, rows, box in product(
+        DTYPES, flags, HEAD_DIMS, HEAD_DIMS, flags, flags, DECODE_ROWS, BOX_ROWS
     ):
-        if e4m3 and max(d, dv) not in TILE_N_WIDENED:
+        cache = E4M3 if e4m3 else ""
+        is_widened = e4m3 and tile_m_of(dtype, rows, cache) not in SWAPPED_TILE_M
+        if is_widened and max(d, dv) not in TILE_N_WIDENED:
             yield None
             continue
-        rows = WARPGROUP_ROWS if tall else SHORT_ROWS
-        cache = E4M3 if e4m3 else ""
         # Without a page table the only page of a sequence has the widest boxes.
         pages = (box, SEVERAL_PAGES) if paged else (BOX_ROWS[0], 1)
         yield select_decode_config(dtype, d, dv, causal, *pages, rows, paged=paged, cache_dtype=cache)
@@ -281,7 +284,7 @@ def _sets_of_features(config: _kernels.KernelConfig) -> Iterator[tuple[str, ...]
         for names in product(*choices):
             together = tuple(name for part in names for name in part)
             is_there = has_one_page or "leftpad" not in together
-            if together and is_there and not (config.is_widened and "softcap" in together):
+            if together and is_there and not (config.cache_dtype and "softcap" in together):
                 yield together
     elif isinstance(config, ForwardConfig) and not isinstance(config, Fp8ForwardConfig):
         for flags in product((False, True), repeat=len(SCORES)):
@@ -313,8 +316,10 @@ def constants_header() -> str:
         "WORKSPACE_HEAD_BYTES": 4 * len(workspace_head()),
         "DECODE_NUM_HEAD_DIMS": len(HEAD_DIMS),
         "DECODE_NUM_BOX_ROWS": len(BOX_ROWS),
-        "DECODE_SHORT_ROWS": SHORT_ROWS,
-        "DECODE_MOST_ROWS": WARPGROUP_ROWS,
+        "DECODE_NUM_ROWS": len(DECODE_ROWS),
+        "DECODE_MOST_ROWS": DECODE_ROWS[-1],
+        "DECODE_SWAPPED_ROWS": SWAPPED_TILE_M[-1],
+        "DECODE_WIDENED_COLUMNS": max(TILE_N_WIDENED),
         "DECODE_CTA_STEP": CTA_STEP,
         "DECODE_MAX_PARTS": MAX_PARTS,
         "DECODE_PARTS_PER_CTA": PARTS_PER_CTA,
@@ -327,7 +332,8 @@ def constants_header() -> str:
         "COMBINE_COLUMNS": COLUMNS,
     }
     numbers |= {f"FEATURE_{name.upper()}": 1 << i for i, name in enumerate(FEATURES)}
-    lists = {"DECODE_HEAD_DIMS": HEAD_DIMS, "DECODE_BOX_ROWS": BOX_ROWS, "PAGE_ROWS": PAGE_ROWS}
+    lists = {"DECODE_HEAD_DIMS": HEAD_DIMS, "DECODE_ROWS": DECODE_ROWS, "DECODE_BOX_ROWS": BOX_ROWS}
+    lists["PAGE_ROWS"] = PAGE_ROWS
     lines = [f"#define {name} ({value!r})" for name, value in numbers.items()]
     lines += [f"#define {name} {{{', '.join(map(str, values))}}}" for name, values in lists.items()]
     names = ", ".join(f'"{name}"' for name in FEATURES)

@@ -107,15 +107,24 @@ def test_fp8_outputs_are_those_of_python(
     assert_same(call.lse, lse, "lse")
 
 
-DECODE = [(1, 64, False), (3, 64, False), (1, 0, False), (1, 0, True)]
+DECODE = [
+    (1, 64, False, 128),
+    (3, 64, False, 128),
+    (1, 0, False, 128),
+    (1, 0, True, 128),
+    (3, 64, True, 128),
+    (5, 0, True, 128),
+    (2, 64, True, 256),
+]
+"""A token is four rows of a K/V head: the last are tiles of 4, 16, 32 and 8 rows."""
 
 
-@pytest.mark.parametrize(("seqlen_q", "page_size", "e4m3"), DECODE)
+@pytest.mark.parametrize(("seqlen_q", "page_size", "e4m3", "head_dim"), DECODE)
 def test_a_decoding_step_is_that_of_python(
-    library: Library, draw, seqlen_q: int, page_size: int, e4m3: bool
+    library: Library, draw, seqlen_q: int, page_size: int, e4m3: bool, head_dim: int
 ) -> None:
     lengths, capacity = (3000, 5, 640), 3072
-    x = draw(torch.bfloat16, len(lengths), (seqlen_q, capacity), (8, 2), 128)
+    x = draw(torch.bfloat16, len(lengths), (seqlen_q, capacity), (8, 2), head_dim)
     device = x.q.device
     dtype = torch.float8_e4m3fn if e4m3 else torch.bfloat16
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -138,8 +147,8 @@ def test_a_decoding_step_is_that_of_python(
         return_softmax_lse=True,
         **scales,
     )
-    fields = {"batch": len(lengths), "seqlen_q": seqlen_q, "heads": 8, "kv_heads": 2, "head_dim": 128}
-    fields |= {"head_dim_v": 128, "pages": caches[0].shape[0], "page_size": caches[0].shape[1]}
+    fields = {"batch": len(lengths), "seqlen_q": seqlen_q, "heads": 8, "kv_heads": 2, "head_dim": head_dim}
+    fields |= {"head_dim_v": head_dim, "pages": caches[0].shape[0], "page_size": caches[0].shape[1]}
     fields |= {"pages_of_sequence": 0 if table is None else table.shape[1], "causal": 1}
     pointers = {"cache_seqlens": seqlens, "page_table": table, **scales}
     fields |= {name: 0 if x is None else x.data_ptr() for name, x in pointers.items()}

@@ -18,7 +18,7 @@ from cute_kernels.combine.config import OUT_DTYPES, select_combine_config
 from cute_kernels.plan.config import plan_words
 from cute_kernels.problem import DTYPES
 from hopper.config import ForwardConfig
-from hopper.decode.config import PARTS_PER_CTA
+from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.forward.fp8.tilings import scores_fit_half
 from hopper.forward.tilings import NATIVE_HEAD_DIMS
 from hopper_attention import _kernels, c_library, c_tables
@@ -131,11 +131,11 @@ HOPPER_GPU = Target("a Hopper GPU", HOPPER, assume_installed=True)
 
 def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> None:
     rng, chosen, refused = random.Random(3), set(), 0
-    for _ in range(PROBLEMS // 4):
-        p, e4m3 = draw_problem(rng), rng.random() < 0.3
+    for _ in range(PROBLEMS):
+        p, e4m3 = draw_problem(rng), rng.random() < 0.5
         if e4m3:
             p["head_dims"] = tuple(16 * -(-size // 16) for size in p["head_dims"])
-        rows = rng.choice((1, 4)), rng.choice((1, 1, 2, 5, 20))
+        rows = rng.choice((1, 4)), rng.choice((1, 1, 2, 4, 5, 16, 20))
         has_table = rng.random() < 0.7
         page_size = rng.choice((8, 16, 24, 64, 96, 128, 256, 100))
         pages = page_size, rng.choice((1, 3)) if has_table else 1, has_table
@@ -159,8 +159,15 @@ def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> 
         ctas = ctas_of_pieces(132, rows[0] * p["heads"][1])
         floats = PARTS_PER_CTA * ctas * config.part_floats + rows[0] * p["heads"][0] * rows[1]
         assert library.workspace_size_of(params) == HEAD + 4 * floats
-        chosen.add(found)
-    assert len(chosen) > PROBLEMS // 50 and refused > PROBLEMS // 200
+        chosen.add(kind_of_decode(config))
+    kinds = {kind_of_decode(config) for config in c_tables.decode_configs() if config is not None}
+    assert chosen == kinds, "not every kind of kernel was chosen once"
+    assert refused > PROBLEMS // 200
+
+
+def kind_of_decode(config: DecodeConfig) -> tuple[Any, ...]:
+    widest = max(config.head_dim, config.head_dim_v)
+    return config.dtype, config.cache_dtype, config.tile_m, widest, config.paged
 
 
 def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> None:
@@ -409,6 +416,9 @@ def test_what_is_wrong_with_an_append_is_named(
     assert message in library.message
 
 
+WIDE: dict[str, Any] = {"dtype": c.BFLOAT16, "head_dim": 256}
+
+
 def test_what_no_decode_kernel_does_is_named(library: Library) -> None:
     fields = {"batch": 1, "seqlen_q": 1, "pages": 4, "page_size": 16, "cache_dtype": c.FLOAT8_E4M3}
     for more, message in (
@@ -421,9 +431,16 @@ def test_what_no_decode_kernel_does_is_named(library: Library) -> None:
             {"cache_leftpad": 64, "page_table": 64, "pages_of_sequence": 2},
             "cache_leftpad is given with 2 pages a sequence, allowed: 1",
         ),
+        (WIDE | {"seqlen_q": 8, "dtype": c.FLOAT16}, "head_dim is 256 and head_dim_v 64, and 16 query rows"),
+        (
+            WIDE | {"seqlen_q": 9},
+            "allowed with a cache of e4m3: up to 192, or any head_dims with bfloat16 and up",
+        ),
     ):
         assert library.run(DecodeParams(**HEADS | fields | more)) == c.NOT_SUPPORTED
         assert message in library.message
+    assert library.run(DecodeParams(**HEADS | fields, dtype=c.FLOAT8_E4M3)) == c.INVALID_ARGUMENT
+    assert "dtype is 2, allowed: HA_FLOAT16 or HA_BFLOAT16" in library.message
 
 
 def test_fp8_has_no_sinks(library: Library) -> None:
@@ -470,7 +487,7 @@ def test_the_kernels_are_listed_and_none_is_built(library: Library) -> None:
 
 def test_sets_of_kernels() -> None:
     names = [config.name for config in c_library.chosen_kernels("default")]
-    assert names and all("window" not in name for name in names)
+    assert names and all("window" not in name and "e4m3cache" not in name for name in names)
     packed = c_library.chosen_kernels(
         "hopper_fwd_bf16_d128_causal_*_24_varlen, hopper_fwd_fp16_d96_full_*_24"
     )
@@ -483,12 +500,16 @@ def test_sets_of_kernels() -> None:
         c_library.chosen_kernels("h100")
 
 
-def test_a_kernel_is_launched_through_the_driver(tmp_path: Path) -> None:
-    """One that is linked in, on a driver without a GPU: the calls of ``tests/c/test_calls.c``."""
-    (config,) = c_library.chosen_kernels("hopper_fwd_bf16_d128_causal_m128n176s2_r240_24")
-    c_library.write_sources(tmp_path, [config])
-    assert c_library.write_objects(tmp_path, [config], jobs=1) == []
-    library = c.link_library(tmp_path, [tmp_path / f"{config.name}.o"])
+def test_kernels_are_launched_through_the_driver(tmp_path: Path) -> None:
+    """Those that are linked in, on a driver without a GPU: the calls of ``tests/c/test_calls.c``."""
+    names = (
+        "hopper_fwd_bf16_d128_causal_m128n176s2_r240_24",
+        "hopper_decode_bf16_d128_full_m4*b128_e4m3cache0",
+    )
+    configs = c_library.chosen_kernels(",".join(names))
+    c_library.write_sources(tmp_path, configs)
+    assert c_library.write_objects(tmp_path, configs, jobs=1) == []
+    library = c.link_library(tmp_path, [tmp_path / f"{config.name}.o" for config in configs])
     exported = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True).stdout
     assert all(line.split()[-1].startswith("ha_") for line in exported.splitlines())
     fake, program = tmp_path / "libcuda.so.1", tmp_path / "test_calls"
@@ -501,6 +522,7 @@ def test_a_kernel_is_launched_through_the_driver(tmp_path: Path) -> None:
     done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
     assert "packed sequences: the kernel plan_sm_90a is not in this build: configure it with" in done.stdout
+    assert "a decoding step on a cache of e4m3: launched" in done.stdout
 
 
 def test_structs_are_as_large_as_those_of_c(library: Library) -> None:

@@ -234,7 +234,8 @@ HA_API ha_status ha_paged(const ha_paged_params *params);
 typedef struct ha_decode_params {
   size_t struct_size;
   ha_dtype dtype;       /* of q and out */
-  ha_dtype cache_dtype; /* that of q, or HA_FLOAT8_E4M3, up to head_dims of 192 */
+  ha_dtype cache_dtype; /* that of q, or HA_FLOAT8_E4M3: up to head_dims of 192, and of 256 with q of
+                           bfloat16 and up to 16 rows of queries a K/V head */
   int64_t batch;
   int64_t seqlen_q;
   int64_t heads;

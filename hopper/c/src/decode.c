@@ -99,8 +99,18 @@ static unsigned features_of(const ha_decode_params *p, const mask *m) {
          (p->cache_leftpad ? FEATURE_LEFTPAD : 0);
 }
 
+/* The row of ha_decode_rows for so many rows of queries a K/V head, and a box. */
+static const decode_row *row_of(const ha_decode_params *p, bool causal, int64_t rows, int box) {
+  static const int HEAD_DIMS[] = DECODE_HEAD_DIMS, ROWS[] = DECODE_ROWS;
+  size_t index = p->dtype * 2 + is_e4m3(p);
+  index = index * DECODE_NUM_HEAD_DIMS + cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim);
+  index = index * DECODE_NUM_HEAD_DIMS + cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim_v);
+  index = (index * 2 + causal) * 2 + (p->page_table != NULL);
+  index = index * DECODE_NUM_ROWS + cover(ROWS, DECODE_NUM_ROWS, rows);
+  return &ha_decode_rows[index * DECODE_NUM_BOX_ROWS + box];
+}
+
 static ha_status make_plan(ha_decode_params *own, const ha_decode_params *given, plan *made) {
-  static const int HEAD_DIMS[] = DECODE_HEAD_DIMS;
   const ha_decode_params *const p = own;
   *own = (ha_decode_params)HA_DECODE_PARAMS_INIT;
   ha_status status = ha_read_params(own, sizeof *own, offsetof(ha_decode_params, window_left), given,
@@ -121,16 +131,13 @@ static ha_status make_plan(ha_decode_params *own, const ha_decode_params *given,
                    "page_size is %" PRId64 ", allowed where a sequence has several pages: multiples of 8",
                    p->page_size);
   }
-  const int d = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim);
-  const int dv = cover(HEAD_DIMS, DECODE_NUM_HEAD_DIMS, p->head_dim_v);
-  size_t index = p->dtype * 2 + is_e4m3(p);
-  index = (index * DECODE_NUM_HEAD_DIMS + d) * DECODE_NUM_HEAD_DIMS + dv;
-  index = ((index * 2 + made->mask.causal) * 2 + (p->page_table != NULL)) * 2 + (rows > DECODE_SHORT_ROWS);
-  made->row = &ha_decode_rows[index * DECODE_NUM_BOX_ROWS + box];
+  made->row = row_of(p, made->mask.causal, rows, box);
   if (made->row->kernel >= 0) return HA_SUCCESS;
   return ha_fail(HA_ERROR_NOT_SUPPORTED,
-                 "no decode kernel has head_dim %" PRId64 " and head_dim_v %" PRId64 " with this cache_dtype",
-                 p->head_dim, p->head_dim_v);
+                 "head_dim is %" PRId64 " and head_dim_v %" PRId64 ", and %" PRId64
+                 " query rows share a K/V head, allowed with a cache of e4m3: up to %d, or any head_dims with bfloat16 "
+                 "and up to %d query rows; use a cache of 16 bits",
+                 p->head_dim, p->head_dim_v, rows, DECODE_WIDENED_COLUMNS, DECODE_SWAPPED_ROWS);
 }
 
 static int64_t lse_floats(const ha_decode_params *p) { return p->batch * p->heads * p->seqlen_q; }
@@ -161,6 +168,7 @@ static void add_tables(call *c, const ha_decode_params *p) {
 }
 
 static void add_descales(call *c, const ha_decode_params *p) {
+  ha_add_nothing(c); /* q_descale */
   if (!is_e4m3(p)) {
     ha_add_nothings(c, 2);
     return;

@@ -165,8 +165,8 @@ typedef struct decode_row {
 } decode_row;
 
 /* By these, the last one running fastest: dtype; whether the cache is of e4m3; the sizes of head_dim and head_dim_v in
- * DECODE_HEAD_DIMS; causal; whether there is a page table; whether a K/V head has more than DECODE_SHORT_ROWS rows of
- * queries; the rows of a page that lie together in DECODE_BOX_ROWS. */
+ * DECODE_HEAD_DIMS; causal; whether there is a page table; the rows of queries of a K/V head in DECODE_ROWS; the
+ * rows of a page that lie together in DECODE_BOX_ROWS. */
 extern const decode_row ha_decode_rows[];
 
 /* Kernels that append to a cache, by dtype, whether the cache is of e4m3, and what is turned, by tables of which dtype:
