@@ -98,8 +98,8 @@ def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rotate_back_alike(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """:func:`rotate_back` of contiguous 16-bit x (..., head_dim), in its dtype, rounded once: a GPU reads and writes 16
-    bits, a third of the memory that float32 between them takes. The matrix is exact, as its factor is taken apart."""
+    """:func:`rotate_back` of contiguous x (..., head_dim) in its dtype, rounded once: of 16 bits a GPU reads and writes a
+    third of the memory that float32 between them takes. The matrix is exact, as its factor is taken apart."""
     matrix = _signs_back(x.shape[-1], seed, x.device, x.dtype)
     rows, start = x.reshape(-1, x.shape[-1]), 0
     parts = []
@@ -123,7 +123,8 @@ def _draw_signs_back(dtype: torch.dtype, head_dim: int, seed: int) -> torch.Tens
     return _draw_back(head_dim, seed).sign().to(dtype)
 
 
-_DRAW_SIGNS_BACK = {dtype: partial(_draw_signs_back, dtype) for dtype in (torch.float16, torch.bfloat16)}
+FLOATS = torch.float16, torch.bfloat16, torch.float32
+_DRAW_SIGNS_BACK = {dtype: partial(_draw_signs_back, dtype) for dtype in FLOATS}
 """One function each, as constants are kept by what draws them."""
 
 

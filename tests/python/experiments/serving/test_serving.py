@@ -148,7 +148,7 @@ def test_ragged_lengths_are_drawn_once() -> None:
 
 
 def test_every_workload_has_a_name_and_a_topic() -> None:
-    assert len({w.name for w in ALL_WORKLOADS}) == len(ALL_WORKLOADS) == len(WORKLOADS) + 3
+    assert len({w.name for w in ALL_WORKLOADS}) == len(ALL_WORKLOADS) == len(WORKLOADS) + 4 + 3
     assert all(sum(belongs(w) for belongs in spec.TOPICS.values()) == 1 for w in (*ALL_WORKLOADS, *SMALL))
     assert not any(w.is_fp8 for w in WORKLOADS)
     assert [w.name for w in spec.pick_workloads("1x64k*e4m3", ALL_WORKLOADS)] == [
@@ -541,7 +541,7 @@ def test_promises_are_a_ratio_a_time_or_against_the_plain_call() -> None:
     last = serving_targets(replace(report, cells=(broken,)))[-1]
     assert not last.met and f"{large.name} (ours_plain)" in last.measured
     promised = {w for w in ALL_WORKLOADS if serving_targets(report_of((w, dict.fromkeys(PROMISING, 9.0))))}
-    assert len(promised) == len(spec.GROUPED) - 2 + 3 + 6 + 8 + 2 + 3 + 3
+    assert len(promised) == len(spec.GROUPED) - 2 + 3 + 6 + 8 + 2 + 3 + 4
 
 
 PROMISING = ("ours", "ours_plain", "fa3")
