@@ -98,8 +98,8 @@ def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rotate_back_alike(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """:func:`rotate_back` of contiguous x (..., head_dim) in its dtype, rounded once: of 16 bits a GPU reads and writes a
-    third of the memory that float32 between them takes. The matrix is exact, as its factor is taken apart."""
+    """:func:`rotate_back` of contiguous x (..., head_dim) in its dtype, rounded once: of 16 bits a GPU reads and writes
+    a third of the memory that float32 between them takes. The matrix is exact, as its factor is taken apart."""
     matrix = _signs_back(x.shape[-1], seed, x.device, x.dtype)
     rows, start = x.reshape(-1, x.shape[-1]), 0
     parts = []
