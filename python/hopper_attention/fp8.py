@@ -178,7 +178,7 @@ def flash_attn_fp8_func(
             the same with it as without. Without ``block_k`` it decides on the blocks too.
         exact_lse: let another FP8 kernel attend, which takes every maximum and adds scores, their exponentials and P V
             up in float32. It is slower, and for an LSE that partial results are merged by: within 1e-3 of that of the
-            e4m3 tensors up to scores of 10, and 1e-4 of larger scores. That of the other kernels is off by as much
+            e4m3 tensors up to scores of 5, and 2e-4 of larger scores. That of the other kernels is off by as much
             where many keys count, and by 1e-2 and more where one does (docs/kernels/fp8-accuracy.md).
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.

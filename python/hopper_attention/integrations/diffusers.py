@@ -15,6 +15,7 @@ from hopper_attention.integrations.needs import need
 OLDEST = (0, 35)
 """Of the versions of diffusers: earlier ones have no attention by name."""
 
+# E402, below: what is missing or too old must be said before names are imported from it.
 need("diffusers", OLDEST)
 
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry  # noqa: E402

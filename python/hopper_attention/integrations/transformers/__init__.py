@@ -15,6 +15,7 @@ from hopper_attention.integrations.needs import need
 OLDEST = (5, 4)
 """Of the versions of Transformers: earlier ones describe masks in another way."""
 
+# E402, below: what is missing or too old must be said before names are imported from it.
 need("transformers", OLDEST)
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
