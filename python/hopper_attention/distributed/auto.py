@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
+from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
     Group,
@@ -22,6 +23,7 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
+from hopper_attention.distributed.pulled import MOST_BYTES, PulledExchange
 from hopper_attention.distributed.schedule import RowBytes, backward_schedule, forward_schedule
 from hopper_attention.distributed.steps import Step, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
@@ -47,6 +49,10 @@ GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 34, 23, 22, 8
 """The same where K and V are gathered, counted from the copies in ``gather.py``: of K and V of the whole sequence, put
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
+
+STAGED_BYTES, MEETINGS = 4, 2
+"""The same where ranks copy out of each other's memory: what a rank gives is put there first, and each row goes from
+there to where it belongs. And how often all ranks wait for the last of them in a pass."""
 
 BOTH_PASSES = FORWARD_PRODUCTS, BACKWARD_PRODUCTS
 
@@ -74,6 +80,8 @@ class Machine:
         sms: streaming multiprocessors of a GPU, among which a kernel's tiles are shared out.
         step_us: that an exchange of the ring costs beside its bytes, where ranks wait for the one that is late and
             for hosts.
+        host_gpus: GPUs of a host, which can read each other's memory: up to so many ranks do, where heads are exchanged
+            and shards are short.
     """
 
     tflops: float = 600.0
@@ -83,6 +91,7 @@ class Machine:
     room_gbytes: float = 16.0
     sms: int = 132
     step_us: float = 200.0
+    host_gpus: int = 8
 
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
@@ -102,6 +111,8 @@ class Machine:
 
 
 DEFAULT_MACHINE = Machine()
+WITHOUT_PEERS = Machine(host_gpus=1)
+"""Ranks that cannot read each other's memory, or do not in a call."""
 
 
 @dataclass(frozen=True)
@@ -172,12 +183,14 @@ class ContextPlan:
         reason: why.
         seconds: by method, what the model says of a forward and a backward pass; only those that can do it.
         efficiency: of the method, by the model: time of the same share of the work on one GPU over its time.
+        transport: what carries ulysses, "peer memory" or "messages"; empty for a method without it.
     """
 
     method: str
     reason: str
     seconds: dict[str, float] = field(default_factory=dict)
     efficiency: float = 1.0
+    transport: str = ""
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.seconds.items())
@@ -348,13 +361,27 @@ def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
 
 
+def given_bytes(rows: int, ranks: int, sizes: Sizes) -> int:
+    """Of Q, K and V that a rank of ulysses gives, with a copy for each rank that reads them."""
+    copies = max(1, ranks // sizes.kv_heads)
+    return 2 * rows * (sizes.q_row + copies * sizes.kv_row)
+
+
+def transport_of(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> str:
+    """What carries an exchange of heads between so many ranks."""
+    is_near = 1 < ranks <= machine.host_gpus and given_bytes(rows, ranks, sizes) <= MOST_BYTES
+    return PulledExchange.name if is_near else MessageExchange.name
+
+
 def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
     """Rows of Q, K, V and the output for heads, then those of their gradients, between so many ranks."""
-    copies = max(1, ranks // sizes.kv_heads)
-    elements = rows * (2 * sizes.q_row + copies * sizes.kv_row)
-    return 2 * (
-        machine.transfer_s(elements * 2 * (ranks - 1) / ranks) + machine.memory_s(EXCHANGED_BYTES * elements)
-    )
+    size = given_bytes(rows, ranks, sizes) + 2 * rows * sizes.q_row
+    others = machine.transfer_s(size * (ranks - 1) / ranks)
+    if transport_of(rows, ranks, sizes, machine) == PulledExchange.name:
+        return 2 * (
+            others + (MEETINGS - 1) * machine.latency_us * 1e-6 + machine.memory_s(STAGED_BYTES * size / 2)
+        )
+    return 2 * (others + machine.memory_s(EXCHANGED_BYTES * size / 2))
 
 
 def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machine, Machine]) -> ContextPlan:
@@ -375,7 +402,8 @@ def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machin
     seconds += _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
     ideal = of_ring.compute_s(own.flops(_mean_scores(problem)))
     reason = f"a ring of {problem.world} places with chunks of {chunk} tokens, {own.heads} heads on each rank"
-    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0)
+    transport = transport_of(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0, transport)
 
 
 def _mean_scores(problem: Problem) -> int:
@@ -406,4 +434,10 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
         f"; not {name}: {why}" for name, why in blocked.items() if why
     )
     ideal = machine.compute_s(sizes.flops(_mean_scores(problem)))
-    return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)
+    rows, transport = problem.seqlen_q // problem.world, ""
+    if method == ULYSSES:
+        transport = transport_of(rows, problem.world, sizes, machine)
+        reason += f"; heads go by {transport}"
+    return ContextPlan(
+        method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0, transport
+    )

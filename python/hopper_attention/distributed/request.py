@@ -48,6 +48,7 @@ class Options:
     backend: str | None = None
     timeout: float = 0.0
     check: str = FIRST
+    return_lse: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("method", self.method, METHODS), ("check", self.check, CHECKS)):
@@ -192,6 +193,7 @@ def _check_agreement(
         "softmax_scale": call.softmax_scale,
         "softcap": call.softcap,
         "quantization": str(o.quantization),
+        "return_lse": o.return_lse,
         "cu_seqlens, as a hash,": hash(problem.documents),
     }
     values = tuple(tuple(x) if isinstance(x, list) else x for x in said.values())
