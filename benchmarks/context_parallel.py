@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,8 +57,8 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES = "ulysses by messages"
-SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
+BY_MESSAGES, IN_ONE_PART, IN_FOUR_PARTS = "ulysses by messages", "ulysses in 1 part", "ulysses in 4 parts"
+SHORT_METHODS = ("ring", "ulysses", IN_ONE_PART, IN_FOUR_PARTS, BY_MESSAGES)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -157,21 +157,32 @@ def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
 
 
 @contextmanager
-def messages_only() -> Iterator[None]:
-    """Ulysses as where ranks cannot read each other's memory; a backward pass does what its forward pass did."""
-    chosen = ulysses.exchange_for
-    ulysses.exchange_for = lambda ranks, nbytes, device: MessageExchange(ranks)
+def ulysses_with(**names: Any) -> Iterator[None]:
+    """Other names in ``distributed.ulysses`` for a while; a backward pass does what its forward pass did."""
+    before = {name: getattr(ulysses, name) for name in names}
+    for name, value in names.items():
+        setattr(ulysses, name, value)
     try:
         yield
     finally:
-        ulysses.exchange_for = chosen
+        for name, value in before.items():
+            setattr(ulysses, name, value)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    IN_ONE_PART: {"PARTS": 1},
+    IN_FOUR_PARTS: {"PARTS": 4},
+    BY_MESSAGES: {"exchange_for": lambda ranks, nbytes, device: MessageExchange(ranks)},
+}
+"""Ulysses as it is not chosen."""
 
 
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
+    names = WAYS.get(method, {})
+    name = ULYSSES if names else method
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with carried():
+        with ulysses_with(**names):
             found = context_parallel_attention(q, k, v, s.mesh, method=name, causal=True, **options)
         assert isinstance(found, Tensor)
         return found

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -38,7 +39,7 @@ from hopper_attention.distributed import peers as peers_module
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.distributed.peers import PeerMemory
-from hopper_attention.distributed.pulled import PulledExchange, bytes_for
+from hopper_attention.distributed.pulled import Coming, Going, PulledExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 
@@ -170,6 +171,12 @@ class FileMemory(PeerMemory):
         dist.barrier(self.ranks.group)
         time.sleep(random.uniform(0, 2e-3))
 
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
+
 
 def pulls_by_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PulledExchange:
     return PulledExchange(
@@ -192,6 +199,16 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
         return attend(case), len(turns)
 
 
+def there_and_back(exchange: PulledExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
+    """What comes of rows as heads, and of these as rows, in two parts."""
+    coming = Coming(exchange, rows, layout, 2)
+    parts = [coming.take(part) for part in range(2)]
+    going = Going(exchange, layout, 2)
+    for part in parts:
+        going.give(part)
+    return [torch.cat(halves, 2) for halves in zip(*parts, strict=True)] + going.finish()
+
+
 def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
     """Whether copies out of files give what messages give, many times over and in files that grow."""
     of_group = Ranks.of(groups()[ranks])
@@ -201,13 +218,14 @@ def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
     for n in (1, 1, 2, 2, 3, 1, 1, 4, 4):
         rows = [torch.randn(2, 2 * n, 2 * ranks, d, generator=g).to(DTYPE) for d in (8, 4)]
         # As of a tensor with heads before rows.
-        rows.append(torch.randn(1, ranks, 2 * n, 1, generator=g).transpose(1, 2))
+        rows.append(torch.randn(1, 2 * ranks, 2 * n, 1, generator=g).transpose(1, 2))
         for x in (by_messages, by_copies):
             of_heads = x.to_heads(rows, layout)
-            same.append((of_heads, x.to_rows(of_heads, layout)))
-    for (heads, back), (pulled_heads, pulled_back) in zip(same[::2], same[1::2], strict=True):
-        assert all(map(torch.equal, heads + back, pulled_heads + pulled_back))
-        assert all(x.is_contiguous() for x in pulled_heads + pulled_back)
+            same.append(of_heads + x.to_rows(of_heads, layout))
+        same.append(there_and_back(by_copies, rows, layout))
+    for wanted, whole, in_parts in zip(same[::3], same[1::3], same[2::3], strict=True):
+        assert all(map(torch.equal, wanted, whole)) and all(map(torch.equal, wanted, in_parts))
+        assert all(x.is_contiguous() for x in whole + in_parts)
     return True
 
 
@@ -223,7 +241,7 @@ def exchange_between_gpus(layout: str) -> str:
     torch.manual_seed(ranks.rank)
     pairs = []
     for number, n in enumerate((64, 64, 2048, 64, 2048, 128, 8192, 8192, 64, 64)):
-        shapes = (1 + number % 2, 2 * n, 2 * ranks.size, 128), (1, 2 * n, ranks.size, 1)
+        shapes = (1 + number % 2, 2 * n, 2 * ranks.size, 128), (1, 2 * n, 2 * ranks.size, 1)
         rows = [torch.randn(shape, device=device(), dtype=DTYPE) for shape in shapes]
         of_heads = by_messages.to_heads(rows, layout)
         back = by_messages.to_rows(of_heads, layout)
@@ -235,8 +253,10 @@ def exchange_between_gpus(layout: str) -> str:
                 torch.cuda._sleep(2_000_000)
             pulled_heads = by_copies.to_heads(rows, layout)
             pulled_back = by_copies.to_rows(pulled_heads, layout)
+            in_parts = there_and_back(by_copies, rows, layout)
         torch.cuda.current_stream().wait_stream(stream)
-        pairs += zip(of_heads + back, pulled_heads + pulled_back, strict=True)
+        for found in (pulled_heads + pulled_back, in_parts):
+            pairs += zip(of_heads + back, found, strict=True)
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in pairs)
     return by_copies.name

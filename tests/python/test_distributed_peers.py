@@ -22,6 +22,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 CASES = [
+    # With two heads of K a rank, in two parts: their outputs go back one by one, and so do their gradients.
+    (Case(2, "ulysses", CAUSAL, heads=(8, 4), batch=1), 6),
+    (Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1, head_dim_v=24), 6),
+    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=1, seqlen=24), 6),
+    (Case(2, "ulysses", CAUSAL), 4),
     (Case(2, "ulysses", CAUSAL, has_sinks=True), 4),
     (Case(4, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}, seqlen=32), 4),
     (Case(4, "ulysses", CAUSAL | {"cu_seqlens": ODD}, batch=1), 4),

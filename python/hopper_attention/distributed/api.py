@@ -31,7 +31,6 @@ from hopper_attention.distributed.auto import (
     transport_of,
     why_not_ulysses,
 )
-from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
@@ -280,21 +279,22 @@ def _run(
     if o.quantization is not None:
         out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
     elif method == ULYSSES:
-        return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
+        return _ulysses((q, k, v), sinks, request, replace(o, softmax_scale=call.softmax_scale))
     else:
         out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)
     return out, lse if o.return_lse else None
 
 
 def _ulysses(
-    ranks: Ranks,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    problem: Problem,
-    o: Options,
+    tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, request: Request, o: Options
 ) -> tuple[Tensor, Tensor | None]:
     """One GPU's attention of some heads, between two exchanges."""
-    heads = Heads.of(ranks, *tensors, problem.layout)
+    problem = request.problem
+    heads = Heads.of(request.ring, *tensors, problem.layout)
+    if sinks is None and not problem.documents:
+        found = heads.attend_by_parts(tensors, problem, request.call, o.return_lse)
+        if found is not None:
+            return found
     q, k, v = heads.gather(*tensors)
     window = problem.left, UNLIMITED if o.causal else problem.right
     options: dict[str, Any] = {

@@ -10,7 +10,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ class PeerMemory(ABC):
     def meet(self) -> None:
         """What is launched from now on runs when every rank has done what it launched before its call of this."""
 
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[Any]:
+        """Copies that are launched in it come after all before it, and beside what follows, up to :meth:`join`."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What is launched from now on comes after the copies that were launched aside."""
+
 
 class SymmetricMemory(PeerMemory):
     """On GPUs. Ranks meet by a kernel of one warp, on the current stream."""
@@ -69,6 +77,7 @@ class SymmetricMemory(PeerMemory):
         self.timeout_ms = int(_timeout_of(ranks, device) * 1e3)
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.stream = torch.cuda.current_stream(device)
+        self.side = torch.cuda.Stream(device, priority=-1)
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         key = rank, shape, dtype, offset
@@ -88,6 +97,13 @@ class SymmetricMemory(PeerMemory):
 
     def meet(self) -> None:
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        self.side.wait_stream(torch.cuda.current_stream(self.buffer.device))
+        return torch.cuda.stream(self.side)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self.buffer.device).wait_stream(self.side)
 
 
 def _timeout_of(ranks: Ranks, device: torch.device) -> float:

@@ -4,6 +4,9 @@ A rank puts what it gives into its buffer, in one copy: sorted by who takes it w
 heads become rows. Then all ranks meet, and each copies what it needs to where it belongs, so that nothing is put in
 order afterwards. The buffer has two rooms, which exchanges use in turns. Whoever writes to a room has met the others
 since it was read: each of them came to that meeting behind its copies of the exchange before the last.
+
+The heads of a rank may come and go in parts. Then the copies of one part run beside the attention to another: they are
+those of memory in one piece, which a copy engine does, since a kernel finds no SM free.
 """
 
 from __future__ import annotations
@@ -42,61 +45,136 @@ class PulledExchange(HeadExchange):
         self.turn = 0
 
     def to_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        size, me = self.ranks.size, self.ranks.rank
-        offsets = self._rooms_for(tensors)
-        for x, offset in zip(tensors, offsets, strict=True):
-            by_rank = x.unflatten(2, (size, -1)).movedim(2, 0)
-            self._view(me, tuple(by_rank.shape), x.dtype, offset).copy_(by_rank)
-        self.memory.meet()
-        found = []
-        for x, offset in zip(tensors, offsets, strict=True):
-            batch, rows, heads, head_dim = x.shape
-            part = batch, rows, heads // size, head_dim
-            skipped = me * prod(part) * x.dtype.itemsize
-            whole = x.new_empty(batch, size * rows, *part[2:])
-            chunks = _by_owner(whole, size, layout)
-            for owner in self._others_first():
-                source = self._view(owner, part, x.dtype, offset + skipped)
-                sources = source.chunk(CHUNKS_A_RANK[layout], 1)
-                for into, chunk in zip(chunks[owner], sources, strict=True):
-                    into.copy_(chunk)
-            found.append(whole)
-        return found
+        return Coming(self, tensors, layout).take(0)
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        size, me = self.ranks.size, self.ranks.rank
-        offsets = self._rooms_for(tensors)
-        for x, offset in zip(tensors, offsets, strict=True):
-            self._view(me, tuple(x.shape), x.dtype, offset).copy_(x)
-        self.memory.meet()
-        found = []
-        for x, offset in zip(tensors, offsets, strict=True):
-            batch, positions, heads, head_dim = x.shape
-            mine = x.new_empty(batch, positions // size, size, heads, head_dim)
-            chunks = mine.unflatten(1, (CHUNKS_A_RANK[layout], -1))
-            for owner in self._others_first():
-                source = self._view(owner, tuple(x.shape), x.dtype, offset)
-                chunks[:, :, :, owner].copy_(_rows_of(source, me, size, layout))
-            found.append(mine.flatten(2, 3))
-        return found
+        going = Going(self, layout)
+        going.give(tensors)
+        return going.finish()
 
-    def _others_first(self) -> list[int]:
+    def others_first(self) -> list[int]:
         """The ranks in an order in which no two ranks copy from the same one at a time."""
         return [(self.ranks.rank + t) % self.ranks.size for t in range(1, self.ranks.size + 1)]
 
-    def _rooms_for(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Where in the buffer each of an exchange lies."""
+    def rooms_for(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Where in the buffer each of a new exchange lies."""
         sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors]
         total = sum(sizes)
+        self.memory.begin()
+        self.memory.join()
         if ROOMS * total > self.memory.nbytes:
             self.memory = self.make(bytes_for(total))
-        self.memory.begin()
         self.turn = (self.turn + 1) % ROOMS
         start = self.turn * (self.memory.nbytes // ROOMS)
         return [start + sum(sizes[:i]) for i in range(len(sizes))]
 
-    def _view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         return self.memory.view(rank, shape, dtype, offset)
+
+
+class Coming:
+    """Tensors (batch, rows, heads, d) on their way to all positions of some heads, in parts of these."""
+
+    def __init__(
+        self, exchange: PulledExchange, tensors: Sequence[Tensor], layout: str, parts: int = 1
+    ) -> None:
+        """Give all of them, and have the first part copied here; the others are, aside."""
+        self.exchange = exchange
+        self.layout = layout
+        size, me = exchange.ranks.size, exchange.ranks.rank
+        self.sources = list(zip(tensors, exchange.rooms_for(tensors), strict=True))
+        for x, offset in self.sources:
+            sorted_out = x.unflatten(2, (size, parts, -1)).movedim((3, 2), (0, 1))
+            exchange.view(me, tuple(sorted_out.shape), x.dtype, offset).copy_(sorted_out)
+        exchange.memory.meet()
+        self.wholes = [
+            [
+                x.new_empty(x.shape[0], size * x.shape[1], x.shape[2] // size // parts, x.shape[3])
+                for x in tensors
+            ]
+            for _ in range(parts)
+        ]
+        self._copy(0)
+        if parts > 1:
+            with exchange.memory.aside():
+                for part in range(1, parts):
+                    self._copy(part)
+
+    def take(self, part: int) -> list[Tensor]:
+        """Each (batch, positions, heads of the part, d)."""
+        if part:
+            self.exchange.memory.join()
+        wholes, self.wholes[part] = self.wholes[part], []
+        return wholes
+
+    def _copy(self, part: int) -> None:
+        size, me = self.exchange.ranks.size, self.exchange.ranks.rank
+        for (x, offset), whole in zip(self.sources, self.wholes[part], strict=True):
+            shape = x.shape[0], x.shape[1], *whole.shape[2:]
+            skipped = (part * size + me) * prod(shape) * x.dtype.itemsize
+            chunks = _by_owner(whole, size, self.layout)
+            for owner in self.exchange.others_first():
+                source = self.exchange.view(owner, shape, x.dtype, offset + skipped)
+                for into, chunk in zip(
+                    chunks[owner], source.chunk(CHUNKS_A_RANK[self.layout], 1), strict=True
+                ):
+                    into.copy_(chunk)
+
+
+class Going:
+    """Tensors (batch, positions, heads of a part, d) on their way back to all heads of the rows of each rank."""
+
+    def __init__(self, exchange: PulledExchange, layout: str, parts: int = 1) -> None:
+        self.exchange = exchange
+        self.layout = layout
+        self.parts = parts
+        self.rows: list[Tensor] = []
+        self.aside: list[list[Tensor]] = []
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """The next part. The last is copied to where it belongs, those before aside."""
+        size, me = self.exchange.ranks.size, self.exchange.ranks.rank
+        count = CHUNKS_A_RANK[self.layout]
+        offsets = self.exchange.rooms_for(tensors)
+        for x, offset in zip(tensors, offsets, strict=True):
+            self.exchange.view(me, tuple(x.shape), x.dtype, offset).copy_(x)
+        self.exchange.memory.meet()
+        sources = [
+            [
+                _rows_of(self.exchange.view(r, tuple(x.shape), x.dtype, offset), me, size, self.layout)
+                for r in range(size)
+            ]
+            for x, offset in zip(tensors, offsets, strict=True)
+        ]
+        if not self.rows:
+            for x in tensors:
+                batch, positions, heads, head_dim = x.shape
+                shape = batch, count, positions // size // count, size, self.parts, heads, head_dim
+                self.rows.append(x.new_empty(shape))
+        if len(self.aside) + 1 < self.parts:
+            pieces = [
+                x.new_empty((size, *of_ranks[0].shape)) for x, of_ranks in zip(tensors, sources, strict=True)
+            ]
+            with self.exchange.memory.aside():
+                for owner in self.exchange.others_first():
+                    for piece, of_ranks in zip(pieces, sources, strict=True):
+                        for i in range(count):
+                            piece[owner, :, i].copy_(of_ranks[owner][:, i])
+            self.aside.append(pieces)
+            return
+        for rows, of_ranks in zip(self.rows, sources, strict=True):
+            for owner in self.exchange.others_first():
+                rows[:, :, :, owner, -1].copy_(of_ranks[owner])
+
+    def finish(self) -> list[Tensor]:
+        """Each (batch, rows, heads, d), when all parts were given."""
+        if self.aside:
+            self.exchange.memory.join()
+        for part, pieces in enumerate(self.aside):
+            for rows, piece in zip(self.rows, pieces, strict=True):
+                rows[:, :, :, :, part].copy_(piece.permute(1, 2, 3, 0, 4, 5))
+        self.aside.clear()
+        return [x.flatten(3, 5).flatten(1, 2) for x in self.rows]
 
 
 def bytes_for(total: int) -> int:

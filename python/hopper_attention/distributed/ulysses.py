@@ -14,10 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hopper_attention.distributed.attend import Call
+from hopper_attention.distributed.by_parts import AttentionByParts
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory, share_memory
+from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pulled import LEAST_BYTES, MOST_BYTES, PulledExchange, bytes_for
+
+PARTS = 2
+"""That heads of a rank are done in, where they come out of peers' memory: half of what is exchanged is hidden then, and
+more parts have more tails."""
 
 
 def check_heads(heads: int, kv_heads: int, size: int) -> None:
@@ -102,11 +109,26 @@ class Heads:
 
     def gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of all positions and of the heads of this rank, differentiable; ``check_heads`` holds of them."""
+        q, k, v = _ToHeads.apply(self.exchange, self.layout, *self._as_many_keys(q, k, v))
+        return q, k, v
+
+    def _as_many_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V with a head for each rank at least."""
         copies = copies_of_keys(self.ranks, k)
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-        q, k, v = _ToHeads.apply(self.exchange, self.layout, q, k, v)
         return q, k, v
+
+    def attend_by_parts(
+        self, tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, call: Call, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """out and lse of the local rows, all of it overlapped; None where only messages carry heads."""
+        if not isinstance(self.exchange, PulledExchange):
+            return None
+        q, k, v = self._as_many_keys(*tensors)
+        parts = count_parts(k.shape[0], k.shape[2] // self.ranks.size)
+        found = AttentionByParts.apply(q, k, v, self.exchange, problem, call, parts, wants_lse)
+        return found[0], found[1].squeeze(-1).mT if wants_lse else None
 
     def give_back(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """out (batch, positions, heads / size, d) and lse (batch, heads / size, positions) of all heads, local rows."""
@@ -119,6 +141,11 @@ class Heads:
     def of_sinks(self, sinks: Tensor | None) -> Tensor | None:
         """Those of the heads of this rank."""
         return None if sinks is None else sinks.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
+
+
+def count_parts(batch: int, kv_heads: int) -> int:
+    """Of the key/value heads of a rank: PARTS where these divide and what a peer has of a part is in one piece."""
+    return PARTS if batch == 1 and kv_heads % PARTS == 0 else 1
 
 
 def copies_of_keys(ranks: Ranks, k: Tensor) -> int:

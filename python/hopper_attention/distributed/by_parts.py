@@ -1,0 +1,87 @@
+"""Ulysses with the heads of a rank in parts: one is attended to while the next comes and the one before goes back.
+
+There is one launch of attention a part. So the first exchange of the first part and the last of the last are all that
+nothing hides, of a forward pass and of a backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hopper_attention.distributed.attend import Call
+from hopper_attention.distributed.pieces import Piece, Problem
+from hopper_attention.distributed.pulled import Coming, Going, PulledExchange
+from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.gradients import differentiate
+from hopper_attention.masks import MaskSpec
+from hopper_attention.reference.tiles import Span
+from hopper_attention.scores import Scores
+
+TENSORS_A_PART = 5
+
+
+def whole_mask(problem: Problem) -> MaskSpec:
+    """Of all rows and all keys."""
+    whole = Span(0, problem.seqlen_q), Span(0, problem.seqlen_k)
+    return Piece(*whole, problem.left, problem.right).mask
+
+
+class AttentionByParts(torch.autograd.Function):
+    """out (batch, rows, heads, head_dim_v), from q, k and v of the rows of this rank; with ``wants_lse`` also the LSE,
+    (batch, rows, heads, 1). ``parts`` divides the key/value heads that a rank attends to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: PulledExchange,
+        problem: Problem,
+        call: Call,
+        parts: int,
+        wants_lse: bool,
+    ) -> tuple[Tensor, ...]:
+        coming = Coming(exchange, (q, k, v), problem.layout, parts)
+        going = Going(exchange, problem.layout, parts)
+        mask, saved = whole_mask(problem), []
+        for part in range(parts):
+            q, k, v = coming.take(part)
+            out, lse = run_forward(
+                q,
+                k,
+                v,
+                call.softmax_scale,
+                mask.causal,
+                call.backend,
+                call.sm_margin,
+                window=mask.sides,
+                scores=Scores.of(call.softcap, None, None),
+            )
+            going.give([out, lse.mT.unsqueeze(-1)] if wants_lse else [out])
+            saved += [q, k, v, out, lse]
+        ctx.save_for_backward(*saved)
+        ctx.way = exchange, problem, call, parts
+        return tuple(going.finish())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, problem, call, parts = ctx.way
+        # Of the output, and of the LSE where it is wanted: zeros on a rank that uses only the other, as all ranks
+        # exchange the same.
+        coming = Coming(exchange, grads, problem.layout, parts)
+        going = Going(exchange, problem.layout, parts)
+        mask, saved = whole_mask(problem), ctx.saved_tensors
+        scores = Scores.of(call.softcap, None, None)
+        options = call.softmax_scale, mask, scores, call.backend, call.deterministic
+        for part in range(parts):
+            q, k, v, out, lse = saved[part * TENSORS_A_PART : (part + 1) * TENSORS_A_PART]
+            dout, *of_lse = coming.take(part)
+            dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
+            going.give(differentiate(dout, dlse, q, k, v, out, lse, *options))
+        return *going.finish(), None, None, None, None, None
