@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -171,8 +170,11 @@ class FileMemory(PeerMemory):
         dist.barrier(self.ranks.group)
         time.sleep(random.uniform(0, 2e-3))
 
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def launch_aside(self, launch: Callable[[], None]) -> Any:
+        launch()
+
+    def wait(self, copies: Any) -> None:
+        pass
 
     def join(self) -> None:
         pass

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,16 @@ class PeerMemory(ABC):
         """What is launched from now on runs when every rank has done what it launched before its call of this."""
 
     @abstractmethod
-    def aside(self) -> AbstractContextManager[Any]:
-        """Copies that are launched in it come after all before it, and beside what follows, up to :meth:`join`."""
+    def launch_aside(self, launch: Callable[[], None]) -> Any:
+        """Copies that come after all before, and run beside what follows; what to :meth:`wait` for."""
+
+    @abstractmethod
+    def wait(self, copies: Any) -> None:
+        """What is launched from now on comes after copies that were launched aside."""
 
     @abstractmethod
     def join(self) -> None:
-        """What is launched from now on comes after the copies that were launched aside."""
+        """The same of all of them."""
 
 
 class SymmetricMemory(PeerMemory):
@@ -98,9 +102,14 @@ class SymmetricMemory(PeerMemory):
     def meet(self) -> None:
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def launch_aside(self, launch: Callable[[], None]) -> Any:
         self.side.wait_stream(torch.cuda.current_stream(self.buffer.device))
-        return torch.cuda.stream(self.side)
+        with torch.cuda.stream(self.side):
+            launch()
+            return self.side.record_event()
+
+    def wait(self, copies: Any) -> None:
+        torch.cuda.current_stream(self.buffer.device).wait_event(copies)
 
     def join(self) -> None:
         torch.cuda.current_stream(self.buffer.device).wait_stream(self.side)

@@ -12,6 +12,7 @@ those of memory in one piece, which a copy engine does, since a kernel finds no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -95,15 +96,13 @@ class Coming:
             for _ in range(parts)
         ]
         self._copy(0)
-        if parts > 1:
-            with exchange.memory.aside():
-                for part in range(1, parts):
-                    self._copy(part)
+        launch = exchange.memory.launch_aside
+        self.copies = [launch(partial(self._copy, part)) for part in range(1, parts)]
 
     def take(self, part: int) -> list[Tensor]:
         """Each (batch, positions, heads of the part, d)."""
         if part:
-            self.exchange.memory.join()
+            self.exchange.memory.wait(self.copies[part - 1])
         wholes, self.wholes[part] = self.wholes[part], []
         return wholes
 
@@ -133,38 +132,43 @@ class Going:
 
     def give(self, tensors: Sequence[Tensor]) -> None:
         """The next part. The last is copied to where it belongs, those before aside."""
-        size, me = self.exchange.ranks.size, self.exchange.ranks.rank
-        count = CHUNKS_A_RANK[self.layout]
         offsets = self.exchange.rooms_for(tensors)
         for x, offset in zip(tensors, offsets, strict=True):
-            self.exchange.view(me, tuple(x.shape), x.dtype, offset).copy_(x)
+            self.exchange.view(self.exchange.ranks.rank, tuple(x.shape), x.dtype, offset).copy_(x)
         self.exchange.memory.meet()
-        sources = [
-            [
-                _rows_of(self.exchange.view(r, tuple(x.shape), x.dtype, offset), me, size, self.layout)
-                for r in range(size)
-            ]
-            for x, offset in zip(tensors, offsets, strict=True)
-        ]
+        sources = [self._sources(x, offset) for x, offset in zip(tensors, offsets, strict=True)]
         if not self.rows:
-            for x in tensors:
-                batch, positions, heads, head_dim = x.shape
-                shape = batch, count, positions // size // count, size, self.parts, heads, head_dim
-                self.rows.append(x.new_empty(shape))
-        if len(self.aside) + 1 < self.parts:
-            pieces = [
-                x.new_empty((size, *of_ranks[0].shape)) for x, of_ranks in zip(tensors, sources, strict=True)
-            ]
-            with self.exchange.memory.aside():
-                for owner in self.exchange.others_first():
-                    for piece, of_ranks in zip(pieces, sources, strict=True):
-                        for i in range(count):
-                            piece[owner, :, i].copy_(of_ranks[owner][:, i])
-            self.aside.append(pieces)
+            self.rows += [self._empty_rows(x) for x in tensors]
+        if len(self.aside) + 1 == self.parts:
+            self._copy_home(sources)
             return
-        for rows, of_ranks in zip(self.rows, sources, strict=True):
+        pieces = [x[0].new_empty((len(x), *x[0].shape)) for x in sources]
+        self.exchange.memory.launch_aside(partial(self._copy_pieces, pieces, sources))
+        self.aside.append(pieces)
+
+    def _sources(self, x: Tensor, offset: int) -> list[Tensor]:
+        """What each rank gives of the rows of this one: (batch, chunks, rows of a chunk, heads, d)."""
+        size, me = self.exchange.ranks.size, self.exchange.ranks.rank
+        given = (self.exchange.view(rank, tuple(x.shape), x.dtype, offset) for rank in range(size))
+        return [_rows_of(whole, me, size, self.layout) for whole in given]
+
+    def _empty_rows(self, x: Tensor) -> Tensor:
+        """(batch, chunks, rows of a chunk, ranks, parts, heads of a part, d)."""
+        size, count = self.exchange.ranks.size, CHUNKS_A_RANK[self.layout]
+        batch, positions, heads, head_dim = x.shape
+        return x.new_empty(batch, count, positions // size // count, size, self.parts, heads, head_dim)
+
+    def _copy_home(self, sources: list[list[Tensor]]) -> None:
+        for rows, given in zip(self.rows, sources, strict=True):
             for owner in self.exchange.others_first():
-                rows[:, :, :, owner, -1].copy_(of_ranks[owner])
+                rows[:, :, :, owner, -1].copy_(given[owner])
+
+    def _copy_pieces(self, pieces: list[Tensor], sources: list[list[Tensor]]) -> None:
+        """Chunk by chunk, each of which is in one piece here and there."""
+        for owner in self.exchange.others_first():
+            for piece, given in zip(pieces, sources, strict=True):
+                for i in range(given[owner].shape[1]):
+                    piece[owner, :, i].copy_(given[owner][:, i])
 
     def finish(self) -> list[Tensor]:
         """Each (batch, rows, heads, d), when all parts were given."""
