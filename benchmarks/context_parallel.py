@@ -107,6 +107,12 @@ class Setting:
             return METHODS
         return SHORT_METHODS if shape.seqlen < LONG else ("ring",)
 
+    def methods_of_fp8(self, shape: Shape) -> tuple[str, ...]:
+        """What runs a forward pass in FP8."""
+        if not self.is_short:
+            return ("ring",)
+        return ("ring", "ulysses") if shape.seqlen < LONG else ()
+
     @property
     def beside_torch(self) -> str:
         """The method that takes turns with torch's."""
@@ -212,10 +218,12 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
             found[f"ring, {margin} SMs free, {kind}"] = Cell(
                 kind, make(ours(s, "ring", sm_margin=margin), local)
             )
-    if FORWARD in kinds and not s.is_short:
+    methods_of_fp8 = s.methods_of_fp8(shape)
+    if FORWARD in kinds and methods_of_fp8:
         found["one GPU FP8, forward"] = Cell(FORWARD, forward(one_gpu_fp8, whole))
-        of_fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
-        found["ring FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
+        for method in methods_of_fp8:
+            of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+            found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
     return found
 
 
@@ -297,8 +305,8 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
         alone = next(r for r in rows if r["way"] == f"one GPU, {row['kind']}")
         if not row["way"].startswith("one GPU"):
             row["efficiency"] = alone["seconds"] / dist.get_world_size() / row["seconds"]
-        if row["way"] == "ring FP8, forward":
-            of_16_bits = next(r for r in rows if r["way"] == "ring, forward")
+        if row["way"].endswith("FP8, forward"):
+            of_16_bits = next(r for r in rows if r["way"] == row["way"].replace(" FP8", ""))
             row["over_16_bits"] = of_16_bits["seconds"] / row["seconds"]
     return rows
 
@@ -367,11 +375,11 @@ def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     for method in s.methods(shape):
         parts = both(ours(s, method), local)()
         ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
-    if not s.is_short:
-        fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
-        with torch.no_grad():
-            ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
-            ways["ring FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+    with torch.no_grad():
+        ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
+        for method in s.methods_of_fp8(shape):
+            fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+            ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
     return differences(shape, ways, exact)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from hopper_attention import flash_attn_fp8_func
 from hopper_attention.distributed import Machine, explain_context_parallel
 from hopper_attention.distributed.peers import why_not
+from hopper_attention.quantized import Fp8Quantization
 from tests.python.distributed_ranks import Case, Pool, members
-from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process
+from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,31 @@ def test_ulysses_by_peer_memory_is_attention_of_the_whole(pool: Pool, tmp_path: 
         compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
         # Q, K and V; the output with its LSE; and as often in the backward pass.
         assert [count for _, count in found] == [meetings] * len(found)
+
+
+@pytest.mark.parametrize("by_peer_memory", [True, False], ids=["peer memory", "messages"])
+def test_heads_are_quantized_where_they_are_attended_to(
+    pool: Pool, tmp_path: Path, by_peer_memory: bool
+) -> None:
+    # The blocks and their scales are those of one process on the whole, and so is the mean of K.
+    quantization = Fp8Quantization(smooth_k=True)
+    options = {"causal": True, "quantization": quantization}
+    case = Case(2, "ulysses", options, 256, 256, heads=(8, 4), batch=1, with_gradient=False, head_dim_v=16)
+    q, k, v, *_ = case.tensors()
+    out, lse = flash_attn_fp8_func(q, k, v, causal=True, return_attn_probs=True, quantization=quantization)
+    for sinks in (False, True):
+        case = replace(case, has_sinks=sinks)
+        run = ("attend_by_peer_memory", case, str(tmp_path)) if by_peer_memory else ("attend", case)
+        for rank, found in enumerate(pool(2, *run)):
+            rows = rows_of(case, rank, case.seqlen)
+            results, meetings = found if by_peer_memory else (found, 3)
+            assert meetings == 3
+            if sinks:
+                gate = torch.sigmoid(lse.mT - case.tensors()[-1])[:, rows]
+                assert np.allclose(results["out"], (out[:, rows] * gate[..., None]).numpy(), 2e-3, 1e-4)
+            else:
+                assert np.array_equal(results["out"], out[:, rows].float().numpy())
+                assert np.allclose(results["lse"], lse.mT[:, rows].numpy(), 1e-6, 1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (3, "zigzag"), (3, "contiguous")])
@@ -81,5 +110,10 @@ def test_an_explanation_says_what_carries_the_heads() -> None:
     # Long shards hide what messages cost, and would want much memory.
     long = explain_context_parallel(4, 1 << 17, 16, 16, 128, causal=True)
     assert long.transport in ("", "messages")
+    fp8 = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True, fp8=True)
+    assert (fp8.method, fp8.transport) == (
+        "ulysses",
+        "peer memory",
+    ) and "in 16 bits it would take" in fp8.reason
     mesh = explain_context_parallel(8, 1 << 15, 16, 16, 128, causal=True, ulysses=4)
     assert mesh.transport == "peer memory"

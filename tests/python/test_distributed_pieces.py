@@ -431,7 +431,7 @@ def test_auto_takes_what_was_fastest(gpus: int, shape: tuple[int, int, int]) -> 
 @pytest.mark.parametrize("gpus", REPORTS)
 def test_the_model_knows_where_fp8_pays(gpus: int, shape: tuple[int, int, int]) -> None:
     n, h, hk = shape
-    plan = explain_context_parallel(gpus, n, h, hk, 128, causal=True, fp8=True)
+    plan = explain_context_parallel(gpus, n, h, hk, 128, causal=True, fp8=True, machine=BY_MESSAGES)
     paid = measured(gpus)[shape]["ring FP8, forward"]["over_16_bits"] > 1.0
     assert ("quantization=None would be faster" in plan.reason) != paid
     assert ("in 16 bits it would take" in plan.reason) == paid

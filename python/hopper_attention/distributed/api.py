@@ -40,7 +40,7 @@ from hopper_attention.distributed.request import Mesh, Options, Request, make_re
 from hopper_attention.distributed.ring import ring_forward
 from hopper_attention.distributed.ring_backward import ring_backward
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
-from hopper_attention.distributed.ulysses import Heads, exchange_for
+from hopper_attention.distributed.ulysses import Fp8Options, Heads, exchange_for
 from hopper_attention.distributed.wire import ring_forward_fp8
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
@@ -123,8 +123,9 @@ def context_parallel_attention(
             ranks. A document may reach over any number of ranks. Ints or a CPU tensor; one on a GPU is waited for.
         layout: which rows a rank holds, "zigzag" or "contiguous"; see :mod:`hopper_attention.distributed.layout`.
             Zigzag shares out the work of a causal mask evenly.
-        quantization: how Q, K and V become e4m3, for K and V that travel with half the bytes and attention in FP8. The
-            ring alone or in a mesh, forward only, without window, documents and softcap.
+        quantization: how Q, K and V become e4m3, for attention in FP8, forward only, without window, documents and
+            softcap. In the ring, alone or in a mesh, K and V travel with half the bytes; with "ulysses" 16 bits travel,
+            and the heads of a rank are quantized as one GPU would.
         sm_margin: streaming multiprocessors that the forward kernels leave to the transfers.
         return_lse: also return the LSE.
         timeout: seconds that a wait for other ranks may take before it raises ``PeerError`` and names them; on a GPU
@@ -276,6 +277,10 @@ def _run(
     method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, request: Request, o: Options
 ) -> tuple[Tensor, Tensor | None]:
     ring, problem, call = request.ring, request.problem, request.call
+    if o.quantization is not None and method == ULYSSES:
+        heads = Heads.of(ring, q, k, v, problem.layout)
+        options = Fp8Options(o.quantization, o.causal)
+        return heads.attend_in_fp8((q, k, v), sinks, call, options, o.return_lse)
     if o.quantization is not None:
         out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
     elif method == ULYSSES:
@@ -292,7 +297,7 @@ def _ulysses(
     problem = request.problem
     heads = Heads.of(request.ring, *tensors, problem.layout)
     if sinks is None and not problem.documents:
-        found = heads.attend_by_parts(tensors, problem, request.call, o.return_lse)
+        found = heads.attend(tensors, problem, request.call, o.return_lse)
         if found is not None:
             return found
     q, k, v = heads.gather(*tensors)

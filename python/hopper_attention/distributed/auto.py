@@ -54,6 +54,9 @@ STAGED_BYTES, MEETINGS = 4, 2
 """The same where ranks copy out of each other's memory: what a rank gives is put there first, and each row goes from
 there to where it belongs. And how often all ranks wait for the last of them in a pass."""
 
+QUANTIZED_BYTES = 3
+"""Of an element that becomes e4m3: read in 16 bits, and written."""
+
 BOTH_PASSES = FORWARD_PRODUCTS, BACKWARD_PRODUCTS
 
 FP8_SPEED, FP8_STEP_US = 1.8, 700.0
@@ -299,16 +302,31 @@ def _summed_at_once(problem: Problem, sizes: Sizes, step: Step) -> int:
 
 def _fp8_plan(problem: Problem, sizes: Sizes, machine: Machine) -> ContextPlan:
     """Of a forward pass, beside one in 16 bits."""
-    faster = replace(machine, tflops=FP8_SPEED * machine.tflops, step_us=machine.step_us + FP8_STEP_US)
-    seconds = _ring_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
-    of_16_bits = _ring_s(problem, replace(sizes, bytes_each=2), machine, (FORWARD_PRODUCTS,))
-    reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
-    if seconds < of_16_bits:
+    faster = replace(machine, tflops=FP8_SPEED * machine.tflops)
+    of_ring = replace(faster, step_us=machine.step_us + FP8_STEP_US)
+    seconds = {RING: _ring_s(problem, sizes, of_ring, (FORWARD_PRODUCTS,))}
+    in_16_bits = replace(sizes, bytes_each=2)
+    of_16_bits = _ring_s(problem, in_16_bits, machine, (FORWARD_PRODUCTS,))
+    rows, transport = problem.seqlen_q // problem.world, ""
+    is_plain = problem.left == UNLIMITED and problem.right in (UNLIMITED, 0) and not problem.documents
+    if is_plain and not why_not_ulysses(sizes, problem.world):
+        by = transport_of(rows, problem.world, sizes, machine)
+        if by == PulledExchange.name:
+            seconds[ULYSSES] = _ulysses_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
+            of_16_bits = min(of_16_bits, _ulysses_s(problem, in_16_bits, machine, (FORWARD_PRODUCTS,)))
+    method = min(seconds, key=seconds.__getitem__)
+    if method == ULYSSES:
+        transport = PulledExchange.name
+        reason = f"heads go by {transport} in 16 bits and become e4m3 there, in a forward pass; "
+    else:
+        reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
+    if seconds[method] < of_16_bits:
         reason += f"in 16 bits it would take {of_16_bits * 1e3:.2f} ms"
     else:
         reason += f"quantization=None would be faster, {of_16_bits * 1e3:.2f} ms, as the sequence is short"
     ideal = faster.compute_s(sizes.flops(_mean_scores(problem), FORWARD_PRODUCTS))
-    return ContextPlan(RING, reason, {RING: seconds}, ideal / seconds if seconds else 1.0)
+    efficiency = ideal / seconds[method] if seconds[method] else 1.0
+    return ContextPlan(method, reason, seconds, efficiency, transport)
 
 
 def _merged(own: int, parts: list[int]) -> int:
@@ -353,12 +371,16 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     return total
 
 
-def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
-    """Nothing is hidden."""
-    compute = machine.compute_s(sizes.flops(_mean_scores(problem)))
-    whole = groups_with_all(replace(problem, world=1), 0)
-    compute += sum(sizes.tails_s(whole, n, machine) for n in (FORWARD_PRODUCTS, BACKWARD_PRODUCTS))
-    return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
+def _ulysses_s(
+    problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES
+) -> float:
+    """Nothing is hidden, but for half of an exchange out of peers' memory. In FP8 the quantizer reads Q, K and V."""
+    whole, rows = groups_with_all(replace(problem, world=1), 0), problem.seqlen_q // problem.world
+    total = sum(machine.compute_s(sizes.flops(_mean_scores(problem), n)) for n in passes)
+    total += sum(sizes.tails_s(whole, n, machine) for n in passes)
+    if sizes.bytes_each == 1:
+        total += machine.memory_s(QUANTIZED_BYTES * given_bytes(rows, problem.world, sizes) // 2)
+    return total + len(passes) * _exchange_s(rows, problem.world, sizes, machine)
 
 
 def given_bytes(rows: int, ranks: int, sizes: Sizes) -> int:
@@ -374,14 +396,13 @@ def transport_of(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> str:
 
 
 def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
-    """Rows of Q, K, V and the output for heads, then those of their gradients, between so many ranks."""
+    """Of a pass: rows of Q, K, V for heads, and the output for rows; or their gradients the other way."""
     size = given_bytes(rows, ranks, sizes) + 2 * rows * sizes.q_row
-    others = machine.transfer_s(size * (ranks - 1) / ranks)
+    travelling = machine.transfer_s(size * (ranks - 1) / ranks)
     if transport_of(rows, ranks, sizes, machine) == PulledExchange.name:
-        return 2 * (
-            others + (MEETINGS - 1) * machine.latency_us * 1e-6 + machine.memory_s(STAGED_BYTES * size / 2)
-        )
-    return 2 * (others + machine.memory_s(EXCHANGED_BYTES * size / 2))
+        waits = (MEETINGS - 1) * machine.latency_us * 1e-6
+        return travelling + waits + machine.memory_s(STAGED_BYTES * size / 2)
+    return travelling + machine.memory_s(EXCHANGED_BYTES * size / 2)
 
 
 def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machine, Machine]) -> ContextPlan:
@@ -399,7 +420,7 @@ def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machin
     own = replace(sizes, heads=sizes.heads // inner, kv_heads=max(1, sizes.kv_heads // inner))
     of_ring, of_heads = machines
     seconds = _ring_s(problem, own, of_ring)
-    seconds += _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    seconds += 2 * _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
     ideal = of_ring.compute_s(own.flops(_mean_scores(problem)))
     reason = f"a ring of {problem.world} places with chunks of {chunk} tokens, {own.heads} heads on each rank"
     transport = transport_of(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)

@@ -6,8 +6,9 @@ a multiple; key/value heads that are fewer than the ranks go to each rank that r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call
-from hopper_attention.distributed.by_parts import AttentionByParts
+from hopper_attention.distributed.by_parts import AttentionByParts, attend_by_parts, exchanged
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
+from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pulled import LEAST_BYTES, MOST_BYTES, PulledExchange, bytes_for
+from hopper_attention.fp8 import flash_attn_fp8_func
+from hopper_attention.quantized import Fp8Quantization
 
 PARTS = 2
 """That heads of a rank are done in, where they come out of peers' memory: half of what is exchanged is hidden then, and
@@ -93,6 +97,13 @@ class _ToRows(torch.autograd.Function):
         return None, None, *ctx.exchange.to_heads(grads, ctx.layout)
 
 
+class Fp8Options(NamedTuple):
+    """Of attention in FP8, beside those of every call."""
+
+    quantization: Fp8Quantization
+    causal: bool
+
+
 class Heads:
     """The heads of this rank, of one call: how they get here, and how results get back."""
 
@@ -119,28 +130,60 @@ class Heads:
             k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
         return q, k, v
 
-    def attend_by_parts(
+    def attend(
         self, tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, call: Call, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """out and lse of the local rows, all of it overlapped; None where only messages carry heads."""
+        """out and lse of the local rows, with most exchanges hidden; None where messages carry the heads."""
         if not isinstance(self.exchange, PulledExchange):
             return None
         q, k, v = self._as_many_keys(*tensors)
         parts = count_parts(k.shape[0], k.shape[2] // self.ranks.size)
-        found = AttentionByParts.apply(q, k, v, self.exchange, problem, call, parts, wants_lse)
-        return found[0], found[1].squeeze(-1).mT if wants_lse else None
+        return _with_lse(AttentionByParts.apply(q, k, v, self.exchange, problem, call, parts, wants_lse))
+
+    def attend_in_fp8(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        call: Call,
+        options: Fp8Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
+        q, k, v = self._as_many_keys(*tensors)
+        own_sinks, exchange = self.of_sinks(sinks), self.exchange
+        is_pulled = isinstance(exchange, PulledExchange)
+        parts = count_parts(k.shape[0], k.shape[2] // self.ranks.size) if is_pulled else 1
+        given: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
+        has_lse = wants_lse or own_sinks is not None
+
+        def attend(part: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+            found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **given)
+            if isinstance(found, Tensor):
+                return [found]
+            whole = Merged(*found, found[0].dtype)
+            if own_sinks is not None:
+                whole.add_sinks(own_sinks.chunk(parts)[part])
+            return exchanged(whole.out, whole.lse, wants_lse)
+
+        if isinstance(exchange, PulledExchange):
+            return _with_lse(attend_by_parts(exchange, (q, k, v), self.layout, parts, attend))
+        of_heads = exchange.to_heads((q, k, v), self.layout)
+        return _with_lse(exchange.to_rows(attend(0, *of_heads), self.layout))
 
     def give_back(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """out (batch, positions, heads / size, d) and lse (batch, heads / size, positions) of all heads, local rows."""
-        if lse is None:
-            (rows,) = _ToRows.apply(self.exchange, self.layout, out)
-            return rows, None
-        rows, lse_rows = _ToRows.apply(self.exchange, self.layout, out, lse.mT.unsqueeze(-1))
-        return rows, lse_rows.squeeze(-1).mT
+        tensors = [out] if lse is None else exchanged(out, lse, True)
+        return _with_lse(_ToRows.apply(self.exchange, self.layout, *tensors))
 
     def of_sinks(self, sinks: Tensor | None) -> Tensor | None:
         """Those of the heads of this rank."""
         return None if sinks is None else sinks.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
+
+
+def _with_lse(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """out, and lse (batch, heads, rows) if it was exchanged too."""
+    out, *lse = rows
+    return out, lse[0].squeeze(-1).mT if lse else None
 
 
 def count_parts(batch: int, kv_heads: int) -> int:
