@@ -30,6 +30,7 @@ are kept."""
 
 LEAST_BYTES = 1 << 24
 ROOMS = 2
+WIDE_WORD = torch.complex128
 ALIGNED = 256
 
 
@@ -86,7 +87,7 @@ class Coming:
         self.sources = list(zip(tensors, exchange.rooms_for(tensors), strict=True))
         for x, offset in self.sources:
             sorted_out = x.unflatten(2, (size, parts, -1)).movedim((3, 2), (0, 1))
-            exchange.view(me, tuple(sorted_out.shape), x.dtype, offset).copy_(sorted_out)
+            copy(exchange.view(me, tuple(sorted_out.shape), x.dtype, offset), sorted_out)
         exchange.memory.meet()
         self.wholes = [
             [
@@ -161,7 +162,7 @@ class Going:
     def _copy_home(self, sources: list[list[Tensor]]) -> None:
         for rows, given in zip(self.rows, sources, strict=True):
             for owner in self.exchange.others_first():
-                rows[:, :, :, owner, -1].copy_(given[owner])
+                copy(rows[:, :, :, owner, -1], given[owner])
 
     def _copy_pieces(self, pieces: list[Tensor], sources: list[list[Tensor]]) -> None:
         """Chunk by chunk, each of which is in one piece here and there."""
@@ -176,7 +177,7 @@ class Going:
             self.exchange.memory.join()
         for part, pieces in enumerate(self.aside):
             for rows, piece in zip(self.rows, pieces, strict=True):
-                rows[:, :, :, :, part].copy_(piece.permute(1, 2, 3, 0, 4, 5))
+                copy(rows[:, :, :, :, part], piece.permute(1, 2, 3, 0, 4, 5))
         self.aside.clear()
         return [x.flatten(3, 5).flatten(1, 2) for x in self.rows]
 
@@ -184,6 +185,25 @@ class Going:
 def bytes_for(total: int) -> int:
     """Of a buffer with room for exchanges of ``total`` bytes."""
     return ROOMS * max(LEAST_BYTES, 1 << (total - 1).bit_length())
+
+
+def copy(into: Tensor, source: Tensor) -> None:
+    """Between tensors that do not lie in one piece, in words of 16 bytes where there are such: a kernel of PyTorch has
+    a thread an element, and one of two bytes is a poor use of a link."""
+    if _has_wide_words(into) and _has_wide_words(source):
+        into, source = into.view(WIDE_WORD), source.view(WIDE_WORD)
+    into.copy_(source)
+
+
+def _has_wide_words(x: Tensor) -> bool:
+    size = x.element_size()
+    places = (
+        x.data_ptr(),
+        x.storage_offset() * size,
+        x.shape[-1] * size,
+        *(stride * size for stride in x.stride()[:-1]),
+    )
+    return x.stride(-1) == 1 and x.numel() > 0 and not any(place % WIDE_WORD.itemsize for place in places)
 
 
 def _by_owner(whole: Tensor, size: int, layout: str) -> list[list[Tensor]]:
