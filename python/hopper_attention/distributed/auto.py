@@ -374,7 +374,7 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
 def _ulysses_s(
     problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES
 ) -> float:
-    """Nothing is hidden, but for half of an exchange out of peers' memory. In FP8 the quantizer reads Q, K and V."""
+    """Nothing is hidden. In FP8 the quantizer reads Q, K and V."""
     whole, rows = groups_with_all(replace(problem, world=1), 0), problem.seqlen_q // problem.world
     total = sum(machine.compute_s(sizes.flops(_mean_scores(problem), n)) for n in passes)
     total += sum(sizes.tails_s(whole, n, machine) for n in passes)

@@ -116,7 +116,8 @@ class Heads:
     @classmethod
     def of(cls, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, layout: str) -> Heads:
         copies = copies_of_keys(ranks, k)
-        return cls(ranks, layout, q.nbytes + copies * (k.nbytes + v.nbytes), q.device)
+        given, of_out = q.nbytes + copies * (k.nbytes + v.nbytes), q.nbytes // q.shape[3] * v.shape[3]
+        return cls(ranks, layout, max(given, of_out), q.device)
 
     def gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of all positions and of the heads of this rank, differentiable; ``check_heads`` holds of them."""
@@ -133,7 +134,7 @@ class Heads:
     def attend(
         self, tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, call: Call, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """out and lse of the local rows, with most exchanges hidden; None where messages carry the heads."""
+        """out and lse of the local rows, with half of all exchanges hidden; None where messages carry the heads."""
         if not isinstance(self.exchange, PulledExchange):
             return None
         q, k, v = self._as_many_keys(*tensors)
@@ -148,7 +149,7 @@ class Heads:
         options: Fp8Options,
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
+        """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
         q, k, v = self._as_many_keys(*tensors)
         own_sinks, exchange = self.of_sinks(sinks), self.exchange
         is_pulled = isinstance(exchange, PulledExchange)
