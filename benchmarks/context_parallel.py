@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,8 +57,8 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES, IN_ONE_PART, IN_FOUR_PARTS = "ulysses by messages", "ulysses in 1 part", "ulysses in 4 parts"
-SHORT_METHODS = ("ring", "ulysses", IN_ONE_PART, IN_FOUR_PARTS, BY_MESSAGES)
+BY_MESSAGES = "ulysses by messages"
+SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -134,6 +134,7 @@ class Cell:
     kind: str
     run: Run
     seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
     extra_bytes: int = 0
     result_bytes: int = 0
@@ -163,32 +164,21 @@ def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
 
 
 @contextmanager
-def ulysses_with(**names: Any) -> Iterator[None]:
-    """Other names in ``distributed.ulysses`` for a while; a backward pass does what its forward pass did."""
-    before = {name: getattr(ulysses, name) for name in names}
-    for name, value in names.items():
-        setattr(ulysses, name, value)
+def messages_only() -> Iterator[None]:
+    """Ulysses as where ranks have no memory in common; a backward pass does what its forward pass did."""
+    chosen = ulysses.exchange_for
+    ulysses.exchange_for = lambda ranks, nbytes, device: MessageExchange(ranks)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(ulysses, name, value)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    IN_ONE_PART: {"PARTS": 1},
-    IN_FOUR_PARTS: {"PARTS": 4},
-    BY_MESSAGES: {"exchange_for": lambda ranks, nbytes, device: MessageExchange(ranks)},
-}
-"""Ulysses as it is not chosen."""
+        ulysses.exchange_for = chosen
 
 
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    names = WAYS.get(method, {})
-    name = ULYSSES if names else method
+    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with ulysses_with(**names):
+        with carried():
             found = context_parallel_attention(q, k, v, s.mesh, method=name, causal=True, **options)
         assert isinstance(found, Tensor)
         return found
@@ -269,6 +259,7 @@ def measure(s: Setting, cell: Cell) -> None:
         start.record()
         cell.run()
         stop.record()
+        cell.host_seconds.append(time.perf_counter() - began)
         s.wait()
         seconds = start.elapsed_time(stop) * 1e-3
     else:
@@ -352,6 +343,7 @@ def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSample
         "way": name,
         "kind": cell.kind,
         "seconds": seconds,
+        "host_seconds": statistics.median(cell.host_seconds or [0.0]),
         "spread": (max(cell.seconds) - min(cell.seconds)) / seconds,
         "tflops_a_gpu": shape.flops(cell.kind) / ranks / seconds * 1e-12,
         "extra_bytes": cell.extra_bytes,
@@ -520,7 +512,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         notes = "".join(f"  {title} {row[key]:.3f}" for key, title in other.items() if key in row)
         print(
             f"  {row['way']:52} {row['seconds'] * 1e3:9.3f} ms {row['tflops_a_gpu']:7.1f} TFLOP/s a GPU "
-            f"{row['extra_bytes'] / 2**20:8.0f} MiB{notes}",
+            f"{row['extra_bytes'] / 2**20:8.0f} MiB  host {row['host_seconds'] * 1e3:.2f} ms{notes}",
             flush=True,
         )
 

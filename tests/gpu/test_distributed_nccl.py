@@ -55,7 +55,7 @@ def test_a_ring_repeats_its_bits(pool: Pool) -> None:
     assert pool(2, "attend_twice", case) == [True, True]
 
 
-def test_heads_are_pulled_out_of_the_memory_of_peers(pool: Pool) -> None:
+def test_heads_are_written_into_the_memory_of_peers(pool: Pool) -> None:
     world = len(pool.connections)
     for layout in ("zigzag", "contiguous"):
         found = pool(world, "exchange_between_gpus", layout)

@@ -36,9 +36,9 @@ from hopper_attention.distributed import (
 )
 from hopper_attention.distributed import peers as peers_module
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.heads import MessageExchange
+from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory
-from hopper_attention.distributed.pulled import Coming, Going, PulledExchange, bytes_for
+from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 
@@ -176,58 +176,47 @@ class FileMemory(PeerMemory):
     def wait(self, copies: Any) -> None:
         pass
 
-    def join(self) -> None:
-        pass
 
-
-def pulls_by_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PulledExchange:
-    return PulledExchange(
+def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PushedExchange:
+    return PushedExchange(
         ranks, FileMemory(ranks, folder, nbytes), lambda larger: FileMemory(ranks, folder, larger)
     )
 
 
 def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
-    """``attend`` where heads are pulled out of files, and how many exchanges there were."""
-    made: dict[str, PulledExchange] = {}
+    """``attend`` where heads are written to files, and how many exchanges there were."""
+    made: dict[str, PushedExchange] = {}
     turns = []
 
-    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PulledExchange:
-        return made.setdefault(group.group_name, pulls_by_files(ranks, folder))
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        return made.setdefault(group.group_name, writes_to_files(ranks, folder))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ulysses, "_pulls_between", find)
+        patch.setattr(ulysses, "_pushes_between", find)
         meet = FileMemory.meet
         patch.setattr(FileMemory, "meet", lambda memory: (turns.append(1), meet(memory)))
         return attend(case), len(turns)
 
 
-def there_and_back(exchange: PulledExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
-    """What comes of rows as heads, and of these as rows, in two parts."""
-    coming = Coming(exchange, rows, layout, 2)
-    parts = [coming.take(part) for part in range(2)]
-    going = Going(exchange, layout, 2)
-    for part in parts:
-        going.give(part)
-    return [torch.cat(halves, 2) for halves in zip(*parts, strict=True)] + going.finish()
+def there_and_back(exchange: HeadExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
+    """What comes of rows as heads, and of these as rows."""
+    of_heads = exchange.to_heads(rows, layout)
+    return of_heads + exchange.to_rows(of_heads, layout)
 
 
 def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
-    """Whether copies out of files give what messages give, many times over and in files that grow."""
+    """Whether writes to files of others give what messages give, many times over and in files that grow."""
     of_group = Ranks.of(groups()[ranks])
-    by_messages, by_copies = MessageExchange(of_group), pulls_by_files(of_group, folder, 1 << 11)
+    by_messages, by_writes = MessageExchange(of_group), writes_to_files(of_group, folder, 1 << 11)
     g = torch.Generator().manual_seed(of_group.rank)
-    same = []
     for n in (1, 1, 2, 2, 3, 1, 1, 4, 4):
         rows = [torch.randn(2, 2 * n, 2 * ranks, d, generator=g).to(DTYPE) for d in (8, 4)]
         # As of a tensor with heads before rows.
         rows.append(torch.randn(1, 2 * ranks, 2 * n, 1, generator=g).transpose(1, 2))
-        for x in (by_messages, by_copies):
-            of_heads = x.to_heads(rows, layout)
-            same.append(of_heads + x.to_rows(of_heads, layout))
-        same.append(there_and_back(by_copies, rows, layout))
-    for wanted, whole, in_parts in zip(same[::3], same[1::3], same[2::3], strict=True):
-        assert all(map(torch.equal, wanted, whole)) and all(map(torch.equal, wanted, in_parts))
-        assert all(x.is_contiguous() for x in whole + in_parts)
+        wanted, found = (there_and_back(x, rows, layout) for x in (by_messages, by_writes))
+        assert all(map(torch.equal, wanted, found)) and all(x.is_contiguous() for x in found)
+        lent = by_writes.lend_heads(rows, layout)
+        assert all(map(torch.equal, wanted, lent))
     return True
 
 
@@ -237,31 +226,28 @@ def exchange_between_gpus(layout: str) -> str:
     Exchanges follow each other without a wait of the host, on two streams, in buffers that grow.
     """
     ranks = Ranks.of(groups()[dist.get_world_size()])
-    by_messages, by_copies = MessageExchange(ranks), ulysses.exchange_for(ranks, 1 << 20, device())
-    if by_copies.name == by_messages.name:
-        return str(ulysses._pulls_between(ranks.group, ranks, device()))
+    by_messages, by_writes = MessageExchange(ranks), ulysses.exchange_for(ranks, 1 << 20, device())
+    if by_writes.name == by_messages.name:
+        return str(ulysses._pushes_between(ranks.group, ranks, device()))
     torch.manual_seed(ranks.rank)
     pairs = []
     for number, n in enumerate((64, 64, 2048, 64, 2048, 128, 8192, 8192, 64, 64)):
         shapes = (1 + number % 2, 2 * n, 2 * ranks.size, 128), (1, 2 * n, 2 * ranks.size, 1)
         rows = [torch.randn(shape, device=device(), dtype=DTYPE) for shape in shapes]
-        of_heads = by_messages.to_heads(rows, layout)
-        back = by_messages.to_rows(of_heads, layout)
+        wanted = there_and_back(by_messages, rows, layout)
         stream = torch.cuda.Stream() if number % 3 == 0 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # A rank that is late, each time another one.
             if number % ranks.size == ranks.rank:
                 torch.cuda._sleep(2_000_000)
-            pulled_heads = by_copies.to_heads(rows, layout)
-            pulled_back = by_copies.to_rows(pulled_heads, layout)
-            in_parts = there_and_back(by_copies, rows, layout)
+            found = there_and_back(by_writes, rows, layout)
+            lent = [x.clone() for x in by_writes.lend_heads(rows, layout)]
         torch.cuda.current_stream().wait_stream(stream)
-        for found in (pulled_heads + pulled_back, in_parts):
-            pairs += zip(of_heads + back, found, strict=True)
+        pairs += [*zip(wanted, found, strict=True), *zip(wanted, lent, strict=False)]
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in pairs)
-    return by_copies.name
+    return by_writes.name
 
 
 def share_memory(what: str) -> str:

@@ -35,7 +35,7 @@ from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.pulled import PulledExchange
+from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
 from hopper_attention.distributed.ring import ring_forward
 from hopper_attention.distributed.ring_backward import ring_backward
@@ -266,11 +266,11 @@ def _machine_of(request: Request, device: torch.device) -> Machine:
     rows = problem.seqlen_q // problem.world
     if (
         why_not_ulysses(sizes, ring.size)
-        or transport_of(rows, ring.size, sizes, DEFAULT_MACHINE) != PulledExchange.name
+        or transport_of(rows, ring.size, sizes, DEFAULT_MACHINE) != PushedExchange.name
     ):
         return DEFAULT_MACHINE
     exchange = exchange_for(ring, given_bytes(rows, ring.size, sizes), device)
-    return DEFAULT_MACHINE if exchange.name == PulledExchange.name else WITHOUT_PEERS
+    return DEFAULT_MACHINE if exchange.name == PushedExchange.name else WITHOUT_PEERS
 
 
 def _run(

@@ -23,7 +23,7 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
-from hopper_attention.distributed.pulled import MOST_BYTES, PulledExchange
+from hopper_attention.distributed.pushed import MOST_BYTES, PushedExchange
 from hopper_attention.distributed.schedule import RowBytes, backward_schedule, forward_schedule
 from hopper_attention.distributed.steps import Step, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
@@ -311,12 +311,12 @@ def _fp8_plan(problem: Problem, sizes: Sizes, machine: Machine) -> ContextPlan:
     is_plain = problem.left == UNLIMITED and problem.right in (UNLIMITED, 0) and not problem.documents
     if is_plain and not why_not_ulysses(sizes, problem.world):
         by = transport_of(rows, problem.world, sizes, machine)
-        if by == PulledExchange.name:
+        if by == PushedExchange.name:
             seconds[ULYSSES] = _ulysses_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
             of_16_bits = min(of_16_bits, _ulysses_s(problem, in_16_bits, machine, (FORWARD_PRODUCTS,)))
     method = min(seconds, key=seconds.__getitem__)
     if method == ULYSSES:
-        transport = PulledExchange.name
+        transport = PushedExchange.name
         reason = f"heads go by {transport} in 16 bits and become e4m3 there, in a forward pass; "
     else:
         reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
@@ -392,14 +392,14 @@ def given_bytes(rows: int, ranks: int, sizes: Sizes) -> int:
 def transport_of(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> str:
     """What carries an exchange of heads between so many ranks."""
     is_near = 1 < ranks <= machine.host_gpus and given_bytes(rows, ranks, sizes) <= MOST_BYTES
-    return PulledExchange.name if is_near else MessageExchange.name
+    return PushedExchange.name if is_near else MessageExchange.name
 
 
 def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
     """Of a pass: rows of Q, K, V for heads, and the output for rows; or their gradients the other way."""
     size = given_bytes(rows, ranks, sizes) + 2 * rows * sizes.q_row
     travelling = machine.transfer_s(size * (ranks - 1) / ranks)
-    if transport_of(rows, ranks, sizes, machine) == PulledExchange.name:
+    if transport_of(rows, ranks, sizes, machine) == PushedExchange.name:
         waits = (MEETINGS - 1) * machine.latency_us * 1e-6
         return travelling + waits + machine.memory_s(STAGED_BYTES * size / 2)
     return travelling + machine.memory_s(EXCHANGED_BYTES * size / 2)

@@ -1,7 +1,7 @@
-"""Memory that ranks of one host read of each other: symmetric memory of torch.distributed.
+"""Memory of each other that ranks of one host read and write: symmetric memory of torch.distributed.
 
-What a peer has is read by an ordinary copy on the own GPU, over NVLink. There is no message, so no kernel of NCCL that
-waits on an SM for the other side; where both sides lie in one piece a copy engine does it, and no SM at all.
+What a peer wants is written there by an ordinary kernel, over NVLink. There is no message, so nothing that waits on an
+SM for the other side, and nothing to put in order when it has come.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEMBERED_VIEWS = 1024
 
 
 class PeerMemory(ABC):
-    """A buffer on each rank of a group, which the others can read.
+    """A buffer on each rank of a group, which the others can read and write.
 
     Attributes:
         nbytes: of each.
@@ -40,7 +40,7 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        """A contiguous tensor in the buffer of a rank, from so many bytes on. Only a rank itself writes to its own."""
+        """A contiguous tensor in the buffer of a rank, from so many bytes on."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -57,10 +57,6 @@ class PeerMemory(ABC):
     @abstractmethod
     def wait(self, copies: Any) -> None:
         """What is launched from now on comes after copies that were launched aside."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """The same of all of them."""
 
 
 class SymmetricMemory(PeerMemory):
@@ -110,9 +106,6 @@ class SymmetricMemory(PeerMemory):
 
     def wait(self, copies: Any) -> None:
         torch.cuda.current_stream(self.buffer.device).wait_event(copies)
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self.buffer.device).wait_stream(self.side)
 
 
 def _timeout_of(ranks: Ranks, device: torch.device) -> float:

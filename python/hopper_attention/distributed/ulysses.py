@@ -16,19 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call
-from hopper_attention.distributed.by_parts import AttentionByParts, attend_by_parts, exchanged
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.merge import Merged
+from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.pulled import LEAST_BYTES, MOST_BYTES, PulledExchange, bytes_for
+from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange, bytes_for
 from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.quantized import Fp8Quantization
-
-PARTS = 2
-"""That heads of a rank are done in, where they come out of peers' memory: half of what is exchanged is hidden then, and
-more parts have more tails."""
 
 
 def check_heads(heads: int, kv_heads: int, size: int) -> None:
@@ -41,7 +37,7 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _pulls_between(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PulledExchange | str:
+def _pushes_between(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange | str:
     memory = share_memory(ranks, device, bytes_for(LEAST_BYTES))
     if isinstance(memory, str):
         return memory
@@ -52,20 +48,20 @@ def _pulls_between(group: dist.ProcessGroup, ranks: Ranks, device: torch.device)
             raise RuntimeError(f"no {nbytes} bytes that ranks can read of each other: {made}")
         return made
 
-    return PulledExchange(ranks, memory, larger)
+    return PushedExchange(ranks, memory, larger)
 
 
 def exchange_for(ranks: Ranks, nbytes: int, device: torch.device) -> HeadExchange:
     """What carries an exchange in which a rank gives ``nbytes`` at most.
 
-    Peer memory where the ranks have it and the tensors are short; it is asked for once a group, by all ranks. Messages
-    otherwise, with a time-out of the call, which a copy does not have, and under CUDA graph capture, as a replay would
-    not take turns.
+    Peer memory where the ranks have it and the tensors are short; it is asked for once a group, by all ranks. Otherwise
+    messages, as with a time-out of the call, since the host cannot wait for writes, and under CUDA graph capture, since
+    a replay would not take turns.
     """
     is_replayed = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if nbytes > MOST_BYTES or ranks.timeout or is_replayed or ranks.size == 1:
         return MessageExchange(ranks)
-    found = _pulls_between(ranks.group, ranks, device)
+    found = _pushes_between(ranks.group, ranks, device)
     return MessageExchange(ranks) if isinstance(found, str) else found
 
 
@@ -134,12 +130,11 @@ class Heads:
     def attend(
         self, tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, call: Call, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """out and lse of the local rows, with half of all exchanges hidden; None where messages carry the heads."""
-        if not isinstance(self.exchange, PulledExchange):
+        """out and lse of the local rows; None where messages carry the heads."""
+        if not isinstance(self.exchange, PushedExchange):
             return None
-        q, k, v = self._as_many_keys(*tensors)
-        parts = count_parts(k.shape[0], k.shape[2] // self.ranks.size)
-        return _with_lse(AttentionByParts.apply(q, k, v, self.exchange, problem, call, parts, wants_lse))
+        given = *self._as_many_keys(*tensors), self.exchange, problem, call, wants_lse
+        return _with_lse(AttentionOverPeers.apply(*given))
 
     def attend_in_fp8(
         self,
@@ -150,26 +145,18 @@ class Heads:
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
-        q, k, v = self._as_many_keys(*tensors)
-        own_sinks, exchange = self.of_sinks(sinks), self.exchange
-        is_pulled = isinstance(exchange, PulledExchange)
-        parts = count_parts(k.shape[0], k.shape[2] // self.ranks.size) if is_pulled else 1
-        given: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
-        has_lse = wants_lse or own_sinks is not None
-
-        def attend(part: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-            found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **given)
-            if isinstance(found, Tensor):
-                return [found]
-            whole = Merged(*found, found[0].dtype)
-            if own_sinks is not None:
-                whole.add_sinks(own_sinks.chunk(parts)[part])
-            return exchanged(whole.out, whole.lse, wants_lse)
-
-        if isinstance(exchange, PulledExchange):
-            return _with_lse(attend_by_parts(exchange, (q, k, v), self.layout, parts, attend))
-        of_heads = exchange.to_heads((q, k, v), self.layout)
-        return _with_lse(exchange.to_rows(attend(0, *of_heads), self.layout))
+        exchange, given = self.exchange, self._as_many_keys(*tensors)
+        come = exchange.lend_heads if isinstance(exchange, PushedExchange) else exchange.to_heads
+        q, k, v = come(given, self.layout)
+        has_lse = wants_lse or sinks is not None
+        quantized: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
+        found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)
+        if isinstance(found, Tensor):
+            return _with_lse(exchange.to_rows([found], self.layout))
+        whole, own_sinks = Merged(*found, found[0].dtype), self.of_sinks(sinks)
+        if own_sinks is not None:
+            whole.add_sinks(own_sinks)
+        return _with_lse(exchange.to_rows(exchanged(whole.out, whole.lse, wants_lse), self.layout))
 
     def give_back(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """out (batch, positions, heads / size, d) and lse (batch, heads / size, positions) of all heads, local rows."""
@@ -185,11 +172,6 @@ def _with_lse(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """out, and lse (batch, heads, rows) if it was exchanged too."""
     out, *lse = rows
     return out, lse[0].squeeze(-1).mT if lse else None
-
-
-def count_parts(batch: int, kv_heads: int) -> int:
-    """Of the key/value heads of a rank: PARTS where these divide and what a peer has of a part is in one piece."""
-    return PARTS if batch == 1 and kv_heads % PARTS == 0 else 1
 
 
 def copies_of_keys(ranks: Ranks, k: Tensor) -> int:
