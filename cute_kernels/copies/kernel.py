@@ -17,21 +17,24 @@ from cute_kernels.integers import ceil_div, divide, maximum, minimum
 
 
 class CopiesKernel:
-    """A CTA a tile of one copy; a thread has some vectors, which it reads before it writes the first."""
+    """CTAs walk over the tiles of one copy; a thread has some vectors of a tile, which it reads before it writes the
+    first."""
 
     def __init__(self, config: CopiesConfig):
         validate_copies_config(config)
         self.copies, self.dtype = config.copies, DSL_DTYPES[config.dtype]
 
     @cute.jit
-    def __call__(self, *tensors_and_stream):
-        """Launch: targets, as many sources, all (a, b, n, w), and the stream."""
-        *tensors, stream = tensors_and_stream
+    def __call__(self, *tensors_ctas_and_stream):
+        """Launch: targets, as many sources, all (a, b, n, w), the most CTAs of a copy, and the stream."""
+        *tensors, most_ctas, stream = tensors_ctas_and_stream
         most = Int32(0)
         for i in cutlass.range_constexpr(self.copies):
             most = maximum(most, self._vectors(tensors[i]))
         self.kernel(tuple(tensors)).launch(
-            grid=(ceil_div(most, TILE), self.copies, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(minimum(ceil_div(most, TILE), most_ctas), self.copies, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -43,10 +46,11 @@ class CopiesKernel:
 
     @cute.jit
     def _copy(self, target: cute.Tensor, source: cute.Tensor):
-        """The tile of this CTA. Threads behind the end write the last vector once more, as it is."""
+        """The tiles of this CTA. Threads behind the end write the last vector once more, as it is."""
         count = self._vectors(target)
-        first = cute.arch.block_idx()[0] * TILE + cute.arch.thread_idx()[0]
-        if cute.arch.block_idx()[0] * TILE < count:
+        ctas = cute.arch.grid_dim()[0]
+        for tile in cutlass.range(cute.arch.block_idx()[0], ceil_div(count, TILE), ctas, unroll=1):
+            first = tile * TILE + cute.arch.thread_idx()[0]
             loaded = []
             for i in cutlass.range_constexpr(VECTORS_A_THREAD):
                 place = self._place(target, minimum(first + i * THREADS, count - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +12,19 @@ from torch import Tensor
 from cute_kernels.copies.config import TILE, VECTOR, CopiesConfig, validate_copies_config
 from hopper_attention import compile_cache
 from hopper_attention.launch import copies
-from hopper_attention.launch.copies import copy_all
+from hopper_attention.launch.copies import copy_all, copy_known
 from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.python.fake_gpu import forget_launchers, pretend
 
 
-def on_numpy(config: CopiesConfig, *tensors: Tensor) -> None:
+def on_numpy(config: CopiesConfig, *tensors_and_ctas: Any) -> None:
+    *tensors, most_ctas = tensors_and_ctas
     arguments = Arguments()
     for x in tensors:
         arguments.tensor(x, tuple(x.shape), x.stride()[:-1])
     most = max(x.numel() for x in tensors) // VECTOR
-    arguments.launch(program_of(config), (-(-most // TILE), config.copies, 1))
+    arguments.launch(program_of(config), (min(-(-most // TILE), most_ctas), config.copies, 1))
 
 
 @pytest.fixture
@@ -31,9 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[CopiesConfig]:
     found: list[CopiesConfig] = []
 
     def get(config: CopiesConfig):
-        def run(*tensors: Tensor) -> None:
+        def run(*arguments: Any) -> None:
             found.append(config)
-            on_numpy(config, *tensors)
+            on_numpy(config, *arguments)
 
         return run
 
@@ -61,7 +63,12 @@ def test_some_heads_of_all_rows_go_where_they_belong(
     wanted[1][:, :, :, 8:32] = sources[1]
     copy_all(targets, sources)
     assert all(map(torch.equal, into, wanted))
-    assert launched == [CopiesConfig("sm_90a", str(dtype).removeprefix("torch."), 2)]
+    for x in into:
+        x.zero_()
+    # The same by one CTA a copy, which walks over the tiles.
+    copy_known(targets, sources, True, 1)
+    assert all(map(torch.equal, into, wanted))
+    assert launched == 2 * [CopiesConfig("sm_90a", str(dtype).removeprefix("torch."), 2)]
 
 
 @pytest.mark.parametrize("case", ["float32", "of two dtypes", "narrow", "no rows"])

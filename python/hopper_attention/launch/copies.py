@@ -18,6 +18,8 @@ from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
 
+ANY_CTAS = 1 << 16
+
 
 @dataclass(frozen=True)
 class CopiesLauncher(Launcher):
@@ -26,11 +28,11 @@ class CopiesLauncher(Launcher):
     config: CopiesConfig
     kernel: Kernel
 
-    def __call__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """As ``copy_all``, of tensors that the kernel can address."""
+    def __call__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], most_ctas: int) -> None:
+        """As ``copy_all``, of tensors that the kernel can address; so many CTAs a copy, at most."""
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(targets, sources)
-        self.kernel(*targets, *sources)
+            return self.call_there(targets, sources, most_ctas)
+        self.kernel(*targets, *sources, most_ctas)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -63,12 +65,17 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     copy_known(targets, sources, is_one)
 
 
-def copy_known(targets: Sequence[Tensor], sources: Sequence[Tensor], are_addressable: bool) -> None:
-    """``copy_all`` of tensors of which a caller knows whether they all have one dtype and are addressable."""
+def copy_known(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], are_addressable: bool, most_ctas: int = ANY_CTAS
+) -> None:
+    """``copy_all`` of tensors of which a caller knows whether they all have one dtype and are addressable.
+
+    ``most_ctas``, of each copy, leave SMs to a kernel that runs beside this one.
+    """
     first = targets[0]
     launcher = find(first.dtype, len(targets), first.device) if are_addressable else None
     if launcher is not None:
-        launcher(targets, sources)
+        launcher(targets, sources, most_ctas)
         return
     for into, x in zip(targets, sources, strict=True):
         into.copy_(x)
