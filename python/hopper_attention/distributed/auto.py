@@ -50,9 +50,9 @@ GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 34, 23, 22, 8
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
 
-STAGED_BYTES, MEETINGS = 4, 2
-"""The same where ranks copy out of each other's memory: what a rank gives is put there first, and each row goes from
-there to where it belongs. And how often all ranks wait for the last of them in a pass."""
+RETURNED_BYTES, MEETINGS = 4, 2
+"""The same where ranks write into each other's memory, of an element that comes back to rows: of the output forward, and
+of dQ, dK and dV in the backward pass. And how often all ranks wait for the last of them in a pass."""
 
 QUANTIZED_BYTES = 3
 """Of an element that becomes e4m3: read in 16 bits, and written."""
@@ -401,7 +401,8 @@ def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
     travelling = machine.transfer_s(size * (ranks - 1) / ranks)
     if transport_of(rows, ranks, sizes, machine) == PushedExchange.name:
         waits = (MEETINGS - 1) * machine.latency_us * 1e-6
-        return travelling + waits + machine.memory_s(STAGED_BYTES * size / 2)
+        # Half of what travels in the two passes.
+        return travelling + waits + machine.memory_s(RETURNED_BYTES * size / 4)
     return travelling + machine.memory_s(EXCHANGED_BYTES * size / 2)
 
 
