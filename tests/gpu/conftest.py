@@ -64,7 +64,7 @@ def compiled_kernels(device: str) -> None:
 
 
 def compile_for_ranks(dtype: str, head_dim: int) -> None:
-    """The shipped kernels of a dtype and head_dim, and those that merge partial results, add up gradients and exchange heads."""
+    """The shipped kernels of a dtype and head_dim, and those that merge, add up gradients and exchange heads."""
     shipped = *shipped_forward_configs(), *shipped_backward_kernels()
     sizes = dtype, head_dim, head_dim
     kinds = [(config, getattr(config, "config", config)) for config in shipped]

@@ -51,8 +51,8 @@ in order twice, with float32 sums of gradients that are sorted by owner; of a ra
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
 
 RETURNED_BYTES, MEETINGS = 4, 2
-"""The same where ranks write into each other's memory, of an element that comes back to rows: of the output forward, and
-of dQ, dK and dV in the backward pass. And how often all ranks wait for the last of them in a pass."""
+"""The same where ranks write into each other's memory, of an element that comes back to rows: of the output forward,
+and of dQ, dK and dV in the backward pass. And how often all ranks wait for the last of them in a pass."""
 
 QUANTIZED_BYTES = 3
 """Of an element that becomes e4m3: read in 16 bits, and written."""
