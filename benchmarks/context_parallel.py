@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,8 +57,8 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES, IN_PARTS = "ulysses by messages", "ulysses in 2 parts"
-SHORT_METHODS = ("ring", "ulysses", IN_PARTS, BY_MESSAGES)
+BY_MESSAGES = "ulysses by messages"
+SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -164,31 +164,21 @@ def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
 
 
 @contextmanager
-def ulysses_with(**names: Any) -> Iterator[None]:
-    """Other names in ``distributed.ulysses`` for a while; a backward pass does what its forward pass did."""
-    before = {name: getattr(ulysses, name) for name in names}
-    for name, value in names.items():
-        setattr(ulysses, name, value)
+def messages_only() -> Iterator[None]:
+    """Ulysses as where ranks have no memory in common; a backward pass does what its forward pass did."""
+    chosen = ulysses.exchange_for
+    ulysses.exchange_for = lambda ranks, nbytes, device: MessageExchange(ranks)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(ulysses, name, value)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    IN_PARTS: {"PARTS": 2},
-    BY_MESSAGES: {"exchange_for": lambda ranks, nbytes, device: MessageExchange(ranks)},
-}
-"""Ulysses as it is not chosen."""
+        ulysses.exchange_for = chosen
 
 
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    names = WAYS.get(method, {})
-    name = ULYSSES if names else method
+    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with ulysses_with(**names):
+        with carried():
             found = context_parallel_attention(q, k, v, s.mesh, method=name, causal=True, **options)
         assert isinstance(found, Tensor)
         return found

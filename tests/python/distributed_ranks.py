@@ -183,7 +183,7 @@ def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14))
     )
 
 
-def attend_by_peer_memory(case: Case, folder: str, parts: int = 1) -> tuple[dict[str, np.ndarray], int]:
+def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
     """``attend`` where heads are written to files, and how many exchanges there were."""
     made: dict[str, PushedExchange] = {}
     turns = []
@@ -193,7 +193,6 @@ def attend_by_peer_memory(case: Case, folder: str, parts: int = 1) -> tuple[dict
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "_pushes_between", find)
-        patch.setattr(ulysses, "PARTS", parts)
         meet = FileMemory.meet
         patch.setattr(FileMemory, "meet", lambda memory: (turns.append(1), meet(memory)))
         return attend(case), len(turns)

@@ -26,32 +26,25 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 CASES = [
-    (Case(2, "ulysses", CAUSAL, heads=(8, 4), batch=1), 4, 6),
-    (
-        Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1, head_dim_v=24),
-        4,
-        6,
-    ),
-    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=1, seqlen=24), 4, 6),
-    (Case(2, "ulysses", CAUSAL), 4, 4),
-    (Case(2, "ulysses", CAUSAL, has_sinks=True), 4, 4),
-    (Case(4, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}, seqlen=32), 4, 4),
-    (Case(4, "ulysses", CAUSAL | {"cu_seqlens": ODD}, batch=1), 4, 4),
-    (Case("2x2", "mesh", CAUSAL, head_dim_v=24), 4, 4),
-    (Case(2, "ulysses", CAUSAL, with_gradient=False), 2, 2),
+    (Case(2, "ulysses", CAUSAL, heads=(8, 4), batch=1), 4),
+    (Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1, head_dim_v=24), 4),
+    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=1, seqlen=24), 4),
+    (Case(2, "ulysses", CAUSAL, has_sinks=True), 4),
+    (Case(4, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}, seqlen=32), 4),
+    (Case(4, "ulysses", CAUSAL | {"cu_seqlens": ODD}, batch=1), 4),
+    (Case("2x2", "mesh", CAUSAL, head_dim_v=24), 4),
+    (Case(2, "ulysses", CAUSAL, with_gradient=False), 2),
 ]
 
 
 def test_ulysses_by_peer_memory_is_attention_of_the_whole(pool: Pool, tmp_path: Path) -> None:
-    for number, (case, meetings, in_parts) in enumerate(CASES):
-        wanted = in_one_process(case)
-        for parts, expected in ((1, meetings), (2, in_parts)):
-            folder = tmp_path / f"{number}-{parts}"
-            folder.mkdir()
-            found = pool(members(case.ranks), "attend_by_peer_memory", case, str(folder), parts)
-            compare(case, [of_rank for of_rank, _ in found], wanted, BUDGET)
-            # Q, K and V, once a part; the output with its LSE; and as often in the backward pass.
-            assert [count for _, count in found] == [expected] * len(found)
+    for number, (case, meetings) in enumerate(CASES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = pool(members(case.ranks), "attend_by_peer_memory", case, str(folder))
+        compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+        # Q, K and V; the output with its LSE; and as often in the backward pass.
+        assert [count for _, count in found] == [meetings] * len(found)
 
 
 @pytest.mark.parametrize("by_peer_memory", [True, False], ids=["peer memory", "messages"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
-from hopper_attention.distributed.pushed import Coming, Going, PushedExchange, bytes_of
+from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.masks import MaskSpec
@@ -20,9 +19,6 @@ from hopper_attention.scores import Scores
 
 OF_HEADS = 3
 """Of the arguments: q, k and v."""
-
-ROOM_FOR_LSE = 4
-"""Elements of 16 bits a row and head: a float32, and what aligns it."""
 
 
 def whole_mask(problem: Problem) -> MaskSpec:
@@ -36,24 +32,9 @@ def exchanged(out: Tensor, lse: Tensor, wants_lse: bool) -> list[Tensor]:
     return [out, lse.mT.unsqueeze(-1)] if wants_lse else [out]
 
 
-def attend_by_parts(
-    exchange: PushedExchange,
-    tensors: Sequence[Tensor],
-    layout: str,
-    parts: int,
-    attend: Callable[..., Sequence[Tensor]],
-) -> Going:
-    """Rows, to be finished, of what ``attend`` makes of the number of each part and its tensors, which come of rows."""
-    coming = Coming(exchange, tensors, layout, parts)
-    going = Going(exchange, layout, parts)
-    for part in range(parts):
-        going.give(attend(part, *coming.take(part)))
-    return going
-
-
 class AttentionOverPeers(torch.autograd.Function):
     """out (batch, rows, heads, head_dim_v), from q, k and v of the rows of this rank; with ``wants_lse`` also the LSE,
-    (batch, rows, heads, 1). ``parts`` divides the key/value heads that a rank attends to."""
+    (batch, rows, heads, 1)."""
 
     @staticmethod
     def forward(
@@ -64,63 +45,39 @@ class AttentionOverPeers(torch.autograd.Function):
         exchange: PushedExchange,
         problem: Problem,
         call: Call,
-        parts: int,
         wants_lse: bool,
     ) -> tuple[Tensor, ...]:
-        of_out = q.nbytes // q.shape[3] * v.shape[3] + ROOM_FOR_LSE * q.nbytes // q.shape[3]
-        exchange.reserve(max(bytes_of((q, k, v)), of_out))
-        mask, memory = whole_mask(problem), exchange.memory
-        is_kept = any(ctx.needs_input_grad[:OF_HEADS])
-        kept: list[Tensor] = []
-        copies: list[Any] = []
+        mask = whole_mask(problem)
+        q, k, v = lent = exchange.lend_heads((q, k, v), problem.layout)
+        memory = exchange.memory
+        kept = [torch.empty_like(x) for x in lent] if any(ctx.needs_input_grad[:OF_HEADS]) else []
 
-        def attend(part: int, *lent: Tensor) -> list[Tensor]:
-            own = [torch.empty_like(x) for x in lent] if is_kept else []
+        def keep() -> None:
+            for x, y in zip(kept, lent, strict=True):
+                x.copy_(y)
 
-            def keep() -> None:
-                for x, y in zip(own, lent, strict=True):
-                    x.copy_(y)
-
-            if is_kept:
-                # Beside the kernel, which reads the same.
-                copies.append(memory.launch_aside(keep))
-            options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True
-            q, k, v = lent
-            out, lse = run_forward(q, k, v, *options, mask.sides, Scores.of(call.softcap, None, None))
-            if is_kept:
-                kept.extend((*own, out, lse))
-            return exchanged(out, lse, wants_lse)
-
-        going = attend_by_parts(exchange, (q, k, v), problem.layout, parts, attend)
-        for copy in copies:
-            memory.wait(copy)
-        rows = going.finish()
-        if is_kept:
-            ctx.save_for_backward(*kept)
-        ctx.way = exchange, problem, call, parts
+        # Beside the kernel, which reads the same.
+        keeping = [memory.launch_aside(keep)] if kept else []
+        options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True
+        out, lse = run_forward(q, k, v, *options, mask.sides, Scores.of(call.softcap, None, None))
+        for copies in keeping:
+            memory.wait(copies)
+        rows = exchange.to_rows(exchanged(out, lse, wants_lse), problem.layout)
+        if kept:
+            ctx.save_for_backward(*kept, out, lse)
+        ctx.way = exchange, problem, call
         return tuple(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, problem, call, parts = ctx.way
-        mask, kept = whole_mask(problem), ctx.saved_tensors
-        options = (
-            call.softmax_scale,
-            mask,
-            Scores.of(call.softcap, None, None),
-            call.backend,
-            call.deterministic,
-        )
-
-        def differentiate_part(part: int, dout: Tensor, *of_lse: Tensor) -> Sequence[Tensor]:
-            count = len(kept) // parts
-            q, k, v, out, lse = kept[part * count : (part + 1) * count]
-            dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
-            return differentiate(dout, dlse, q, k, v, out, lse, *options)
-
+        exchange, problem, call = ctx.way
         # Of the output, and of the LSE where it is wanted: zeros on a rank that uses only the other, as all ranks
         # exchange the same.
-        return *attend_by_parts(exchange, grads, problem.layout, parts, differentiate_part).finish(), *[
-            None
-        ] * 5
+        dout, *of_lse = exchange.lend_heads(grads, problem.layout)
+        dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
+        scores = Scores.of(call.softcap, None, None)
+        options = call.softmax_scale, whole_mask(problem), scores, call.backend, call.deterministic
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = differentiate(dout, dlse, q, k, v, out, lse, *options)
+        return *exchange.to_rows(gradients, problem.layout), *[None] * 4

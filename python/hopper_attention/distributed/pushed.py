@@ -3,10 +3,7 @@
 One launch writes all tensors of an exchange to where they belong on every rank, over NVLink and in their final order.
 Then all ranks meet, and what they were given lies in a buffer of their own. It has two rooms, which exchanges use in
 turns. So whoever writes into a room has met its owner since the owner read it, provided that what reads a room is
-launched before the end of the next exchange.
-
-The heads of a rank may come and go in parts. Then what is written of one part runs beside the attention to another, on
-few SMs.
+launched before the next exchange.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS
 from hopper_attention.distributed.peers import PeerMemory
-from hopper_attention.launch.copies import ANY_CTAS, copy_known
+from hopper_attention.launch.copies import copy_known
 
 MOST_BYTES = 1 << 27
 """That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on four ranks have 101 MB with 16
@@ -35,8 +32,8 @@ ROOMS = 2
 ALIGNED = 256
 REMEMBERED_PLACES = 1024
 
-CTAS_BESIDE = 24
-"""That write beside an attention kernel, each on an SM that the kernel has to do without meanwhile."""
+CTAS = 192
+"""That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
 Part = tuple[tuple[int, ...], tuple[int, ...], int]
 """Of a tensor in a buffer: sizes, strides, and elements to its first."""
@@ -76,35 +73,97 @@ class PushedExchange(HeadExchange):
         return [x.clone() for x in self.lend_heads(tensors, layout)]
 
     def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        """``to_heads`` in the buffer itself: what reads them is launched before the end of the next exchange."""
-        self.reserve(bytes_of(tensors))
-        return Coming(self, tensors, layout).take(0)
+        """``to_heads`` in the buffer itself: what reads them is launched before the next exchange."""
+        return self._exchange(
+            tensors, [self._of_heads(x) for x in tensors], partial(self._to_heads, layout=layout)
+        )
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        self.reserve(bytes_of(tensors))
-        going = Going(self, layout)
-        going.give(tensors)
-        return going.finish()
+        places = [self._of_rows(x) for x in tensors]
+        return [x.clone() for x in self._exchange(tensors, places, partial(self._to_rows, layout=layout))]
 
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that there is room for exchanges of so many bytes. None is under way."""
+    def _exchange(
+        self,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        copies_of: Callable[[Tensor, tuple[int, ...], int], list[Copy]],
+    ) -> list[Tensor]:
+        """What all ranks give this one, of these shapes, in the buffer."""
+        offsets = self._rooms_for(tensors)
+        # What one launch can do: copies of one dtype, whose rows are whole vectors.
+        kinds: dict[tuple[torch.dtype, bool], list[Copy]] = {}
+        for given, shape, offset in zip(tensors, shapes, offsets, strict=True):
+            x = _with_dense_rows(given)
+            copies = copies_of(x, shape, offset)
+            kinds.setdefault((x.dtype, _has_vectors(x, copies[0][1])), []).extend(copies)
+        for (_, has_vectors), found in kinds.items():
+            for i in range(0, len(found), MOST_COPIES):
+                targets, sources = zip(*found[i : i + MOST_COPIES], strict=True)
+                copy_known(targets, sources, has_vectors, CTAS // len(targets))
+        self.memory.meet()
+        mine = zip(tensors, shapes, offsets, strict=True)
+        return [self.memory.view(self.ranks.rank, shape, x.dtype, offset) for x, shape, offset in mine]
+
+    def _of_heads(self, x: Tensor) -> tuple[int, ...]:
+        """The shape that rows come in."""
+        batch, rows, heads, head_dim = x.shape
+        return batch, self.ranks.size * rows, heads // self.ranks.size, head_dim
+
+    def _of_rows(self, x: Tensor) -> tuple[int, ...]:
+        """The shape that heads come back in."""
+        batch, positions, heads, head_dim = x.shape
+        return batch, positions // self.ranks.size, self.ranks.size * heads, head_dim
+
+    def _to_heads(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
+        """For each rank, where its heads of the rows of this one belong, and where they are."""
+        mine = Chunks.of(self.ranks.rank, self.ranks.size, layout)
+        batch, rows = x.shape[:2]
+        of_batch, of_row = x.stride()[:2]
+        columns, chunk = shape[2] * shape[3], rows // mine.number
+        sizes = batch, mine.number, chunk, columns
+        strides = of_batch, chunk * of_row, of_row, 1
+        there = self.ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
+        target = sizes, there, mine.first * chunk * columns
+        found = []
+        for owner in self._others_first():
+            source = x.as_strided(sizes, strides, x.storage_offset() + owner * columns)
+            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+        return found
+
+    def _to_rows(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
+        """For each rank, where the heads of this one belong in its rows, and where they are."""
+        batch, rows, heads, head_dim = shape
+        of_batch, of_row = x.stride()[:2]
+        width, columns = heads * head_dim, x.shape[2] * x.shape[3]
+        chunk = rows // CHUNKS_A_RANK[layout]
+        there = rows * width, chunk * width, width, 1
+        found = []
+        for owner in self._others_first():
+            theirs = Chunks.of(owner, self.ranks.size, layout)
+            sizes = batch, theirs.number, chunk, columns
+            strides = of_batch, theirs.step * chunk * of_row, of_row, 1
+            source = x.as_strided(sizes, strides, x.storage_offset() + theirs.first * chunk * of_row)
+            target = sizes, there, self.ranks.rank * columns
+            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+        return found
+
+    def _rooms_for(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Where in the buffer each tensor of a new exchange lies. A rank gets as many bytes as it gives."""
+        sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors]
+        total = sum(sizes)
         self.memory.begin()
-        if ROOMS * nbytes > self.memory.nbytes:
-            self.memory = self.make(bytes_for(nbytes))
+        if ROOMS * total > self.memory.nbytes:
+            self.memory = self.make(bytes_for(total))
             self.places.clear()
-
-    def rooms_for(self, sizes: Sequence[int]) -> list[int]:
-        """Where in the buffer each tensor of a new exchange lies."""
-        self.memory.begin()
         self.turn = (self.turn + 1) % ROOMS
         start = self.turn * (self.memory.nbytes // ROOMS)
         return [start + sum(sizes[:i]) for i in range(len(sizes))]
 
-    def others_first(self) -> list[int]:
+    def _others_first(self) -> list[int]:
         """The ranks in an order in which no two ranks begin with the same one."""
         return [(self.ranks.rank + t) % self.ranks.size for t in range(1, self.ranks.size + 1)]
 
-    def place(
+    def _place(
         self, owner: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int, part: Part
     ) -> Tensor:
         """A part of a tensor in the buffer of a rank."""
@@ -119,146 +178,10 @@ class PushedExchange(HeadExchange):
             self.places[key] = found
         return found
 
-    def write(
-        self, copies_of_tensors: Sequence[tuple[Tensor, list[Copy]]], most_ctas: int = ANY_CTAS
-    ) -> None:
-        """Make copies of tensors with dense rows, in one launch where one dtype has vectors in all of them."""
-        kinds: dict[tuple[torch.dtype, bool], list[Copy]] = {}
-        for x, copies in copies_of_tensors:
-            kinds.setdefault((x.dtype, _has_vectors(x, copies[0][1])), []).extend(copies)
-        for (_, has_vectors), found in kinds.items():
-            for i in range(0, len(found), MOST_COPIES):
-                targets, sources = zip(*found[i : i + MOST_COPIES], strict=True)
-                copy_known(targets, sources, has_vectors, max(1, most_ctas // len(targets)))
-
-
-class Coming:
-    """Tensors (batch, rows, heads, d) on their way to all positions of the heads of this rank, in parts of these."""
-
-    def __init__(
-        self, exchange: PushedExchange, tensors: Sequence[Tensor], layout: str, parts: int = 1
-    ) -> None:
-        """Write the first part; the others are written aside."""
-        self.exchange = exchange
-        self.layout = layout
-        self.parts = parts
-        offsets = exchange.rooms_for([_room(x) for x in tensors])
-        self.tensors = list(zip(map(_with_dense_rows, tensors), offsets, strict=True))
-        self._write(0, ANY_CTAS)
-        launch = exchange.memory.launch_aside
-        self.copies = [launch(partial(self._write, part, CTAS_BESIDE)) for part in range(1, parts)]
-
-    def take(self, part: int) -> list[Tensor]:
-        """Each (batch, positions, heads of the part, d), in the buffer."""
-        memory = self.exchange.memory
-        if part:
-            memory.wait(self.copies[part - 1])
-        memory.meet()
-        return [
-            memory.view(self.exchange.ranks.rank, *self._where(x, offset, part)) for x, offset in self.tensors
-        ]
-
-    def _where(self, x: Tensor, offset: int, part: int) -> tuple[tuple[int, ...], torch.dtype, int]:
-        """Shape, dtype and bytes to the first of a part in the buffer."""
-        size = self.exchange.ranks.size
-        shape = x.shape[0], size * x.shape[1], x.shape[2] // size // self.parts, x.shape[3]
-        return shape, x.dtype, offset + part * (x.nbytes // self.parts)
-
-    def _write(self, part: int, most_ctas: int) -> None:
-        copies = [(x, self._copies(x, *self._where(x, offset, part), part)) for x, offset in self.tensors]
-        self.exchange.write(copies, most_ctas)
-
-    def _copies(
-        self, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int, part: int
-    ) -> list[Copy]:
-        """For each rank, where its heads of the rows of this one belong, and where they are."""
-        ranks = self.exchange.ranks
-        mine = Chunks.of(ranks.rank, ranks.size, self.layout)
-        batch, rows = x.shape[:2]
-        of_batch, of_row = x.stride()[:2]
-        columns, chunk = shape[2] * shape[3], rows // mine.number
-        sizes = batch, mine.number, chunk, columns
-        strides = of_batch, chunk * of_row, of_row, 1
-        there = ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
-        target = sizes, there, mine.first * chunk * columns
-        found = []
-        for owner in self.exchange.others_first():
-            first = x.storage_offset() + (owner * self.parts + part) * columns
-            source = x.as_strided(sizes, strides, first)
-            found.append((self.exchange.place(owner, shape, dtype, offset, target), source))
-        return found
-
-
-class Going:
-    """Tensors (batch, positions, heads of a part, d) on their way back to all heads of the rows of each rank."""
-
-    def __init__(self, exchange: PushedExchange, layout: str, parts: int = 1) -> None:
-        self.exchange = exchange
-        self.layout = layout
-        self.parts = parts
-        self.places: list[tuple[tuple[int, ...], torch.dtype, int]] = []
-        self.aside: list[Any] = []
-
-    def give(self, tensors: Sequence[Tensor]) -> None:
-        """The next part. Those before the last are written aside."""
-        if not self.places:
-            offsets = self.exchange.rooms_for([_room(x, self.parts) for x in tensors])
-            for x, offset in zip(tensors, offsets, strict=True):
-                batch, positions, heads, head_dim = x.shape
-                size = self.exchange.ranks.size
-                shape = batch, positions // size, size * self.parts * heads, head_dim
-                self.places.append((shape, x.dtype, offset))
-        dense, part = [_with_dense_rows(x) for x in tensors], len(self.aside)
-        copies = [(x, self._copies(x, *where, part)) for x, where in zip(dense, self.places, strict=True)]
-        if part + 1 == self.parts:
-            self.exchange.write(copies)
-            return
-        launch = self.exchange.memory.launch_aside
-        self.aside.append((launch(partial(self.exchange.write, copies, CTAS_BESIDE)), dense))
-
-    def finish(self) -> list[Tensor]:
-        """Each (batch, rows, heads, d), when all parts were given."""
-        memory = self.exchange.memory
-        for copies, _ in self.aside:
-            memory.wait(copies)
-        self.aside.clear()
-        memory.meet()
-        return [memory.view(self.exchange.ranks.rank, *where).clone() for where in self.places]
-
-    def _copies(
-        self, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int, part: int
-    ) -> list[Copy]:
-        """For each rank, where the heads of this one belong in its rows, and where they are."""
-        ranks = self.exchange.ranks
-        batch, rows, heads, head_dim = shape
-        of_batch, of_row = x.stride()[:2]
-        width, columns = heads * head_dim, x.shape[2] * x.shape[3]
-        chunk = rows // CHUNKS_A_RANK[self.layout]
-        there = rows * width, chunk * width, width, 1
-        found = []
-        for owner in self.exchange.others_first():
-            theirs = Chunks.of(owner, ranks.size, self.layout)
-            sizes = batch, theirs.number, chunk, columns
-            strides = of_batch, theirs.step * chunk * of_row, of_row, 1
-            source = x.as_strided(sizes, strides, x.storage_offset() + theirs.first * chunk * of_row)
-            target = sizes, there, (ranks.rank * self.parts + part) * columns
-            found.append((self.exchange.place(owner, shape, dtype, offset, target), source))
-        return found
-
 
 def bytes_for(total: int) -> int:
     """Of a buffer with room for exchanges of ``total`` bytes."""
     return ROOMS * max(LEAST_BYTES, 1 << (total - 1).bit_length())
-
-
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """That an exchange takes of a room."""
-    return sum(map(_room, tensors))
-
-
-def _room(x: Tensor, parts: int = 1) -> int:
-    """Bytes that a tensor takes in the buffer, given one of equal parts. A rank gets as many as it gives."""
-    return -(-x.nbytes * parts // ALIGNED) * ALIGNED
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

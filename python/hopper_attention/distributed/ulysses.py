@@ -19,15 +19,12 @@ from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.over_peers import AttentionOverPeers, attend_by_parts, exchanged
+from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange, bytes_for
 from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.quantized import Fp8Quantization
-
-PARTS = 1
-"""That the heads of a rank are done in over peer memory."""
 
 
 def check_heads(heads: int, kv_heads: int, size: int) -> None:
@@ -110,7 +107,6 @@ class Heads:
         """``nbytes``: that this rank gives at most in an exchange."""
         self.ranks = ranks
         self.layout = layout
-        self.nbytes = nbytes
         self.exchange = exchange_for(ranks, nbytes, device)
 
     @classmethod
@@ -137,9 +133,8 @@ class Heads:
         """out and lse of the local rows; None where messages carry the heads."""
         if not isinstance(self.exchange, PushedExchange):
             return None
-        q, k, v = self._as_many_keys(*tensors)
-        parts = PARTS if (k.shape[2] // self.ranks.size) % PARTS == 0 else 1
-        return _with_lse(AttentionOverPeers.apply(q, k, v, self.exchange, problem, call, parts, wants_lse))
+        given = *self._as_many_keys(*tensors), self.exchange, problem, call, wants_lse
+        return _with_lse(AttentionOverPeers.apply(*given))
 
     def attend_in_fp8(
         self,
@@ -151,23 +146,17 @@ class Heads:
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
         exchange, given = self.exchange, self._as_many_keys(*tensors)
+        come = exchange.lend_heads if isinstance(exchange, PushedExchange) else exchange.to_heads
+        q, k, v = come(given, self.layout)
         has_lse, own_sinks = wants_lse or sinks is not None, self.of_sinks(sinks)
         quantized: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
-
-        def attend(part: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-            found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)
-            if isinstance(found, Tensor):
-                return [found]
-            whole = Merged(*found, found[0].dtype)
-            if own_sinks is not None:
-                whole.add_sinks(own_sinks)
-            return exchanged(whole.out, whole.lse, wants_lse)
-
-        if isinstance(exchange, PushedExchange):
-            exchange.reserve(self.nbytes)
-            return _with_lse(attend_by_parts(exchange, given, self.layout, 1, attend).finish())
-        of_heads = exchange.to_heads(given, self.layout)
-        return _with_lse(exchange.to_rows(attend(0, *of_heads), self.layout))
+        found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)
+        if isinstance(found, Tensor):
+            return _with_lse(exchange.to_rows([found], self.layout))
+        whole = Merged(*found, found[0].dtype)
+        if own_sinks is not None:
+            whole.add_sinks(own_sinks)
+        return _with_lse(exchange.to_rows(exchanged(whole.out, whole.lse, wants_lse), self.layout))
 
     def give_back(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """out (batch, positions, heads / size, d) and lse (batch, heads / size, positions) of all heads, local rows."""
