@@ -374,10 +374,15 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
 def _ulysses_s(
     problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES
 ) -> float:
-    """Nothing is hidden. In FP8 the quantizer reads Q, K and V."""
+    """Nothing is hidden. In FP8 the quantizer reads Q, K and V.
+
+    A causal kernel begins with its longest tiles, and has hardly a tail. It is counted with messages, where it stands
+    for what these wait for beside their bytes.
+    """
     whole, rows = groups_with_all(replace(problem, world=1), 0), problem.seqlen_q // problem.world
     total = sum(machine.compute_s(sizes.flops(_mean_scores(problem), n)) for n in passes)
-    total += sum(sizes.tails_s(whole, n, machine) for n in passes)
+    if problem.right != 0 or transport_of(rows, problem.world, sizes, machine) != PushedExchange.name:
+        total += sum(sizes.tails_s(whole, n, machine) for n in passes)
     if sizes.bytes_each == 1:
         total += machine.memory_s(QUANTIZED_BYTES * given_bytes(rows, problem.world, sizes) // 2)
     return total + len(passes) * _exchange_s(rows, problem.world, sizes, machine)
