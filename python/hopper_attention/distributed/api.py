@@ -110,9 +110,10 @@ def context_parallel_attention(
         mesh: a process group, a DeviceMesh of one dimension, or None for all ranks. A mesh of two dimensions is (ring,
             ulysses): ranks of one row of it share heads, and rows are around the ring.
         method: "ring": K and V pass by while the kernel works. "all_gather": every rank gets all of K and V, some heads
-            after the other. "ulysses": ranks exchange rows for heads, on one host and of short shards by writes into each
-            other's memory; heads of q have to be a multiple of the ranks, those of k a multiple or divisor. "mesh": ulysses in the rows of a mesh, the ring over its columns. "auto":
-            the least time by a model; :func:`explain_context_parallel` says which and why.
+            after the other. "ulysses": ranks exchange rows for heads, on one host and of short shards by writes into
+            each other's memory; heads of q have to be a multiple of the ranks, those of k a multiple or divisor.
+            "mesh": ulysses in the rows of a mesh, the ring over its columns. "auto": the least time by a model;
+            :func:`explain_context_parallel` says which and why.
         causal: position i of the whole sequence sees the positions j <= i + seqlen_k - seqlen_q.
         window_size: (left, right), of positions of the whole sequence, as for ``flash_attn_func``. In the ring only
             ranks that share a window talk, which ``layout="contiguous"`` makes the fewest.
