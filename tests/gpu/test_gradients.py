@@ -48,14 +48,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of q of the backward passes that ran on the kernel under test; no test may warn that one did not."""
     seen: list[tuple[int, ...]] = []
-    launch = BackwardLauncher.__call__
+    launch = BackwardLauncher.launch
 
     def note(launcher: BackwardLauncher, dout: Tensor, q: Tensor, *others: Any, **options: Any) -> Any:
         assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")
         seen.append(tuple(q.shape))
         return launch(launcher, dout, q, *others, **options)
 
-    monkeypatch.setattr(BackwardLauncher, "__call__", note)
+    monkeypatch.setattr(BackwardLauncher, "launch", note)
     warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the backward pass of attention")
