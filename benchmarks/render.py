@@ -70,6 +70,12 @@ def read_reports(results: Path) -> list[ForwardReport]:
     ]
 
 
+def read_paper_problem(results: Path) -> list[ForwardReport]:
+    """The report of the paper's ablation problem beside other libraries, if it has been committed."""
+    path = results / f"paper_problem_{GPU}.json"
+    return [load_forward(path.read_text(encoding="utf-8"), KINDS[0])] if path.is_file() else []
+
+
 AMPERE_PAGES = {"forward": "ampere", "backward": "ampere_backward"}
 """The pages of the kernels without WGMMA, by kind of report."""
 
@@ -143,8 +149,11 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     text, pages = readme.read_text(encoding="utf-8"), {}
     for report in reports:
         # Latency and accuracy of that page were measured in 16 bits.
-        others = (latency, rmse) if report.kind == KINDS[0] else (None, None)
-        pages[folder / f"{report.kind}.md"] = render_page(report, *others, f"{report.kind}.png")
+        is_forward = report.kind == KINDS[0]
+        others = (latency, rmse) if is_forward else (None, None)
+        problem = read_paper_problem(results) if is_forward else []
+        page = render_page(report, *others, f"{report.kind}.png", *problem)
+        pages[folder / f"{report.kind}.md"] = page
     text = splice(text, render_speed(reports), "speed")
     if rmse is not None and "fp8" in rmse:
         pages[folder / ACCURACY_PAGE] = render_accuracy(rmse)
@@ -157,7 +166,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
         timeline_page = "timeline.md" if read_timeline(results) else ""
-        two_figures = render_two_figures(reports[0], ablations[0])
+        beside_others = [*read_paper_problem(results), reports[0]][0]
+        two_figures = render_two_figures(beside_others, ablations[0])
         pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page, two_figures)
         text = splice(text, render_ablation_readme(ablations[0], two_figures), "ablation")
     for scaling in read_scaling(results):

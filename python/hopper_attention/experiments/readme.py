@@ -144,7 +144,7 @@ def render_two_figures(forward: ForwardReport, ablation: AblationReport) -> str:
     here = Run(full.outcome.measured, ablation.commit[:7], ablation.machine)
     names = dict.fromkeys((there.measured.note, here.measured.note))
     sentences = [
-        f"The forward report has **{there.measured.tflops:.0f} TFLOP/s** for this problem, the full kernel has "
+        f"Beside other libraries this problem has **{there.measured.tflops:.0f} TFLOP/s**, the full kernel has "
         f"**{here.measured.tflops:.0f}** here.",
         f"The kernel is {' there and '.join(f'`{name}`' for name in names)}, at commits `{there.commit}` and "
         f"`{here.commit}`.",

@@ -19,6 +19,7 @@ from hopper_attention.experiments.bench.results import (
 )
 from hopper_attention.experiments.bench.spec import ABLATION, PAPER_HEAD_DIMS, PAPER_SEQLENS
 from hopper_attention.experiments.bench.targets import (
+    ablation_targets,
     lacks_kernel,
     latency_targets,
     longest_problem,
@@ -194,10 +195,25 @@ def render_rmse(rmse: Mapping[str, Any]) -> str:
     return f"{note}\n\n{markdown_table(['peer', 'RMSE'], rows)}"
 
 
+def render_paper_problem(report: ForwardReport) -> list[str]:
+    """The ablation's problem beside other libraries, by a report of its own."""
+    return [
+        "## The problem of the paper's ablation",
+        measured_on(report.date, report.commit, report.machine),
+        render_peers_table(report, report.cells),
+        targets_text(ablation_targets(report)),
+    ]
+
+
 def render_page(
-    report: ForwardReport, latency: Mapping[str, Any] | None, rmse: Mapping[str, Any] | None, figure: str
+    report: ForwardReport,
+    latency: Mapping[str, Any] | None,
+    rmse: Mapping[str, Any] | None,
+    figure: str,
+    *paper_problem: ForwardReport,
 ) -> str:
-    """docs/results/<kind>.md: everything that was measured. ``figure`` is the plot's file name beside it."""
+    """docs/results/<kind>.md: everything that was measured. ``figure`` is the plot's file name beside it;
+    ``paper_problem`` is a report of that problem, where there is one."""
     versions = [
         f"- {name}: {info.title}, {info.version}" for name, info in report.peers.items() if info.version
     ]
@@ -227,6 +243,8 @@ def render_page(
         legend,
         render_peers_table(report, [*grid, *others]),
     ]
+    for problem in paper_problem:
+        parts += render_paper_problem(problem)
     if latency:
         parts += ["## Latency", render_latency(latency)]
     if rmse:
