@@ -2,10 +2,13 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/context_parallel.py --json report.json [--quick]
 
+``--short`` is about short shards: 32k tokens, with ulysses by peer memory and by messages, torch beside what ``auto``
+takes, and the ring alone at 128k with 16 heads.
+
 Every rank also runs the whole problem alone, all at once, so that clocks are the same: an efficiency is the time
-of one GPU over ranks times that of all. A round measures each way once, in turns; a time is the median of the rounds,
-each the slowest rank's. Errors are root mean squares against float64. Without a GPU tiny sizes run on gloo, to see that
-it works.
+of one GPU over ranks times that of all. A round measures each way once, in an order of its own; a time is the median
+of the rounds, each the slowest rank's. Errors are root mean squares against float64. Without a GPU tiny sizes run on
+gloo, to see that it works.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -33,8 +37,12 @@ from hopper_attention.distributed import (
     context_parallel_attention,
     explain_context_parallel,
     shard_sequence,
+    ulysses,
     unshard_sequence,
 )
+from hopper_attention.distributed.auto import ULYSSES
+from hopper_attention.distributed.exchange import Ranks
+from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.experiments.bench.machine import (
     ClockSampler,
     describe_machine,
@@ -49,6 +57,9 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
+BY_MESSAGES = "ulysses by messages"
+SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
+LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
 Run = Callable[[], Any]
@@ -88,6 +99,24 @@ class Setting:
     mesh: DeviceMesh
     rounds: int
     margins: tuple[int, ...] = ()
+    is_short: bool = False
+
+    def methods(self, shape: Shape) -> tuple[str, ...]:
+        """What runs a shape."""
+        if not self.is_short:
+            return METHODS
+        return SHORT_METHODS if shape.seqlen < LONG else ("ring",)
+
+    def methods_of_fp8(self, shape: Shape) -> tuple[str, ...]:
+        """What runs a forward pass in FP8."""
+        if not self.is_short:
+            return ("ring",)
+        return ("ring", "ulysses") if shape.seqlen < LONG else ()
+
+    @property
+    def beside_torch(self) -> str:
+        """The method that takes turns with torch's."""
+        return "auto" if self.is_short else "ring"
 
     @property
     def on_gpu(self) -> bool:
@@ -105,6 +134,7 @@ class Cell:
     kind: str
     run: Run
     seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
     extra_bytes: int = 0
     result_bytes: int = 0
@@ -133,9 +163,23 @@ def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
     return run
 
 
+@contextmanager
+def messages_only() -> Iterator[None]:
+    """Ulysses as where ranks have no memory in common; a backward pass does what its forward pass did."""
+    chosen = ulysses.exchange_for
+    ulysses.exchange_for = lambda ranks, nbytes, device: MessageExchange(ranks)
+    try:
+        yield
+    finally:
+        ulysses.exchange_for = chosen
+
+
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
+    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = context_parallel_attention(q, k, v, s.mesh, method=method, causal=True, **options)
+        with carried():
+            found = context_parallel_attention(q, k, v, s.mesh, method=name, causal=True, **options)
         assert isinstance(found, Tensor)
         return found
 
@@ -158,16 +202,18 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
     for kind in kinds:
         make = forward if kind == FORWARD else both
         found[f"one GPU, {kind}"] = Cell(kind, make(one_gpu, whole))
-        for method in METHODS:
+        for method in s.methods(shape):
             found[f"{method}, {kind}"] = Cell(kind, make(ours(s, method), local))
         for margin in s.margins:
             found[f"ring, {margin} SMs free, {kind}"] = Cell(
                 kind, make(ours(s, "ring", sm_margin=margin), local)
             )
-    if FORWARD in kinds:
+    methods_of_fp8 = s.methods_of_fp8(shape)
+    if FORWARD in kinds and methods_of_fp8:
         found["one GPU FP8, forward"] = Cell(FORWARD, forward(one_gpu_fp8, whole))
-        of_fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
-        found["ring FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
+        for method in methods_of_fp8:
+            of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+            found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
     return found
 
 
@@ -213,6 +259,7 @@ def measure(s: Setting, cell: Cell) -> None:
         start.record()
         cell.run()
         stop.record()
+        cell.host_seconds.append(time.perf_counter() - began)
         s.wait()
         seconds = start.elapsed_time(stop) * 1e-3
     else:
@@ -240,16 +287,17 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     cells = cells_of(s, shape, kinds)
     for cell in cells.values():
         warm_up(s, cell)
-    for _ in range(s.rounds):
-        for cell in cells.values():
+    for number in range(s.rounds):
+        # What ran just before is worth as much as a method: each round has another order, the same on all ranks.
+        for cell in Random(number).sample(list(cells.values()), len(cells)):
             measure(s, cell)
     rows = [row_of(s, shape, name, cell, sampler) for name, cell in cells.items()]
     for row in rows:
         alone = next(r for r in rows if r["way"] == f"one GPU, {row['kind']}")
         if not row["way"].startswith("one GPU"):
             row["efficiency"] = alone["seconds"] / dist.get_world_size() / row["seconds"]
-        if row["way"] == "ring FP8, forward":
-            of_16_bits = next(r for r in rows if r["way"] == "ring, forward")
+        if row["way"].endswith("FP8, forward"):
+            of_16_bits = next(r for r in rows if r["way"] == row["way"].replace(" FP8", ""))
             row["over_16_bits"] = of_16_bits["seconds"] / row["seconds"]
     return rows
 
@@ -257,11 +305,11 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
 def play_torch(
     s: Setting, shape: Shape, backends: tuple[str, ...], sampler: ClockSampler
 ) -> list[dict[str, Any]]:
-    """Torch's context_parallel beside our ring, which takes turns with it; what it cannot do is in the report."""
+    """Torch's context_parallel in turns with one of our methods; what it cannot do is in the report."""
     whole = shape.tensors(s.device, s.dtype)
     local = [shard_sequence(x, s.mesh) for x in whole]
-    ring = Cell(BOTH, both(ours(s, "ring"), local))
-    warm_up(s, ring)
+    mine = Cell(BOTH, both(ours(s, s.beside_torch), local))
+    warm_up(s, mine)
     rows = []
     for backend in backends:
         for rotate in ("allgather", "alltoall"):
@@ -270,15 +318,16 @@ def play_torch(
                 with torchs_own(s, whole, rotate, backend) as run:
                     cell = Cell(BOTH, run)
                     warm_up(s, cell)
-                    ring.seconds.clear()
+                    mine.seconds.clear()
                     for _ in range(s.rounds):
                         measure(s, cell)
-                        measure(s, ring)
+                        measure(s, mine)
             except (RuntimeError, NotImplementedError) as error:
                 rows.append({"shape": shape.name, "way": name, "kind": BOTH, "unavailable": str(error)[:200]})
                 continue
             row = row_of(s, shape, name, cell, sampler)
-            row["ours_seconds"] = statistics.median(ring.seconds)
+            row["ours"] = s.beside_torch
+            row["ours_seconds"] = statistics.median(mine.seconds)
             row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
             rows.append(row)
     return rows
@@ -294,6 +343,7 @@ def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSample
         "way": name,
         "kind": cell.kind,
         "seconds": seconds,
+        "host_seconds": statistics.median(cell.host_seconds or [0.0]),
         "spread": (max(cell.seconds) - min(cell.seconds)) / seconds,
         "tflops_a_gpu": shape.flops(cell.kind) / ranks / seconds * 1e-12,
         "extra_bytes": cell.extra_bytes,
@@ -314,22 +364,40 @@ def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     exact = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     local = [shard_sequence(x, s.mesh) for x in whole]
     ways = {"one GPU": both(one_gpu, whole)()}
-    for method in METHODS:
+    for method in s.methods(shape):
         parts = both(ours(s, method), local)()
         ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
-    fp8 = ours(s, "ring", quantization=DEFAULT_QUANTIZATION)
     with torch.no_grad():
         ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
-        ways["ring FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+        for method in s.methods_of_fp8(shape):
+            fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+            ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+    return differences(shape, ways, exact)
+
+
+def differences(shape: Shape, ways: dict[str, list[Tensor]], right: list[Tensor]) -> list[dict[str, Any]]:
+    """Of each way's output and gradients from the right ones: root mean square over that of these."""
     names = "out", "dq", "dk", "dv"
     return [
         {"shape": shape.name, "way": way}
         | {
-            f"{name}_error": float((x.double() - right).norm() / right.norm())
-            for name, x, right in zip(names, found, exact, strict=False)
+            f"{name}_error": float((x.double() - y.double()).norm() / y.double().norm())
+            for name, x, y in zip(names, found, right, strict=False)
         }
         for way, found in ways.items()
     ]
+
+
+def beside_one_gpu(s: Setting, shape: Shape) -> list[dict[str, Any]]:
+    """How far the methods are from one GPU on a whole problem that is too long for float64."""
+    whole = shape.tensors(s.device, s.dtype)
+    alone = both(one_gpu, whole)()
+    local = [shard_sequence(x, s.mesh) for x in whole]
+    ways = {
+        f"{method} from one GPU": [unshard_sequence(x, s.mesh) for x in both(ours(s, method), local)()]
+        for method in s.methods(shape)
+    }
+    return differences(shape, ways, alone)
 
 
 def connect() -> tuple[torch.device, DeviceMesh]:
@@ -350,6 +418,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--quick", action="store_true", help="32k tokens of 16 heads and few rounds")
+    parser.add_argument("--short", action="store_true", help="short shards, and what carries them")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 32_768], help="of the shapes")
     parser.add_argument("--without-torch", action="store_true", help="leave torch's own context_parallel out")
     parser.add_argument("--rounds", type=int, default=5)
@@ -362,28 +431,35 @@ def main(arguments: list[str]) -> int:
     on_gpu = device.type == "cuda"
     rounds = 3 if options.quick else options.rounds
     margins = tuple(int(n) for n in options.margins.split(",") if n) if on_gpu else ()
-    s = Setting(device, torch.bfloat16, mesh, rounds, margins)
+    margins = () if options.short else margins
+    s = Setting(device, torch.bfloat16, mesh, rounds, margins, options.short)
     shapes = [Shape(n, h, hk) for n in options.tokens for h, hk in ((16, 16), (32, 8))]
     shapes = [Shape(32_768, 16, 16)] if options.quick else shapes
+    if options.short:
+        shapes = [Shape(32_768, 16, 16), Shape(32_768, 32, 8)]
+        shapes += [Shape(LONG, 16, 16)] if LONG in options.tokens else []
     shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
     backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if on_gpu else ("FLASH_ATTENTION",)
     gauge = find_gauge(str(device))
     rows: list[dict[str, Any]] = []
+    carried = carrier(s)
     with ClockSampler(gauge) as sampler:
         found_errors = errors(s, of_errors)
         for shape in shapes:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
-            if not options.without_torch:
+            if s.is_short:
+                found_errors += beside_one_gpu(s, shape)
+            if not options.without_torch and not (s.is_short and shape.seqlen >= LONG):
                 rows += play_torch(s, shape, backends, sampler)
             if dist.get_rank() == 0:
                 show([row for row in rows if row["shape"] == shape.name])
     if dist.get_rank() == 0:
         show_errors(found_errors)
+        print("ulysses by", carried, flush=True)
         if options.json:
-            write_text(
-                options.json, report(options.commit, s, rows, found_errors, describe(device, gauge, shapes))
-            )
+            about = describe(device, gauge, shapes) | {"ulysses_by": carried}
+            write_text(options.json, report(options.commit, s, rows, found_errors, about))
     dist.destroy_process_group()
     return 0
 
@@ -401,6 +477,11 @@ def describe(device: torch.device, gauge: Any, shapes: list[Shape]) -> dict[str,
         for shape in shapes
     }
     return {"ranks": ranks, "machine": describe_machine(str(device), gauge) | {"nccl": nccl}, "auto": plans}
+
+
+def carrier(s: Setting) -> str:
+    """What carries the heads of ulysses between short shards. All ranks ask together."""
+    return ulysses.exchange_for(Ranks.of(s.mesh.get_group(0)), 1, s.device).name
 
 
 def report(
@@ -432,7 +513,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         notes = "".join(f"  {title} {row[key]:.3f}" for key, title in other.items() if key in row)
         print(
             f"  {row['way']:52} {row['seconds'] * 1e3:9.3f} ms {row['tflops_a_gpu']:7.1f} TFLOP/s a GPU "
-            f"{row['extra_bytes'] / 2**20:8.0f} MiB{notes}",
+            f"{row['extra_bytes'] / 2**20:8.0f} MiB  host {row['host_seconds'] * 1e3:.2f} ms{notes}",
             flush=True,
         )
 

@@ -11,6 +11,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
+from cute_kernels.copies.config import CopiesConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import PlanConfig
@@ -33,6 +34,7 @@ OF_ANY_ARCH = (
     CombineConfig,
     MergeConfig,
     AdditionConfig,
+    CopiesConfig,
     LaunchesConfig,
 )
 """Configs that say what they are compiled for."""
@@ -50,6 +52,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     MergeConfig: ("cute_kernels.merge.compile", "compile_merge"),
     AdditionConfig: ("cute_kernels.addition.compile", "compile_addition"),
+    CopiesConfig: ("cute_kernels.copies.compile", "compile_copies"),
     LaunchesConfig: ("cute_kernels.launches.compile", "compile_launches"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),

@@ -32,6 +32,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
+from cute_kernels.copies.config import CopiesConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import BackwardConfig
@@ -233,6 +234,7 @@ def get_serving(
     config: AdditionConfig
     | AppendConfig
     | CombineConfig
+    | CopiesConfig
     | DecodeConfig
     | LaunchesConfig
     | MergeConfig

@@ -21,6 +21,7 @@ from torch import Tensor
 from cute_kernels.addition.config import PARTS, AdditionConfig
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
+from cute_kernels.copies.config import CopiesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
@@ -63,13 +64,16 @@ def compiled_kernels(device: str) -> None:
 
 
 def compile_for_ranks(dtype: str, head_dim: int) -> None:
-    """The shipped kernels of a dtype and head_dim, and those that merge partial results and add up gradients."""
+    """The shipped kernels of a dtype and head_dim, and those that merge, add up gradients and exchange heads."""
     shipped = *shipped_forward_configs(), *shipped_backward_kernels()
     sizes = dtype, head_dim, head_dim
     kinds = [(config, getattr(config, "config", config)) for config in shipped]
     wanted = [config for config, of in kinds if (of.dtype, of.head_dim, of.head_dim_v) == sizes]
     merges = [MergeConfig("sm_90a", dtype, in_float32) for in_float32 in (True, False)]
-    compile_together([*wanted, *merges, *(AdditionConfig("sm_90a", dtype, parts) for parts in PARTS)])
+    additions = [AdditionConfig("sm_90a", dtype, parts) for parts in PARTS]
+    # One tensor, or three, to each of two, three or four ranks.
+    copies = [CopiesConfig("sm_90a", dtype, ranks * tensors) for ranks in (2, 3, 4) for tensors in (1, 3)]
+    compile_together([*wanted, *merges, *additions, *copies])
 
 
 def compile_together(configs: Sequence[Any]) -> None:

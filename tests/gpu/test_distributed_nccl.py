@@ -53,3 +53,17 @@ def test_gpus_together_are_as_exact_as_one(case: Case, pool: Pool) -> None:
 def test_a_ring_repeats_its_bits(pool: Pool) -> None:
     case = Case(2, "ring", {"causal": True, "deterministic": True}, seqlen=512, seqlen_k=512)
     assert pool(2, "attend_twice", case) == [True, True]
+
+
+def test_heads_are_written_into_the_memory_of_peers(pool: Pool) -> None:
+    world = len(pool.connections)
+    for layout in ("zigzag", "contiguous"):
+        found = pool(world, "exchange_between_gpus", layout)
+        assert len(set(found)) == 1
+        if found[0] != "peer memory":
+            pytest.skip(f"GPUs of this machine do not share memory: {found[0]}")
+
+
+def test_heads_go_by_messages_where_a_call_has_a_timeout(pool: Pool) -> None:
+    case = Case(2, "ulysses", {"causal": True, "timeout": 30.0}, seqlen=384, seqlen_k=384, has_sinks=True)
+    compare(case, pool(2, "attend", case), in_one_process(case), BUDGET)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,9 +30,15 @@ from hopper_attention.distributed import (
     ring_backward,
     sequence_positions,
     shard_sequence,
+    ulysses,
     unshard_sequence,
     wire,
 )
+from hopper_attention.distributed import peers as peers_module
+from hopper_attention.distributed.exchange import Ranks
+from hopper_attention.distributed.heads import HeadExchange, MessageExchange
+from hopper_attention.distributed.peers import PeerMemory
+from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 
@@ -135,6 +143,134 @@ def attend_by(case: Case, schedule: Schedule) -> dict[str, np.ndarray]:
         patch.setattr(ring, "forward_schedule", lambda problem, sizes: schedule)
         patch.setattr(ring_backward, "backward_schedule", lambda problem, sizes: schedule)
         return attend(case)
+
+
+class FileMemory(PeerMemory):
+    """Files that all ranks map, in place of memory of GPUs. Ranks are late at random, once they have met."""
+
+    def __init__(self, ranks: Ranks, folder: str, nbytes: int) -> None:
+        self.ranks = ranks
+        self.nbytes = nbytes
+        name = "-".join(map(str, [*dist.get_process_group_ranks(ranks.group), nbytes]))
+        paths = [Path(folder) / f"{name}-of-{rank}" for rank in range(ranks.size)]
+        paths[ranks.rank].write_bytes(bytes(nbytes))
+        dist.barrier(ranks.group)
+        self.buffers = [
+            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths
+        ]
+
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        room = self.buffers[rank][offset : offset + math.prod(shape) * dtype.itemsize]
+        return room.view(dtype).view(shape)
+
+    def begin(self) -> None:
+        pass
+
+    def meet(self) -> None:
+        dist.barrier(self.ranks.group)
+        time.sleep(random.uniform(0, 2e-3))
+
+    def launch_aside(self, launch: Callable[[], None]) -> Any:
+        launch()
+
+    def wait(self, copies: Any) -> None:
+        pass
+
+
+def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PushedExchange:
+    return PushedExchange(
+        ranks, FileMemory(ranks, folder, nbytes), lambda larger: FileMemory(ranks, folder, larger)
+    )
+
+
+def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
+    """``attend`` where heads are written to files, and how many exchanges there were."""
+    made: dict[str, PushedExchange] = {}
+    turns = []
+
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        return made.setdefault(group.group_name, writes_to_files(ranks, folder))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ulysses, "_pushes_between", find)
+        meet = FileMemory.meet
+        patch.setattr(FileMemory, "meet", lambda memory: (turns.append(1), meet(memory)))
+        return attend(case), len(turns)
+
+
+def there_and_back(exchange: HeadExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
+    """What comes of rows as heads, and of these as rows."""
+    of_heads = exchange.to_heads(rows, layout)
+    return of_heads + exchange.to_rows(of_heads, layout)
+
+
+def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
+    """Whether writes to files of others give what messages give, many times over and in files that grow."""
+    of_group = Ranks.of(groups()[ranks])
+    by_messages, by_writes = MessageExchange(of_group), writes_to_files(of_group, folder, 1 << 11)
+    g = torch.Generator().manual_seed(of_group.rank)
+    for n in (1, 1, 2, 2, 3, 1, 1, 4, 4):
+        rows = [torch.randn(2, 2 * n, 2 * ranks, d, generator=g).to(DTYPE) for d in (8, 4)]
+        # As of a tensor with heads before rows.
+        rows.append(torch.randn(1, 2 * ranks, 2 * n, 1, generator=g).transpose(1, 2))
+        wanted, found = (there_and_back(x, rows, layout) for x in (by_messages, by_writes))
+        assert all(map(torch.equal, wanted, found)) and all(x.is_contiguous() for x in found)
+        lent = by_writes.lend_heads(rows, layout)
+        assert all(map(torch.equal, wanted, lent))
+    return True
+
+
+def exchange_between_gpus(layout: str) -> str:
+    """What carries heads between all GPUs; raises where copies do not bring what messages bring.
+
+    Exchanges follow each other without a wait of the host, on two streams, in buffers that grow.
+    """
+    ranks = Ranks.of(groups()[dist.get_world_size()])
+    by_messages, by_writes = MessageExchange(ranks), ulysses.exchange_for(ranks, 1 << 20, device())
+    if by_writes.name == by_messages.name:
+        return str(ulysses._pushes_between(ranks.group, ranks, device()))
+    torch.manual_seed(ranks.rank)
+    pairs = []
+    for number, n in enumerate((64, 64, 2048, 64, 2048, 128, 8192, 8192, 64, 64)):
+        shapes = (1 + number % 2, 2 * n, 2 * ranks.size, 128), (1, 2 * n, 2 * ranks.size, 1)
+        rows = [torch.randn(shape, device=device(), dtype=DTYPE) for shape in shapes]
+        wanted = there_and_back(by_messages, rows, layout)
+        stream = torch.cuda.Stream() if number % 3 == 0 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # A rank that is late, each time another one.
+            if number % ranks.size == ranks.rank:
+                torch.cuda._sleep(2_000_000)
+            found = there_and_back(by_writes, rows, layout)
+            lent = [x.clone() for x in by_writes.lend_heads(rows, layout)]
+        torch.cuda.current_stream().wait_stream(stream)
+        pairs += [*zip(wanted, found, strict=True), *zip(wanted, lent, strict=False)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in pairs)
+    return by_writes.name
+
+
+def share_memory(what: str) -> str:
+    """What ranks agree on where rank 1 cannot."""
+    ranks, odd = Ranks.of(groups()[2]), dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "cannot":
+            patch.setattr(peers_module, "why_not", lambda device: "no luck" if odd else "")
+        elif what == "elsewhere":
+            patch.setattr(peers_module, "why_not", lambda device: "")
+            patch.setattr(peers_module, "_place", lambda: str(odd))
+        elif what == "fails":
+
+            def make(*arguments: Any) -> Any:
+                if odd:
+                    raise RuntimeError("CUDA driver error")
+                return "made"
+
+            patch.setattr(peers_module, "why_not", lambda device: "")
+            patch.setattr(peers_module, "SymmetricMemory", make)
+        found = peers_module.share_memory(ranks, torch.device("cpu"), 1 << 20)
+    assert isinstance(found, str)
+    return found
 
 
 def attend_twice(case: Case) -> bool:

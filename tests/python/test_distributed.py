@@ -324,10 +324,10 @@ REFUSALS = {
     "mesh": "ValueError: method is 'mesh' and mesh has 1 dimensions",
     "documents": "ValueError: cu_seqlens ends with 17, allowed: at most 16",
     "packed": "ValueError: q has shape (1, 8, 4, 16), allowed with cu_seqlens: (rows, heads, head_dim)",
-    "fp8 window": "NotImplementedError: quantization goes with the ring, causal or not, forward only, and not with a "
-    "window",
-    "fp8 gradient": "NotImplementedError: quantization goes with the ring, causal or not, forward only, and not with a "
-    "gradient",
+    "fp8 window": "NotImplementedError: quantization goes with the ring and ulysses, causal or not, forward only, "
+    "and not with a window",
+    "fp8 gradient": "NotImplementedError: quantization goes with the ring and ulysses, causal or not, forward only, "
+    "and not with a gradient",
     "fp8 mean": "NotImplementedError: quantization has smooth_k",
     "timeout": "ValueError: timeout is -1.0, allowed: seconds",
 }

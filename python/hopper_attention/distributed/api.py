@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,22 +21,26 @@ from hopper_attention.distributed.auto import (
     MESH,
     RING,
     ULYSSES,
+    WITHOUT_PEERS,
     ContextPlan,
     Machine,
     Sizes,
+    given_bytes,
     plan,
     plan_mesh,
+    transport_of,
+    why_not_ulysses,
 )
-from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
 from hopper_attention.distributed.pieces import Problem
+from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
 from hopper_attention.distributed.ring import ring_forward
 from hopper_attention.distributed.ring_backward import ring_backward
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
-from hopper_attention.distributed.ulysses import heads_of, heads_to_rows, rows_to_heads
+from hopper_attention.distributed.ulysses import Fp8Options, Heads, exchange_for
 from hopper_attention.distributed.wire import ring_forward_fp8
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
@@ -106,9 +110,10 @@ def context_parallel_attention(
         mesh: a process group, a DeviceMesh of one dimension, or None for all ranks. A mesh of two dimensions is (ring,
             ulysses): ranks of one row of it share heads, and rows are around the ring.
         method: "ring": K and V pass by while the kernel works. "all_gather": every rank gets all of K and V, some heads
-            after the other. "ulysses": ranks exchange rows for heads; heads of q have to be a multiple of the ranks,
-            those of k a multiple or divisor. "mesh": ulysses in the rows of a mesh, the ring over its columns. "auto":
-            the least time by a model; :func:`explain_context_parallel` says which and why.
+            after the other. "ulysses": ranks exchange rows for heads, on one host and of short shards by writes into
+            each other's memory; heads of q have to be a multiple of the ranks, those of k a multiple or divisor.
+            "mesh": ulysses in the rows of a mesh, the ring over its columns. "auto": the least time by a model;
+            :func:`explain_context_parallel` says which and why.
         causal: position i of the whole sequence sees the positions j <= i + seqlen_k - seqlen_q.
         window_size: (left, right), of positions of the whole sequence, as for ``flash_attn_func``. In the ring only
             ranks that share a window talk, which ``layout="contiguous"`` makes the fewest.
@@ -119,8 +124,9 @@ def context_parallel_attention(
             ranks. A document may reach over any number of ranks. Ints or a CPU tensor; one on a GPU is waited for.
         layout: which rows a rank holds, "zigzag" or "contiguous"; see :mod:`hopper_attention.distributed.layout`.
             Zigzag shares out the work of a causal mask evenly.
-        quantization: how Q, K and V become e4m3, for K and V that travel with half the bytes and attention in FP8. The
-            ring alone or in a mesh, forward only, without window, documents and softcap.
+        quantization: how Q, K and V become e4m3, for attention in FP8, forward only, without window, documents and
+            softcap. In the ring, alone or in a mesh, K and V travel with half the bytes; with "ulysses" 16 bits travel,
+            and the heads of a rank are quantized as one GPU would.
         sm_margin: streaming multiprocessors that the forward kernels leave to the transfers.
         return_lse: also return the LSE.
         timeout: seconds that a wait for other ranks may take before it raises ``PeerError`` and names them; on a GPU
@@ -153,6 +159,7 @@ def context_parallel_attention(
         backend,
         timeout,
         check,
+        checks.check_flag("return_lse", return_lse),
     )
     checks.check_are_tensors(q=q, k=k, v=v)
     if is_dtensor(q, k, v):
@@ -161,7 +168,7 @@ def context_parallel_attention(
         out = to_dtensor(out, q)
     else:
         out, lse = _attend(q, k, v, sinks, mesh, options)
-    return (out, lse) if checks.check_flag("return_lse", return_lse) else out
+    return out if lse is None else (out, lse)
 
 
 def ring_attention(
@@ -222,8 +229,8 @@ def explain_context_parallel(
 @torch.compiler.disable
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, o: Options
-) -> tuple[Tensor, Tensor]:
-    """out and lse of local tensors."""
+) -> tuple[Tensor, Tensor | None]:
+    """out of local tensors, and lse if it is wanted."""
     q, k, v = cast_inputs(q, k, v)
     is_packed = o.cu_seqlens is not None
     if is_packed:
@@ -234,80 +241,85 @@ def _attend(
                 )
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     request = make_request(q, k, v, sinks, mesh, o)
-    method = _method_of(request, o)
+    method = _method_of(request, o, q.device)
     if method == MESH:
-        (inner,) = request.ulysses
-        of_heads = rows_to_heads(inner, q, k, v, CONTIGUOUS)
-        own_sinks = None if sinks is None else heads_of(inner, sinks)
-        results = _run(RING, *of_heads, own_sinks, request, o)
-        out, lse = heads_to_rows(inner, *results, CONTIGUOUS)
+        heads = Heads.of(request.ulysses[0], q, k, v, CONTIGUOUS)
+        out, lse = _run(RING, *heads.gather(q, k, v), heads.of_sinks(sinks), request, o)
+        out, lse = heads.give_back(out, lse)
     else:
         out, lse = _run(method, q, k, v, sinks, request, o)
-    return (out[0], lse[0]) if is_packed else (out, lse)
+    if is_packed:
+        out, lse = out[0], None if lse is None else lse[0]
+    return out, lse
 
 
-def _method_of(request: Request, o: Options) -> str:
+def _method_of(request: Request, o: Options, device: torch.device) -> str:
     if request.ulysses:
         return MESH
-    return plan(request.problem, request.sizes).method if o.method == AUTO else o.method
+    if o.method != AUTO:
+        return o.method
+    return plan(request.problem, request.sizes, _machine_of(request, device)).method
+
+
+def _machine_of(request: Request, device: torch.device) -> Machine:
+    """The assumptions of ``auto``, and what was found of the group. Asks it once, where the answer counts."""
+    ring, problem, sizes = request.ring, request.problem, request.sizes
+    rows = problem.seqlen_q // problem.world
+    if (
+        why_not_ulysses(sizes, ring.size)
+        or transport_of(rows, ring.size, sizes, DEFAULT_MACHINE) != PushedExchange.name
+    ):
+        return DEFAULT_MACHINE
+    exchange = exchange_for(ring, given_bytes(rows, ring.size, sizes), device)
+    return DEFAULT_MACHINE if exchange.name == PushedExchange.name else WITHOUT_PEERS
 
 
 def _run(
     method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, request: Request, o: Options
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     ring, problem, call = request.ring, request.problem, request.call
+    if o.quantization is not None and method == ULYSSES:
+        heads = Heads.of(ring, q, k, v, problem.layout)
+        options = Fp8Options(o.quantization, o.causal)
+        return heads.attend_in_fp8((q, k, v), sinks, call, options, o.return_lse)
     if o.quantization is not None:
-        return ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
-    if method == ULYSSES:
-        return _ulysses(ring, (q, k, v), sinks, problem, replace(o, softmax_scale=call.softmax_scale))
-    out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)
-    return out, lse
+        out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
+    elif method == ULYSSES:
+        return _ulysses((q, k, v), sinks, request, replace(o, softmax_scale=call.softmax_scale))
+    else:
+        out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)
+    return out, lse if o.return_lse else None
 
 
 def _ulysses(
-    ranks: Ranks,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    problem: Problem,
-    o: Options,
-) -> tuple[Tensor, Tensor]:
+    tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, request: Request, o: Options
+) -> tuple[Tensor, Tensor | None]:
     """One GPU's attention of some heads, between two exchanges."""
-    q, k, v = tensors
-    q, k, v = rows_to_heads(ranks, q, k, v, problem.layout)
-    sinks = None if sinks is None else heads_of(ranks, sinks)
+    problem = request.problem
+    heads = Heads.of(request.ring, *tensors, problem.layout)
+    if sinks is None and not problem.documents:
+        found = heads.attend(tensors, problem, request.call, o.return_lse)
+        if found is not None:
+            return found
+    q, k, v = heads.gather(*tensors)
     window = problem.left, UNLIMITED if o.causal else problem.right
+    options: dict[str, Any] = {
+        "softmax_scale": o.softmax_scale,
+        "causal": o.causal,
+        "window_size": window,
+        "softcap": o.softcap,
+        "sinks": heads.of_sinks(sinks),
+        "deterministic": o.deterministic,
+        "backend": o.backend,
+        "return_attn_probs": o.return_lse,
+    }
     if not problem.documents:
-        out, lse = flash_attn_func(
-            q,
-            k,
-            v,
-            o.softmax_scale,
-            o.causal,
-            window_size=window,
-            softcap=o.softcap,
-            sinks=sinks,
-            deterministic=o.deterministic,
-            backend=o.backend,
-            return_attn_probs=True,
-        )
-        return heads_to_rows(ranks, out, lse, problem.layout)
+        found = flash_attn_func(q, k, v, **options)
+        out, lse = found if o.return_lse else (found, None)
+        return heads.give_back(out, lse)
     starts = torch.tensor(problem.documents, dtype=torch.int32, device=q.device)
     longest = max(b - a for a, b in pairwise(problem.documents))
-    out, lse = flash_attn_varlen_func(
-        q[0],
-        k[0],
-        v[0],
-        starts,
-        starts,
-        longest,
-        longest,
-        softmax_scale=o.softmax_scale,
-        causal=o.causal,
-        window_size=window,
-        softcap=o.softcap,
-        sinks=sinks,
-        deterministic=o.deterministic,
-        backend=o.backend,
-        return_attn_probs=True,
-    )
-    return heads_to_rows(ranks, out[None], lse[None], problem.layout)
+    lengths = starts, starts, longest, longest
+    found = flash_attn_varlen_func(q[0], k[0], v[0], *lengths, **options)
+    out, lse = found if o.return_lse else (found, None)
+    return heads.give_back(out[None], None if lse is None else lse[None])

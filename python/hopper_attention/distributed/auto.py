@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
+from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
     Group,
@@ -22,6 +23,7 @@ from hopper_attention.distributed.pieces import (
     hull,
     length,
 )
+from hopper_attention.distributed.pushed import MOST_BYTES, PushedExchange
 from hopper_attention.distributed.schedule import RowBytes, backward_schedule, forward_schedule
 from hopper_attention.distributed.steps import Step, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
@@ -47,6 +49,13 @@ GATHERED_BYTES, GATHERED_OWN_BYTES, PART_BYTES, EXCHANGED_BYTES = 34, 23, 22, 8
 """The same where K and V are gathered, counted from the copies in ``gather.py``: of K and V of the whole sequence, put
 in order twice, with float32 sums of gradients that are sorted by owner; of a rank's own K and V besides; of its rows of
 Q and of the output, which come in parts of the heads and are joined. And of what ulysses exchanges."""
+
+RETURNED_BYTES, MEETINGS = 4, 2
+"""The same where ranks write into each other's memory, of an element that comes back to rows: of the output forward,
+and of dQ, dK and dV in the backward pass. And how often all ranks wait for the last of them in a pass."""
+
+QUANTIZED_BYTES = 3
+"""Of an element that becomes e4m3: read in 16 bits, and written."""
 
 BOTH_PASSES = FORWARD_PRODUCTS, BACKWARD_PRODUCTS
 
@@ -74,6 +83,8 @@ class Machine:
         sms: streaming multiprocessors of a GPU, among which a kernel's tiles are shared out.
         step_us: that an exchange of the ring costs beside its bytes, where ranks wait for the one that is late and
             for hosts.
+        host_gpus: GPUs of a host, which can read each other's memory: up to so many ranks do, where heads are exchanged
+            and shards are short.
     """
 
     tflops: float = 600.0
@@ -83,6 +94,7 @@ class Machine:
     room_gbytes: float = 16.0
     sms: int = 132
     step_us: float = 200.0
+    host_gpus: int = 8
 
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
@@ -102,6 +114,8 @@ class Machine:
 
 
 DEFAULT_MACHINE = Machine()
+WITHOUT_PEERS = Machine(host_gpus=1)
+"""Ranks that cannot read each other's memory, or do not in a call."""
 
 
 @dataclass(frozen=True)
@@ -172,12 +186,14 @@ class ContextPlan:
         reason: why.
         seconds: by method, what the model says of a forward and a backward pass; only those that can do it.
         efficiency: of the method, by the model: time of the same share of the work on one GPU over its time.
+        transport: what carries ulysses, "peer memory" or "messages"; empty for a method without it.
     """
 
     method: str
     reason: str
     seconds: dict[str, float] = field(default_factory=dict)
     efficiency: float = 1.0
+    transport: str = ""
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.seconds.items())
@@ -286,16 +302,31 @@ def _summed_at_once(problem: Problem, sizes: Sizes, step: Step) -> int:
 
 def _fp8_plan(problem: Problem, sizes: Sizes, machine: Machine) -> ContextPlan:
     """Of a forward pass, beside one in 16 bits."""
-    faster = replace(machine, tflops=FP8_SPEED * machine.tflops, step_us=machine.step_us + FP8_STEP_US)
-    seconds = _ring_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
-    of_16_bits = _ring_s(problem, replace(sizes, bytes_each=2), machine, (FORWARD_PRODUCTS,))
-    reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
-    if seconds < of_16_bits:
+    faster = replace(machine, tflops=FP8_SPEED * machine.tflops)
+    of_ring = replace(faster, step_us=machine.step_us + FP8_STEP_US)
+    seconds = {RING: _ring_s(problem, sizes, of_ring, (FORWARD_PRODUCTS,))}
+    in_16_bits = replace(sizes, bytes_each=2)
+    of_16_bits = _ring_s(problem, in_16_bits, machine, (FORWARD_PRODUCTS,))
+    rows, transport = problem.seqlen_q // problem.world, ""
+    is_plain = problem.left == UNLIMITED and problem.right in (UNLIMITED, 0) and not problem.documents
+    if is_plain and not why_not_ulysses(sizes, problem.world):
+        by = transport_of(rows, problem.world, sizes, machine)
+        if by == PushedExchange.name:
+            seconds[ULYSSES] = _ulysses_s(problem, sizes, faster, (FORWARD_PRODUCTS,))
+            of_16_bits = min(of_16_bits, _ulysses_s(problem, in_16_bits, machine, (FORWARD_PRODUCTS,)))
+    method = min(seconds, key=seconds.__getitem__)
+    if method == ULYSSES:
+        transport = PushedExchange.name
+        reason = f"heads go by {transport} in 16 bits and become e4m3 there, in a forward pass; "
+    else:
+        reason = "K and V travel in e4m3, which the ring does, in a forward pass; "
+    if seconds[method] < of_16_bits:
         reason += f"in 16 bits it would take {of_16_bits * 1e3:.2f} ms"
     else:
         reason += f"quantization=None would be faster, {of_16_bits * 1e3:.2f} ms, as the sequence is short"
     ideal = faster.compute_s(sizes.flops(_mean_scores(problem), FORWARD_PRODUCTS))
-    return ContextPlan(RING, reason, {RING: seconds}, ideal / seconds if seconds else 1.0)
+    efficiency = ideal / seconds[method] if seconds[method] else 1.0
+    return ContextPlan(method, reason, seconds, efficiency, transport)
 
 
 def _merged(own: int, parts: list[int]) -> int:
@@ -340,21 +371,44 @@ def _all_gather_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
     return total
 
 
-def _ulysses_s(problem: Problem, sizes: Sizes, machine: Machine) -> float:
-    """Nothing is hidden."""
-    compute = machine.compute_s(sizes.flops(_mean_scores(problem)))
-    whole = groups_with_all(replace(problem, world=1), 0)
-    compute += sum(sizes.tails_s(whole, n, machine) for n in (FORWARD_PRODUCTS, BACKWARD_PRODUCTS))
-    return compute + _exchange_s(problem.seqlen_q // problem.world, problem.world, sizes, machine)
+def _ulysses_s(
+    problem: Problem, sizes: Sizes, machine: Machine, passes: tuple[int, ...] = BOTH_PASSES
+) -> float:
+    """Nothing is hidden. In FP8 the quantizer reads Q, K and V.
+
+    A causal kernel begins with its longest tiles, and has hardly a tail. It is counted with messages, where it stands
+    for what these wait for beside their bytes.
+    """
+    whole, rows = groups_with_all(replace(problem, world=1), 0), problem.seqlen_q // problem.world
+    total = sum(machine.compute_s(sizes.flops(_mean_scores(problem), n)) for n in passes)
+    if problem.right != 0 or transport_of(rows, problem.world, sizes, machine) != PushedExchange.name:
+        total += sum(sizes.tails_s(whole, n, machine) for n in passes)
+    if sizes.bytes_each == 1:
+        total += machine.memory_s(QUANTIZED_BYTES * given_bytes(rows, problem.world, sizes) // 2)
+    return total + len(passes) * _exchange_s(rows, problem.world, sizes, machine)
+
+
+def given_bytes(rows: int, ranks: int, sizes: Sizes) -> int:
+    """Of Q, K and V that a rank of ulysses gives, with a copy for each rank that reads them."""
+    copies = max(1, ranks // sizes.kv_heads)
+    return 2 * rows * (sizes.q_row + copies * sizes.kv_row)
+
+
+def transport_of(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> str:
+    """What carries an exchange of heads between so many ranks."""
+    is_near = 1 < ranks <= machine.host_gpus and given_bytes(rows, ranks, sizes) <= MOST_BYTES
+    return PushedExchange.name if is_near else MessageExchange.name
 
 
 def _exchange_s(rows: int, ranks: int, sizes: Sizes, machine: Machine) -> float:
-    """Rows of Q, K, V and the output for heads, then those of their gradients, between so many ranks."""
-    copies = max(1, ranks // sizes.kv_heads)
-    elements = rows * (2 * sizes.q_row + copies * sizes.kv_row)
-    return 2 * (
-        machine.transfer_s(elements * 2 * (ranks - 1) / ranks) + machine.memory_s(EXCHANGED_BYTES * elements)
-    )
+    """Of a pass: rows of Q, K, V for heads, and the output for rows; or their gradients the other way."""
+    size = given_bytes(rows, ranks, sizes) + 2 * rows * sizes.q_row
+    travelling = machine.transfer_s(size * (ranks - 1) / ranks)
+    if transport_of(rows, ranks, sizes, machine) == PushedExchange.name:
+        waits = (MEETINGS - 1) * machine.latency_us * 1e-6
+        # Half of what travels in the two passes.
+        return travelling + waits + machine.memory_s(RETURNED_BYTES * size / 4)
+    return travelling + machine.memory_s(EXCHANGED_BYTES * size / 2)
 
 
 def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machine, Machine]) -> ContextPlan:
@@ -372,10 +426,11 @@ def plan_mesh(problem: Problem, inner: int, sizes: Sizes, machines: tuple[Machin
     own = replace(sizes, heads=sizes.heads // inner, kv_heads=max(1, sizes.kv_heads // inner))
     of_ring, of_heads = machines
     seconds = _ring_s(problem, own, of_ring)
-    seconds += _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    seconds += 2 * _exchange_s(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
     ideal = of_ring.compute_s(own.flops(_mean_scores(problem)))
     reason = f"a ring of {problem.world} places with chunks of {chunk} tokens, {own.heads} heads on each rank"
-    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0)
+    transport = transport_of(problem.seqlen_q // problem.world // inner, inner, sizes, of_heads)
+    return ContextPlan(MESH, reason, {MESH: seconds}, ideal / seconds if seconds else 1.0, transport)
 
 
 def _mean_scores(problem: Problem) -> int:
@@ -406,4 +461,10 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
         f"; not {name}: {why}" for name, why in blocked.items() if why
     )
     ideal = machine.compute_s(sizes.flops(_mean_scores(problem)))
-    return ContextPlan(method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0)
+    rows, transport = problem.seqlen_q // problem.world, ""
+    if method == ULYSSES:
+        transport = transport_of(rows, problem.world, sizes, machine)
+        reason += f"; heads go by {transport}"
+    return ContextPlan(
+        method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0, transport
+    )

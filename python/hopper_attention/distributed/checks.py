@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -12,12 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
 
-from hopper_attention.distributed.exchange import PeerError, Ranks
-
-AGREEMENT_TIMEOUT_S = 60.0
-"""How long a rank waits for the others to make the same call, where the call sets no time-out."""
+from hopper_attention.distributed.exchange import Ranks
+from hopper_attention.distributed.store import tell_each_other
 
 FIRST, NEVER = "first", "never"
 CHECKS = (FIRST, NEVER)
@@ -55,17 +51,10 @@ def _short(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:8]))}, ...)"
 
 
-class _Seen:
-    """Which signatures a group has agreed on, and how often it was asked."""
-
-    def __init__(self) -> None:
-        self.signatures: set[Signature] = set()
-        self.count = 0
-
-
 @lru_cache(maxsize=64)
-def _seen_by(group: dist.ProcessGroup) -> _Seen:
-    return _Seen()
+def _seen_by(group: dist.ProcessGroup) -> set[Signature]:
+    """Which signatures a group has agreed on."""
+    return set()
 
 
 def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, device: torch.device) -> None:
@@ -79,22 +68,9 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
         PeerError: a rank did not make the call in time; it names the ranks.
     """
     seen = _seen_by(ranks.group)
-    if values in seen.signatures or ranks.size == 1:
+    if values in seen or ranks.size == 1:
         return
-    store = _get_process_group_store(ranks.group)
-    keys = [f"hopper_attention/{seen.count}/{rank}" for rank in range(ranks.size)]
-    # Whatever comes of this: what was said once is not to be read again.
-    seen.count += 1
-    store.set(keys[ranks.rank], json.dumps(values))
-    try:
-        store.wait(keys, timedelta(seconds=ranks.timeout or AGREEMENT_TIMEOUT_S))
-    except RuntimeError as error:
-        missing = [ranks.name(r) for r, key in enumerate(keys) if not store.check([key])]
-        raise PeerError(
-            f"{ranks.name(ranks.rank)} waited in vain for {', '.join(missing)} to call attention with new shapes or "
-            "options: all ranks of a group make the same calls in the same order"
-        ) from error
-    told = [json.loads(store.get(key)) for key in keys]
+    told = tell_each_other(ranks, values, "call attention with new shapes or options")
     mine = json.loads(json.dumps(values))
     for rank, theirs in enumerate(told):
         for name, here, there in zip(names, mine, theirs, strict=True):
@@ -103,7 +79,7 @@ def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, dev
                     f"{name} is {here} on {ranks.name(ranks.rank)} and {there} on {ranks.name(rank)}, allowed: the "
                     "same on all ranks of a group"
                 )
-    if not seen.signatures and device.type == "cuda":
+    if not seen and device.type == "cuda":
         # NCCL wants all ranks in the first call on a group, and a window leaves some out.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    seen.signatures.add(values)
+    seen.add(values)

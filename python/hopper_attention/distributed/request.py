@@ -48,6 +48,7 @@ class Options:
     backend: str | None = None
     timeout: float = 0.0
     check: str = FIRST
+    return_lse: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("method", self.method, METHODS), ("check", self.check, CHECKS)):
@@ -158,9 +159,10 @@ def _check_rows(rows_q: int, rows_k: int, parts: int, layout: str) -> None:
 def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
     """Raise for what e4m3 on the wire does not go with."""
     assert o.quantization is not None
-    check_quantization_travels(o.quantization)
+    if o.method != ULYSSES:
+        check_quantization_travels(o.quantization)
     given = {
-        f"method {o.method!r}": o.method not in (RING, MESH, AUTO),
+        f"method {o.method!r}": o.method not in (RING, ULYSSES, MESH, AUTO),
         "a window": problem.left != UNLIMITED or problem.right > 0,
         "cu_seqlens": bool(problem.documents),
         "softcap": o.softcap != 0.0,
@@ -169,7 +171,7 @@ def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
     for name, is_given in given.items():
         if is_given:
             raise NotImplementedError(
-                f"quantization goes with the ring, causal or not, forward only, and not with {name}; use "
+                f"quantization goes with the ring and ulysses, causal or not, forward only, and not with {name}; use "
                 "quantization=None, which sends 16 bits"
             )
 
@@ -192,6 +194,7 @@ def _check_agreement(
         "softmax_scale": call.softmax_scale,
         "softcap": call.softcap,
         "quantization": str(o.quantization),
+        "return_lse": o.return_lse,
         "cu_seqlens, as a hash,": hash(problem.documents),
     }
     values = tuple(tuple(x) if isinstance(x, list) else x for x in said.values())

@@ -1,0 +1,1 @@
+"""Several tensors of 16 bits, copied in one launch."""

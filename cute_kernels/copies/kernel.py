@@ -1,0 +1,79 @@
+"""Copies several tensors of 16 bits in one launch, here or in the memory of other GPUs."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.copies.config import (
+    THREADS,
+    TILE,
+    VECTOR,
+    VECTORS_A_THREAD,
+    CopiesConfig,
+    validate_copies_config,
+)
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.integers import ceil_div, divide, maximum, minimum
+
+
+class CopiesKernel:
+    """CTAs walk over the tiles of one copy; a thread has some vectors of a tile, which it reads before it writes the
+    first."""
+
+    def __init__(self, config: CopiesConfig):
+        validate_copies_config(config)
+        self.copies, self.dtype = config.copies, DSL_DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(self, *tensors_ctas_and_stream):
+        """Launch: targets, as many sources, all (a, b, n, w), the most CTAs of a copy, and the stream."""
+        *tensors, most_ctas, stream = tensors_ctas_and_stream
+        most = Int32(0)
+        for i in cutlass.range_constexpr(self.copies):
+            most = maximum(most, self._vectors(tensors[i]))
+        self.kernel(tuple(tensors)).launch(
+            grid=(minimum(ceil_div(most, TILE), most_ctas), self.copies, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple):
+        copy = cute.arch.block_idx()[1]
+        for i in cutlass.range_constexpr(self.copies):
+            if copy == i:
+                self._copy(tensors[i], tensors[self.copies + i])
+
+    @cute.jit
+    def _copy(self, target: cute.Tensor, source: cute.Tensor):
+        """The tiles of this CTA. Threads behind the end write the last vector once more, as it is."""
+        count = self._vectors(target)
+        ctas = cute.arch.grid_dim()[0]
+        for tile in cutlass.range(cute.arch.block_idx()[0], ceil_div(count, TILE), ctas, unroll=1):
+            first = tile * TILE + cute.arch.thread_idx()[0]
+            loaded = []
+            for i in cutlass.range_constexpr(VECTORS_A_THREAD):
+                place = self._place(target, minimum(first + i * THREADS, count - 1))
+                words = cute.make_rmem_tensor(VECTOR, self.dtype)
+                cute.autovec_copy(self._vector(source, place), words)
+                loaded.append((place, words))
+            for i in cutlass.range_constexpr(VECTORS_A_THREAD):
+                place, words = loaded[i]
+                cute.autovec_copy(words, self._vector(target, place))
+
+    def _vectors(self, x: cute.Tensor):
+        a, b, rows, columns = x.shape
+        return a * b * rows * divide(columns, VECTOR)
+
+    def _place(self, x: cute.Tensor, vector):
+        """Where a vector lies, counted along the columns first."""
+        _, b, rows, columns = x.shape
+        of_row = divide(columns, VECTOR)
+        row_of_all = divide(vector, of_row)
+        block = divide(row_of_all, rows)
+        entry = divide(block, b)
+        return entry, block - entry * b, row_of_all - block * rows, vector - row_of_all * of_row
+
+    def _vector(self, x: cute.Tensor, place: tuple) -> cute.Tensor:
+        entry, block, row, vector = place
+        return cute.local_tile(x[entry, block, row, None], (VECTOR,), (vector,))

@@ -1,0 +1,117 @@
+"""Heads that are written into memory which ranks share: files between processes here, GPUs' own in tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hopper_attention import flash_attn_fp8_func
+from hopper_attention.distributed import Machine, explain_context_parallel
+from hopper_attention.distributed.peers import why_not
+from hopper_attention.quantized import Fp8Quantization
+from tests.python.distributed_ranks import Case, Pool, members
+from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    ranks = Pool(tmp_path_factory.mktemp("ranks"), 4)
+    yield ranks
+    ranks.close()
+
+
+CASES = [
+    (Case(2, "ulysses", CAUSAL, heads=(8, 4), batch=1), 4),
+    (Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1, head_dim_v=24), 4),
+    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=1, seqlen=24), 4),
+    (Case(2, "ulysses", CAUSAL, has_sinks=True), 4),
+    (Case(4, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}, seqlen=32), 4),
+    (Case(4, "ulysses", CAUSAL | {"cu_seqlens": ODD}, batch=1), 4),
+    (Case("2x2", "mesh", CAUSAL, head_dim_v=24), 4),
+    (Case(2, "ulysses", CAUSAL, with_gradient=False), 2),
+]
+
+
+def test_ulysses_by_peer_memory_is_attention_of_the_whole(pool: Pool, tmp_path: Path) -> None:
+    for number, (case, meetings) in enumerate(CASES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = pool(members(case.ranks), "attend_by_peer_memory", case, str(folder))
+        compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+        # Q, K and V; the output with its LSE; and as often in the backward pass.
+        assert [count for _, count in found] == [meetings] * len(found)
+
+
+@pytest.mark.parametrize("by_peer_memory", [True, False], ids=["peer memory", "messages"])
+def test_heads_are_quantized_where_they_are_attended_to(
+    pool: Pool, tmp_path: Path, by_peer_memory: bool
+) -> None:
+    # The blocks and their scales are those of one process on the whole, and so is the mean of K.
+    quantization = Fp8Quantization(smooth_k=True)
+    options = {"causal": True, "quantization": quantization}
+    case = Case(2, "ulysses", options, 256, 256, heads=(8, 4), batch=1, with_gradient=False, head_dim_v=16)
+    q, k, v, *_ = case.tensors()
+    out, lse = flash_attn_fp8_func(q, k, v, causal=True, return_attn_probs=True, quantization=quantization)
+    for sinks in (False, True):
+        case = replace(case, has_sinks=sinks)
+        run = ("attend_by_peer_memory", case, str(tmp_path)) if by_peer_memory else ("attend", case)
+        for rank, found in enumerate(pool(2, *run)):
+            rows = rows_of(case, rank, case.seqlen)
+            results, meetings = found if by_peer_memory else (found, 2)
+            assert meetings == 2
+            if sinks:
+                gate = torch.sigmoid(lse.mT - case.tensors()[-1])[:, rows]
+                assert np.allclose(results["out"], (out[:, rows] * gate[..., None]).numpy(), 2e-3, 1e-4)
+            else:
+                assert np.array_equal(results["out"], out[:, rows].float().numpy())
+                assert np.allclose(results["lse"], lse.mT[:, rows].numpy(), 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (3, "zigzag"), (3, "contiguous")])
+def test_writes_bring_what_messages_bring(pool: Pool, tmp_path: Path, ranks: int, layout: str) -> None:
+    assert all(pool(ranks, "exchange_both_ways", ranks, layout, str(tmp_path)))
+
+
+def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
+    assert (
+        pool(2, "share_memory", "cpu")
+        == ["tensors are on cpu, which has no memory that peers read on rank 0"] * 2
+    )
+    assert pool(2, "share_memory", "cannot") == ["no luck on rank 1"] * 2
+    assert pool(2, "share_memory", "elsewhere") == ["rank 1 is in another place than rank 0"] * 2
+    assert pool(2, "share_memory", "fails") == ["RuntimeError: CUDA driver error on rank 1"] * 2
+
+
+def test_a_gpu_needs_symmetric_memory_and_a_system_that_passes_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert why_not(torch.device("cuda")) == ""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError("forbidden")
+
+    monkeypatch.setattr("socket.send_fds", refuse)
+    assert why_not(torch.device("cuda")) == "this system passes no file descriptors (forbidden)"
+
+
+def test_an_explanation_says_what_carries_the_heads() -> None:
+    short = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True)
+    assert short.method == "ulysses" and short.transport == "peer memory"
+    assert "heads go by peer memory" in short.reason
+    apart = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True, machine=Machine(host_gpus=1))
+    assert apart.seconds["ulysses"] > short.seconds["ulysses"]
+    # Long shards hide what messages cost, and would want much memory.
+    long = explain_context_parallel(4, 1 << 17, 16, 16, 128, causal=True)
+    assert long.transport in ("", "messages")
+    fp8 = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True, fp8=True)
+    assert (fp8.method, fp8.transport) == (
+        "ulysses",
+        "peer memory",
+    ) and "in 16 bits it would take" in fp8.reason
+    mesh = explain_context_parallel(8, 1 << 15, 16, 16, 128, causal=True, ulysses=4)
+    assert mesh.transport == "peer memory"
