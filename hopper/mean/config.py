@@ -1,4 +1,4 @@
-"""What the kernel of the mean of V is built from, as data, and the rule that it follows. Nothing here imports the DSL."""
+"""What the kernel of the mean of V is built from, and numbers of its rule, as data. Nothing here imports the DSL."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DEFAULT_BLOCK_Q = 1
 ROWS_PER_ITEM = 128
 """Rows of Q that a CTA takes at once, or some times that, where each is a block."""
 
-DEFAULT_SMOOTH_V = False
+DEFAULT_SMOOTH_V = True
 """Whether the mean of V is subtracted unless told otherwise."""
 
 BANK_LINE = 128

@@ -79,7 +79,7 @@ def check_packed_sources(
     Raises:
         ValueError: shapes or devices do not fit together.
         TypeError: dtypes differ, or are none of ``SOURCE_DTYPES``.
-        NotImplementedError: a mean is to be subtracted.
+        NotImplementedError: the mean of K is to be subtracted.
     """
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
@@ -89,10 +89,9 @@ def check_packed_sources(
     # Float32, which no kernel attends to, can be quantized.
     q_spec, k_spec, v_spec = (TensorSpec.of(x)._replace(dtype=checks.HALF_DTYPES[0]) for x in (q, k, v))
     check_packed(q_spec, k_spec, v_spec, specs_of(lengths))
-    for name in ("smooth_k", "smooth_v"):
-        if getattr(quantization, name):
-            feature = "quantization of packed sequences without their means"
-            raise missing(name, True, feature, f"Fp8Quantization({name}=False)")
+    if quantization.smooth_k:
+        feature = "quantization of packed sequences without the mean of K"
+        raise missing("smooth_k", True, feature, "Fp8Quantization(smooth_k=False)")
 
 
 def with_packed_blocks(
@@ -101,12 +100,12 @@ def with_packed_blocks(
     two_level: bool = False,
     mask: MaskSpec = NO_MASK,
 ) -> Fp8Quantization:
-    """``quantization`` with ``block_k`` as a number: unless told otherwise of keys in a tile of the kernel that will
-    attend, whatever the lengths."""
-    if isinstance(quantization.block_k, int):
-        return quantization
-    kind = two_level, mask.causal
-    return replace(quantization, block_k=default_block_k(*head_dims, PACKED_SEQLEN, *kind))
+    """``quantization`` as packed sequences have it. V keeps its mean. ``block_k`` is a number: unless told otherwise of
+    keys in a tile of the kernel that will attend, whatever the lengths."""
+    block_k = quantization.block_k
+    if not isinstance(block_k, int):
+        block_k = default_block_k(*head_dims, PACKED_SEQLEN, two_level, mask.causal)
+    return replace(quantization, block_k=block_k, smooth_v=False)
 
 
 @torch.no_grad()

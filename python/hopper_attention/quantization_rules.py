@@ -87,10 +87,16 @@ def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantizatio
 
 @torch.no_grad()
 def quantize_with(
-    run: Quantizer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
+    run: Quantizer,
+    find_mean_v: Callable[[torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    quantization: Fp8Quantization,
 ) -> QuantizedQKV:
-    """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number."""
-    means = means_of(k, v, quantization)
+    """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number.
+    ``find_mean_v`` is ``mean_worth_subtracting``, by PyTorch or by the kernel."""
+    means = means_of(k, v, quantization, find_mean_v)
     shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
     parts = run(q, k, v, quantization, means)
     return QuantizedQKV(*parts, quantization=quantization, dtype=q.dtype, shift=shift, mean_v=means.v)
@@ -165,15 +171,19 @@ def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
     return x.sort(1).values.gather(1, middle.clamp(max=x.shape[1] - 1))
 
 
-def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:
+def means_of(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    quantization: Fp8Quantization,
+    find_mean_v: Callable[[torch.Tensor], torch.Tensor] = mean_worth_subtracting,
+) -> Means:
     """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
-
     nothing = torch.empty(0, device=k.device)
     if not k.shape[1]:
         return Means(nothing, nothing)
     return Means(
         mean_of_keys(k) if quantization.smooth_k else nothing,
-        mean_worth_subtracting(v) if quantization.smooth_v else nothing,
+        find_mean_v(v) if quantization.smooth_v else nothing,
     )
 
 

@@ -320,10 +320,10 @@ class QuantizedQKV:
         v: TransposedV,
         quantization: Fp8Quantization,
         dtype: torch.dtype,
-        nothing: torch.Tensor,
+        means: Means,
     ) -> QuantizedQKV:
-        """As ``QuantizedTensor.unchecked``, of tensors that lost no mean; ``nothing`` has no elements."""
-        options = {"quantization": quantization, "dtype": dtype, "shift": nothing, "mean_v": nothing}
+        """As ``QuantizedTensor.unchecked``, of tensors that lost the mean of V of ``means`` at most."""
+        options = {"quantization": quantization, "dtype": dtype, "shift": means.k, "mean_v": means.v}
         return _unchecked(cls, q=q, k=k, v=v, **options)
 
     def __post_init__(self) -> None:

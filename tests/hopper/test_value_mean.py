@@ -12,13 +12,10 @@ from hopper.mean.config import (
     CLUSTER,
     ValueMeanConfig,
     count_mean_ctas,
-    groups_of,
     shipped_value_mean_configs,
-    validate_value_mean_config,
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.quantization_rules import mean_worth_subtracting
-from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import Arguments, program_of
 
 COMPILED = shipped_value_mean_configs()

@@ -40,6 +40,7 @@ from hopper_attention.launch import (
     quantize,
     qv,
     transpose,
+    value_mean,
     varlen,
 )
 
@@ -71,6 +72,7 @@ REMEMBERING = (
     packed_gradients_again,
     qv,
     transpose,
+    value_mean,
     varlen,
     varlen_again,
 )
