@@ -72,6 +72,8 @@ class ValueMeanKernel:
         sums = storage.sums.get_tensor(cute.make_layout((COLUMNS, WARPS, 2)))
         pivots = storage.pivots.get_tensor(cute.make_layout((COLUMNS, GROUPS_OF_CTA)))
         received = storage.received.get_tensor(cute.make_layout((GROUPS, COLUMNS_OF_CTA, 2)))
+        # The quantizer may start, and wait: its CTAs take the place of those that end.
+        cute.arch.griddepcontrol_launch_dependents()
         # No CTA sends to another one before that has started.
         cute.arch.cluster_arrive()
         thread, _, _ = cute.arch.thread_idx()

@@ -226,8 +226,8 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
 
 
 def get_quantize(config: QuantizeConfig | ValueMeanConfig | TransposeConfig) -> Kernel:
-    """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V for it, or what transposes V;
-    see ``hopper.compile``."""
+    """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V, or what transposes V; see
+    ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 
