@@ -318,9 +318,8 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
             raise ValueError(f"{name} is {value}, allowed: {allowed}")
     if config.layout not in LAYOUTS:
         raise ValueError(f"layout is {config.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    for flag in ("smooth_k", "smooth_v"):
-        if config.layout != DENSE and getattr(config, flag):
-            raise ValueError(f"{flag} is True, allowed for packed sequences: False")
+    if config.layout != DENSE and config.smooth_k:
+        raise ValueError("smooth_k is True, allowed for packed sequences: False")
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
         raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 

@@ -13,6 +13,7 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Piece, Pieces, no_floats, work_memory
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.fused_again import FusedCalls
+from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, ResultSpec, no_vectors
 from hopper_attention.launch.forward import layout_of
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
@@ -25,7 +26,6 @@ from hopper_attention.launch.quantize import (
     output_pieces,
     why_not_fused,
 )
-from hopper_attention.launch.value_mean import find as find_mean
 from hopper_attention.layout import new_layout
 from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.quantization_rules import check_sources, with_numbers
@@ -72,7 +72,7 @@ class AtOnceLauncher(Launcher):
         parts, mean = Outputs(*pieces[:OUTPUTS]), no_mean
         if self.quantizer.config.smooth_v:
             mean = pieces[OUTPUTS]
-            find_mean(v.dtype, device).fill(v, mean)
+            value_mean.find(v).fill(v, mean)
         self.quantizer.fill(parts, q, k, v, self.seed, Means(nothing, mean))
         out = self.result.empty_out(q)
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)

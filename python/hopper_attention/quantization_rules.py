@@ -31,7 +31,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from hopper.mean.config import CHANCE, OUTLYING, STEP_EXPONENT, groups_of
+from hopper.mean.config import CHANCE, GROUPS, OUTLYING, STEP_EXPONENT, groups_of
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
@@ -132,25 +132,37 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     not average out. A multiple of a power of two leaves them on it. The squared spread of a column is the median of the
     variances of its segments.
     """
-    means, variances = _segments(v)
+    return worth_subtracting(*_segments(v), v.shape[1])
+
+
+def worth_subtracting(means: torch.Tensor, variances: torch.Tensor, keys: int | torch.Tensor) -> torch.Tensor:
+    """The same of the means and variances of segments, float32 (b, GROUPS, hk, d), NaN where they do not count, of so
+    many keys in all: an int, or (b, 1, 1)."""
     mean = _robust_mean(means)
     squared = _median_of_numbers(variances).squeeze(1).nan_to_num()
     exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
     step = torch.ldexp(torch.ones_like(squared), exponent)
     rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
-    is_chance = mean * mean * float(v.shape[1]) < CHANCE**2 * squared
+    is_chance = mean * mean * keys < CHANCE**2 * squared
     return torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded)
 
 
 def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of x (b, s, hk, d) over each segment of the keys: float32 (b, segments, hk, d), both
-    NaN where one of them is not finite. Differences from the first key are added up, which cancels less."""
+    """The mean and the variance of x (b, s, hk, d) over each segment of the keys: float32 (b, GROUPS, hk, d), both NaN
+    where one of them is not finite, and behind the last. Differences from the first key are added up, which cancels
+    less."""
     groups, length = groups_of(x.shape[1])
     segments = x[:, : groups * length].unflatten(1, (groups, length)).float()
     first = segments[:, :, 0]
     differences = segments - first.unsqueeze(2)
     shift = differences.mean(2)
     means, variances = first + shift, differences.square().mean(2) - shift * shift
+    missing = 0, 0, 0, 0, 0, GROUPS - groups
+    return only_numbers(*(pad(x, missing, value=math.nan) for x in (means, variances)))
+
+
+def only_numbers(means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, with NaN where one of them is not finite."""
     is_finite = means.isfinite() & variances.isfinite()
     return torch.where(is_finite, means, math.nan), torch.where(is_finite, variances, math.nan)
 

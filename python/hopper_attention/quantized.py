@@ -332,19 +332,20 @@ class QuantizedQKV:
             if part.data.device != device:
                 raise ValueError(f"{name} is on {part.data.device}, allowed: the device of q, {device}")
         if self.mean_v.numel():
-            self._check_mean_v(device)
+            batch, _, kv_heads, head_dim_v = self.v.shape
+            check_mean_v(self.mean_v, device, (batch, kv_heads, head_dim_v))
 
-    def _check_mean_v(self, device: torch.device) -> None:
-        mean, (batch, _, kv_heads, head_dim_v) = self.mean_v, self.v.shape
-        if mean.dtype != torch.float32:
-            raise TypeError(f"mean_v has dtype {mean.dtype}, allowed: torch.float32")
-        if mean.shape != (batch, kv_heads, head_dim_v):
-            raise ValueError(
-                f"mean_v has shape {tuple(mean.shape)}, allowed: no elements or (batch, kv_heads, head_dim_v) = "
-                f"({batch}, {kv_heads}, {head_dim_v})"
-            )
-        if mean.device != device:
-            raise ValueError(f"mean_v is on {mean.device}, allowed: the device of q, {device}")
+
+def check_mean_v(mean: torch.Tensor, device: torch.device, shape: tuple[int, int, int]) -> None:
+    """Raise unless ``mean`` is one of values, of a shape, for queries on ``device``."""
+    if mean.dtype != torch.float32:
+        raise TypeError(f"mean_v has dtype {mean.dtype}, allowed: torch.float32")
+    if mean.shape != shape:
+        raise ValueError(
+            f"mean_v has shape {tuple(mean.shape)}, allowed: no elements or (batch, kv_heads, head_dim_v) = {shape}"
+        )
+    if mean.device != device:
+        raise ValueError(f"mean_v is on {mean.device}, allowed: the device of q, {device}")
 
 
 class Means(NamedTuple):

@@ -49,7 +49,9 @@ def why_not_fused(
     if not reason and 0 in (*q.shape, *k.shape):
         return "the problem is empty"
     reason = reason or _why_too_large(q.shape, k.shape, _rows(*options))
-    return reason or (value_mean.why_too_large(v.shape) if quantization.smooth_v else "")
+    if not reason and quantization.smooth_v:
+        return value_mean.why_too_many(v.shape[0], *v.shape[2:])
+    return reason
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -282,7 +284,7 @@ def quantize_fused(
 
 def mean_of_values(v: Tensor) -> Tensor:
     """``quantization_rules.mean_worth_subtracting`` on a Hopper GPU, of values that pass ``why_not_fused``."""
-    return value_mean.find(v.dtype, v.device)(addressable(v))
+    return value_mean.find(v)(addressable(v))
 
 
 def addressable(x: Tensor) -> Tensor:
