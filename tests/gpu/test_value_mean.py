@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -76,6 +77,32 @@ def test_the_default_is_as_good_as_its_emulation(head_dim: int, keys: int, offse
     like, _ = EmulationLaunch(False)(quantize_qkv(q, k, v), head_dim**-0.5, False)
     error, of_emulation = ((x.double() - exact).norm() for x in (out, like))
     assert error < 1.5 * of_emulation
+
+
+@pytest.mark.parametrize("rotate_v", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_lose_a_mean_each(causal: bool, rotate_v: bool) -> None:
+    lengths = (1500, 1, 0, 3000, 70, 4096)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    total = sum(lengths) + 50
+    q, k, v = values(1, total, 4, 128)[0], values(1, total, 2, 128)[0], values(1, total, 2, 128)[0]
+    c = Fp8Quantization(rotate_v=rotate_v)
+    named = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 4096, "max_seqlen_k": 4096}
+    out = flash_attn_fp8_func(q, k, v, causal=causal, quantization=c, **named)
+    parts = quantize_qkv(q, k, v, quantization=c, **named)
+    for number, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        if not length:
+            assert not parts.mean_v[number].any()
+            continue
+        rows = slice(start, start + length)
+        inputs = [x[None, rows] for x in (q, k, v)]
+        alone = mean_of_values(inputs[2])
+        torch.testing.assert_close(parts.mean_v[number], alone[0], rtol=0, atol=0.05)
+        exact, _ = attention_naive(*inputs, causal=causal)
+        dense = flash_attn_fp8_func(*inputs, causal=causal, quantization=c)
+        errors = [(x.double() - exact).norm() for x in (out[None, rows], dense)]
+        assert errors[0] < 1.2 * errors[1] + 1e-3 * exact.norm()
+    assert not out[sum(lengths) :].any()
 
 
 @pytest.mark.parametrize("keys", [512, 4096])
