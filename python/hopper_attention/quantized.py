@@ -115,11 +115,11 @@ class Fp8Quantization:
             of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
             have offsets of their own get smaller. (SageAttention's name for it.)
         rotate_v: rotate V along head_dim_v as Q and K are, and the output back.
-        smooth_v: subtract from V a mean over the keys, for each head, and add it to the output. A row of P sums
-            to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
+        smooth_v: subtract from V a mean over the keys, for each head and sequence, and add it to the output. A row of
+            P sums to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too. Runs of keys with tokens of huge values contribute nothing to it
-            (:func:`robust_mean_of_keys`).
+            scales of such a V get smaller too. A column without an offset keeps its bits, and runs of keys with tokens
+            of huge values contribute nothing (:func:`mean_worth_subtracting`).
     """
 
     rotate: bool = True
