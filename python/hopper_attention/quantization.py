@@ -140,7 +140,8 @@ def quantize_qkv(
         ValueError: shapes or devices of q, k and v do not fit together, or ``backend`` cannot do the problem.
         TypeError: q, k and v differ in dtype, or it is not one of the three above.
         RuntimeError: a CUDA graph is being captured and the signs of the rotation are not on the GPU yet.
-        NotImplementedError: packed sequences are to lose the mean of K, or torch.compile or torch.func is at work on them.
+        NotImplementedError: packed sequences are to lose the mean of K, or torch.compile or torch.func is at work on
+            them.
     """
     if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None:
         found = quantizing.find(q, k, v, quantization, backend)
