@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cute_kernels.integers import maximum, minimum
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
 
 FEWEST_GROUPS, GROUPS, GROUP_KEYS = 3, 16, 32
@@ -92,10 +91,12 @@ def validate_value_mean_config(config: ValueMeanConfig) -> None:
             raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(str, allowed))}")
 
 
-def groups_of(keys: Any) -> tuple[Any, Any]:
+def groups_of(
+    keys: Any, least: Callable[[Any, Any], Any] = min, most: Callable[[Any, Any], Any] = max
+) -> tuple[Any, Any]:
     """How many groups ``keys`` keys, one or more, are cut into, and the keys of each. What is left over is behind the
-    last group and does not count."""
-    groups = minimum(minimum(maximum(keys // GROUP_KEYS, FEWEST_GROUPS), GROUPS), keys)
+    last group and does not count. ``least`` and ``most`` of two numbers are the DSL's where a kernel asks."""
+    groups = least(least(most(keys // GROUP_KEYS, FEWEST_GROUPS), GROUPS), keys)
     return groups, keys // groups
 
 

@@ -6,7 +6,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.integers import ceil_div, divide, maximum
+from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from cute_kernels.plan.kernel import rows_of
 from hopper.mean.config import (
     CHANCE,
@@ -90,7 +90,7 @@ class ValueMeanKernel:
         sequence = divide(row, mV.shape[2])
         head = row - sequence * mV.shape[2]
         entry, offset, keys = self._rows(mV, lengths, sequence)
-        groups, length = groups_of(maximum(keys, 1))
+        groups, length = groups_of(maximum(keys, 1), minimum, maximum)
         groups = groups if keys > 0 else Int32(0)
 
         group = rank * c.groups + warp // c.warps_of_group

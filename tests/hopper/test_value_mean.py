@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -149,3 +151,8 @@ def test_configs() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             validate_value_mean_config(replace(COMPILED[0], **change))
+
+
+def test_the_host_does_without_the_dsl() -> None:
+    command = "import sys, hopper_attention.quantization; sys.exit('cutlass' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
