@@ -22,7 +22,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
-from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config
+from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.layout import make_packed_addressable
@@ -110,7 +110,7 @@ class PackedFp8Launcher(Launcher):
             parts.q.scale[None],
             parts.k.scale[None],
             *self._scales_of_v(parts),
-            parts.mean_v if adds else no_vectors(batch + 1, kv_heads, device),
+            vectors_of(parts.mean_v) if adds else no_vectors(batch + 1, kv_heads, device),
             parts.q.block,
             parts.k.block,
             softmax_scale,
