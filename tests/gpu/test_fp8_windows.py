@@ -13,7 +13,7 @@ from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_qu
 from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.masks import MaskSpec
-from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, restore_values
 from hopper_attention.reference import attention_naive
 from tests.gpu.test_fp8 import allowed_16_bit_error, allowed_error, dequantized, rms
 from tests.hopper.fp8_errors import EXACT_LSE_ROUNDING, LAGGING_LSE_ROUNDING, emulate
@@ -59,11 +59,13 @@ def compare(
     backend: str = "hopper",
     lagging: bool = True,
 ) -> list[str]:
-    """The same of results (batch, seqlen_q, heads, head_dim_v) and (batch, heads, seqlen_q) that are there."""
+    """The same, with what was done to V undone, of results (batch, seqlen_q, heads, head_dim_v) and (batch, heads,
+    seqlen_q) that are there."""
     mask = MaskSpec.canonical(causal, *window, parts.q.shape[1], parts.k.shape[1])
     tensors = (x.dequantize() for x in (parts.q, parts.k, parts.v))
     sides = {"window_left": mask.window_left, "window_right": mask.window_right}
     oracle, oracle_lse = attention_naive(*tensors, causal=mask.causal, **sides)
+    oracle = restore_values(oracle, parts, mask.causal, mask.sides)
     visible = oracle_lse > -math.inf
     emulations = emulate(parts, mask.causal, lagging, mask.sides)
     emulated = max(rms(like.double() - oracle) for like, _ in emulations)

@@ -25,7 +25,10 @@ from hopper_attention import (
 )
 from hopper_attention.backends import Target
 from hopper_attention.launch import dequantized, forward, varlen
+from hopper_attention.masks import FULL_SIDES
+from hopper_attention.quantization import quantize_qkv
 from hopper_attention.reference import attention_naive
+from hopper_attention.scores import NO_SCORES
 from tests.python.fake_gpu import H200, forget_launchers, pretend
 from tests.python.score_formula import COMBINATIONS, draw_scores, formula
 from tests.python.test_packed_quantization import lengths_of
@@ -355,3 +358,18 @@ def test_explain_of_wide_values() -> None:
     plan = explain(q, q, v, softcap=3.0, device_capability=(9, 0))
     same = explain(*(x.bfloat16() for x in (q, q, v)), softcap=3.0, device_capability=(9, 0))
     assert plan.config == same.config and isinstance(plan.config, WideForwardConfig)
+
+
+def test_parts_that_lack_the_mean_of_v_are_refused() -> None:
+    """They cannot come here from a public function; forgetting the mean would be a wrong answer without a word."""
+    q, k, v = (torch.ones(1, 40, 2, 64) for _ in range(3))
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 40, "max_seqlen_k": 40}
+    packed = quantize_qkv(q[0], k[0], v[0], **lengths)
+    options = 1.0, False, "reference", 0, FULL_SIDES, NO_SCORES
+    for parts, attend in (
+        (quantize_qkv(q, k, v), dequantized.attend_dequantized),
+        (packed, dequantized.attend_packed_dequantized),
+    ):
+        with pytest.raises(NotImplementedError, match="V was quantized without its mean"):
+            attend(parts, *options)

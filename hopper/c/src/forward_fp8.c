@@ -1,4 +1,4 @@
-/* Attention of sequences of one length in FP8: one kernel quantizes, another attends. */
+/* Attention of sequences of one length in FP8: a kernel finds the mean of V, one quantizes, another attends. */
 #include <inttypes.h>
 
 #include "internal.h"
@@ -10,13 +10,14 @@ enum { Q, K, V, OUT, NUM_OPERANDS };
 typedef struct plan {
   dense_problem problem;
   const fp8_row *row;
+  kernel_choice mean;
   fp8_sizes sizes;
   fp8_parts parts;
 } plan;
 
 static void lay_out(const ha_forward_params *p, plan *made) {
   made->sizes = (fp8_sizes){p->batch * p->seqlen_q, p->batch * p->seqlen_k, p->heads,  p->kv_heads,
-                            p->head_dim,            p->head_dim_v,          p->batch};
+                            p->head_dim,            p->head_dim_v,          p->batch, p->batch};
   made->parts.keys = ha_ceil_div(p->seqlen_k, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP;
   made->parts.blocks_q = p->seqlen_q;
   made->parts.blocks_k = ha_ceil_div(p->seqlen_k, made->row->block_k);
@@ -56,8 +57,9 @@ static ha_status make_plan(ha_forward_params *own, const ha_forward_params *give
   if (made->problem.is_empty) return HA_SUCCESS;
   status = ha_check_tiles(own, made->row->tile_m);
   if (status == HA_SUCCESS) status = check_items(own, made->row);
-  if (status == HA_SUCCESS) lay_out(own, made);
-  return status;
+  if (status != HA_SUCCESS) return status;
+  lay_out(own, made);
+  return ha_select_value_mean(own->dtype, LAYOUT_DENSE, &made->sizes, &made->mean);
 }
 
 static void add_codes(call *c, const ha_forward_params *p, const fp8_parts *x, const operand operands[NUM_OPERANDS]) {
@@ -65,6 +67,15 @@ static void add_codes(call *c, const ha_forward_params *p, const fp8_parts *x, c
   ha_add_tensor(c, at(p, x->q), FLOAT8_E4M3, 4, operands[Q].shape, NULL);
   ha_add_tensor(c, at(p, x->k), FLOAT8_E4M3, 4, operands[K].shape, NULL);
   ha_add_tensor(c, at(p, x->vt), FLOAT8_E4M3, 4, vt, NULL);
+}
+
+static ha_status find_mean(const ha_forward_params *p, const plan *made, const operand *v, const device *here,
+                           bool only_load) {
+  call c;
+  ha_call_begin(&c, here->index);
+  ha_add_tensor(&c, v->data, ha_element_of(p->dtype), 4, v->shape, v->strides);
+  ha_add_mean_v(&c, p->workspace, &made->parts, &made->sizes);
+  return ha_run(made->mean, &c, p->stream, only_load);
 }
 
 static ha_status quantize(const ha_forward_params *p, const plan *made, const operand operands[NUM_OPERANDS],
@@ -80,7 +91,7 @@ static ha_status quantize(const ha_forward_params *p, const plan *made, const op
   ha_add_tensor(&c, at(p, x->q_scale), FLOAT32, 3, of_q, NULL);
   ha_add_tensor(&c, at(p, x->k_scale), FLOAT32, 3, of_k, NULL);
   ha_add_tensor(&c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
-  ha_add_signs(&c, p->workspace, made->row);
+  ha_add_signs(&c, p->workspace, made->row, x, &made->sizes);
   ha_add_int(&c, (int64_t)here->multiprocessors * made->row->quantizer_ctas_per_sm);
   return ha_run((kernel_choice){made->row->quantizer, 0}, &c, p->stream, only_load);
 }
@@ -95,7 +106,7 @@ static ha_status attend(const ha_forward_params *p, const plan *made, const oper
   ha_add_tensor(&c, operands[OUT].data, ha_element_of(p->dtype), 4, operands[OUT].shape, operands[OUT].strides);
   ha_add_lse(&c, &lse);
   ha_add_counter(&c, p->workspace);
-  ha_add_fp8_scales(&c, p->workspace, &made->parts, &made->sizes, row->one_block, p->batch);
+  ha_add_fp8_scales(&c, p->workspace, &made->parts, &made->sizes, row->one_block);
   ha_add_int(&c, p->seqlen_q > 1 ? 1 : ALL_ROWS);
   ha_add_int(&c, row->one_block ? ALL_ROWS : row->block_k);
   ha_add_real(&c, made->problem.scale);
@@ -118,6 +129,7 @@ static ha_status run(const ha_forward_params *given, bool only_load) {
   status = ha_read_operands(p, shapes, operands);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, made.parts.end);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  if (status == HA_SUCCESS) status = find_mean(p, &made, &operands[V], &here, only_load);
   if (status == HA_SUCCESS) status = quantize(p, &made, operands, &here, only_load);
   return status == HA_SUCCESS ? attend(p, &made, operands, &here, only_load) : status;
 }

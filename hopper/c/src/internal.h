@@ -178,6 +178,9 @@ extern const int ha_append_kernels[2][2][5];
 extern const int ha_combine_kernels[3][2];
 extern const int ha_merge_kernels[2];
 
+/* Kernels that find the mean of V, by dtype, whether a cluster takes some columns of a head and not one CTA, and layout. */
+extern const int ha_value_mean_kernels[2][2][2];
+
 /* A mask as kernels take it: a causal one; a window with sides of -1 where nothing is hidden; keys of a chunk, or 0. */
 typedef struct mask {
   bool causal;
@@ -322,7 +325,7 @@ void ha_add_sinks(call *c, const ha_scores *s, int64_t heads);
 
 /* What the quantizer leaves in the workspace: at which bytes, and where they end. */
 typedef struct fp8_parts {
-  size_t q, k, vt, q_scale, k_scale, v_scale;
+  size_t q, k, vt, q_scale, k_scale, v_scale, mean_v;
   size_t end;
   int64_t keys;     /* of V transposed, in whole steps */
   int64_t blocks_q; /* of Q, and of K and V, that have a scale each */
@@ -333,6 +336,7 @@ typedef struct fp8_parts {
 typedef struct fp8_sizes {
   int64_t rows_q, rows_k, heads, kv_heads, head_dim, head_dim_v;
   int64_t scale_batch; /* first size of scales: batch, or 1 where sequences are packed */
+  int64_t means;       /* of V: one a sequence, and where they are packed of the rows behind the last */
 } fp8_sizes;
 
 /* Places from `begin` on; `made` has keys and blocks, of a sequence or of all that are packed. */
@@ -340,12 +344,17 @@ void ha_place_parts(fp8_parts *made, size_t begin, const fp8_sizes *sizes);
 
 int64_t ha_ceil_div(int64_t x, int64_t y);
 
-/* Append scales of Q and K, of V and of the output, and no mean of V. `batch` counts what o_scale is of. */
-void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes, bool one_block,
-                       int64_t batch);
+/* Append scales of Q and K, of V and of the output, and the mean of V. */
+void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes, bool one_block);
 
-/* Append the signs of the rotation, and nothing for those of V and for means. */
-void ha_add_signs(call *c, const void *workspace, const fp8_row *row);
+/* Append the signs of the rotation, nothing for those of V and for the mean of K, and the mean of V. */
+void ha_add_signs(call *c, const void *workspace, const fp8_row *row, const fp8_parts *x, const fp8_sizes *sizes);
+
+/* Append float32 (means, kv_heads, head_dim_v). */
+void ha_add_mean_v(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes);
+
+/* The kernel that finds the mean of V; fails if it would take more CTAs than there may be. */
+ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *sizes, kernel_choice *choice);
 
 /* ---- problems of sequences of one length (forward.c) ---- */
 
@@ -403,6 +412,9 @@ ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operan
 
 /* Append starts of Q and K, nothing of which queries count, and which keys do. */
 void ha_add_lengths(call *c, const packed_rows *rows);
+
+/* Append where the keys of packed sequences begin, and how many of them count. */
+void ha_add_key_lengths(call *c, const packed_rows *rows);
 
 /* A plan, behind the head of a workspace. */
 typedef struct plan_place {

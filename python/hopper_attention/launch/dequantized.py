@@ -41,6 +41,7 @@ def attend_dequantized(
             kernel no multiprocessor.
         NotImplementedError: the problem is larger than the kernel can count.
     """
+    _check_is_whole(parts)
     q, k = parts.q.data, parts.k.data
     _give_notice(q.device, backend, 0 not in (*q.shape, *k.shape))
     q, k, v = (part.dequantize(parts.dtype) for part in (parts.q, parts.k, parts.v))
@@ -58,12 +59,22 @@ def attend_packed_dequantized(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """The same of packed sequences: out (total_q, heads, head_dim_v), lse (heads, total_q)."""
+    _check_is_whole(parts)
     q, k = parts.q.data, parts.k.data
     _give_notice(q.device, backend, not is_empty(q, k, parts.lengths))
     options = causal, backend, sm_margin
     return run_varlen(
         *parts.dequantize(), parts.lengths, softmax_scale, *options, window=window, scores=scores
     )
+
+
+def _check_is_whole(parts: QuantizedQKV | PackedQuantizedQKV) -> None:
+    """Raise unless the tensors are what is to be attended to: nothing here is undone in the output."""
+    if parts.mean_v.numel() or parts.quantization.rotate_v:
+        raise NotImplementedError(
+            "V was quantized without its mean or rotated, which is not undone where scores are changed: use "
+            "flash_attn_quantized_func, or Fp8Quantization(smooth_v=False, rotate_v=False)"
+        )
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

@@ -132,7 +132,7 @@ class Fp8HopperLauncher(Launcher):
         out = self.result.empty_out(q)
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
         scales = map(_dense_rows, (parts.q.scale, parts.k.scale, parts.v.scale))
-        mean = _vectors(parts.mean_v) if adds else no_vectors(batch, kv_heads, device)
+        mean = vectors_of(parts.mean_v) if adds else no_vectors(batch, kv_heads, device)
         rows_q = parts.q.block if parts.q.block < seqlen_q else ALL_ROWS
         values = self._values(parts.v)
         self.queue((q, k, values, out, lse), tuple(scales), mean, rows_q, softmax_scale, window)
@@ -194,7 +194,7 @@ def _dense_rows(scale: Tensor) -> Tensor:
     return scale if scale.stride(2) == 1 or scale.shape[2] == 1 else contiguous_copy(scale)
 
 
-def _vectors(mean: Tensor) -> Tensor:
+def vectors_of(mean: Tensor) -> Tensor:
     """The mean with vectors of neighbouring elements that begin at multiples of 16 bytes."""
     return mean if mean.is_contiguous() and mean.data_ptr() % TMA_BYTES == 0 else contiguous_copy(mean)
 
