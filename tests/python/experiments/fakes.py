@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from hopper_attention.experiments.bench import peers as bench_peers
+from hopper_attention.experiments.bench.results import Measured
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Calibration, Interval, Launch
 
@@ -53,3 +55,17 @@ def fake_peer(name: str, scale: float = 1.0, raises: str = "") -> bench_peers.Pe
 
     available = bench_peers.always_available
     return bench_peers.Peer(name, f"Fake {name}", available, lambda setting: "1.0", prepare)
+
+
+def measured(us: float) -> Measured:
+    """A result of so many microseconds."""
+    return Measured(500.0, us * 1e-3, 0.01, 5, 10, 2e-3, 1500.0, 690.0, "config")
+
+
+def head_of(kind: str, names: Iterable[str]) -> dict[str, Any]:
+    """The head of a report on an H200 with these peers."""
+    peers = {
+        name: {"title": f"The {name}", "version": "1", "unavailable": ""} for name in dict.fromkeys(names)
+    }
+    head = {"schema": 1, "kind": kind, "date": "2026-01-01T00:00:00Z", "commit": "c0ffee" * 6}
+    return head | {"machine": {"gpu": "NVIDIA H200"}, "peers": peers, "method": {"inputs": "N(0, 1)"}}

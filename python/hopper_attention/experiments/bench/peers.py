@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -376,20 +376,39 @@ PEERS: dict[str, Peer] = {
 DEFAULT_PEERS = (OURS, "fa3", "fa4", "cudnn", "fa2")
 
 
-def parse_peers(text: str, registry: Mapping[str, Peer] = PEERS) -> tuple[Peer, ...]:
-    """Comma-separated names of rows, in their order.
+class AnyPeer(Protocol):
+    """A row of any registry, as far as it can be listed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def why_unavailable(self) -> Callable[[Setting], str]: ...
+
+    @property
+    def version(self) -> Callable[[Setting], str]: ...
+
+
+PeerT = TypeVar("PeerT", bound=AnyPeer)
+
+
+def parse_peers(text: str, registry: Mapping[str, PeerT], usual: Sequence[str] = ()) -> tuple[PeerT, ...]:
+    """Comma-separated names of rows, in their order; the ``usual`` ones if empty.
 
     Raises:
-        ValueError: a name is not in the registry.
+        ValueError: a name is not in the registry, or there is none.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()] or usual
     unknown = [name for name in names if name not in registry]
     if unknown or not names:
         raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
     return tuple(registry[name] for name in dict.fromkeys(names))
 
 
-def inspect_peers(peers: tuple[Peer, ...], setting: Setting) -> dict[str, PeerInfo]:
+def inspect_peers(peers: Sequence[AnyPeer], setting: Setting) -> dict[str, PeerInfo]:
     """Title, version and availability of each peer on this machine."""
     infos = {}
     for peer in peers:

@@ -37,7 +37,7 @@ from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
 from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
-from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END, PeerInfo
+from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
@@ -511,27 +511,3 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
 }  # fmt: skip
 
 DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, OURS_END_TO_END, OURS_16_BIT, "fa3", "fa4", "cudnn")
-
-
-def parse_feature_peers(
-    text: str, registry: Mapping[str, FeaturePeer] = FEATURE_PEERS
-) -> tuple[FeaturePeer, ...]:
-    """Comma-separated names of rows, in their order; the usual ones if empty.
-
-    Raises:
-        ValueError: a name is not in the registry.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(DEFAULT_FEATURE_PEERS)
-    unknown = [name for name in names if name not in registry]
-    if unknown:
-        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
-    return tuple(registry[name] for name in dict.fromkeys(names))
-
-
-def inspect_feature_peers(peers: tuple[FeaturePeer, ...], setting: Setting) -> dict[str, PeerInfo]:
-    """Title, version and availability of each peer on this machine."""
-    infos = {}
-    for peer in peers:
-        reason = peer.why_unavailable(setting)
-        infos[peer.name] = PeerInfo(peer.title, "" if reason else peer.version(setting), reason)
-    return infos

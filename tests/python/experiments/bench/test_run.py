@@ -355,9 +355,12 @@ def test_fa3_says_which_library_is_missing(tmp_path: Path) -> None:
 
 
 def test_unknown_peer_is_refused() -> None:
-    assert [peer.name for peer in bench_peers.parse_peers("fa3, ours,fa3")] == ["fa3", "ours"]
+    assert [peer.name for peer in bench_peers.parse_peers("fa3, ours,fa3", bench_peers.PEERS)] == [
+        "fa3",
+        "ours",
+    ]
     with pytest.raises(ValueError, match=r"peers is 'ours,fa5', allowed: .* out of ours, fa3"):
-        bench_peers.parse_peers("ours,fa5")
+        bench_peers.parse_peers("ours,fa5", bench_peers.PEERS)
 
 
 SHAPES = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.bench.results import AMPERE
 from hopper_attention.experiments.features import checks, peers, score_terms
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
@@ -239,13 +239,13 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
     usual = ["ours", "ours_dense", "ours_e2e", "ours_bf16", "fa3", "fa4", "cudnn"]
-    assert [p.name for p in peers.parse_feature_peers("")] == usual
-    assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
+    assert [p.name for p in parse_peers("", FEATURE_PEERS, peers.DEFAULT_FEATURE_PEERS)] == usual
+    assert [p.name for p in parse_peers("fa4, ours,fa4", FEATURE_PEERS)] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
     ):
-        peers.parse_feature_peers("fa9")
-    infos = peers.inspect_feature_peers(tuple(FEATURE_PEERS.values()), CPU)
+        parse_peers("fa9", FEATURE_PEERS)
+    infos = inspect_peers(tuple(FEATURE_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
     assert absent == {"fa3", "fa4", "flex", "ampere", "cudnn"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"

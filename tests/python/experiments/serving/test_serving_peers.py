@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import flash_attn_with_kvcache, kvcache_plan
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.features.spec import FAMILIES
 from hopper_attention.experiments.serving import checks, peers
 from hopper_attention.experiments.serving.inputs import CacheInputs, draw_set
@@ -211,13 +211,13 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
     usual = ["ours", "ours_plain", "ours_fp8q", "fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"]
-    assert [p.name for p in peers.parse_serving_peers("")] == usual
-    assert [p.name for p in peers.parse_serving_peers("fa4, ours,fa4")] == ["fa4", "ours"]
+    assert [p.name for p in parse_peers("", SERVING_PEERS, peers.DEFAULT_SERVING_PEERS)] == usual
+    assert [p.name for p in parse_peers("fa4, ours,fa4", SERVING_PEERS)] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_"
     ):
-        peers.parse_serving_peers("fa9")
-    infos = peers.inspect_serving_peers(tuple(SERVING_PEERS.values()), CPU)
+        parse_peers("fa9", SERVING_PEERS)
+    infos = inspect_peers(tuple(SERVING_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
     assert absent == {"fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"
