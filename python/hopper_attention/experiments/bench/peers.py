@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,17 +89,23 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A row. ``why_unavailable`` returns an empty string where the peer can run, else the reason.
-
-    ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
-    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
-    """
+class ListedPeer:
+    """A row of a registry. ``why_unavailable`` returns an empty string where the peer can run, else the reason."""
 
     name: str
     title: str
     why_unavailable: Callable[[Setting], str]
     version: Callable[[Setting], str]
+
+
+@dataclass(frozen=True)
+class Peer(ListedPeer):
+    """A row of the benchmarks of dense attention.
+
+    ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
+    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
+    """
+
     prepare: Callable[[Problem, Inputs, Setting], Prepared]
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     rounding: Callable[[Inputs], Inputs] = field(default=as_drawn)
@@ -376,23 +382,7 @@ PEERS: dict[str, Peer] = {
 DEFAULT_PEERS = (OURS, "fa3", "fa4", "cudnn", "fa2")
 
 
-class AnyPeer(Protocol):
-    """A row of any registry, as far as it can be listed."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def why_unavailable(self) -> Callable[[Setting], str]: ...
-
-    @property
-    def version(self) -> Callable[[Setting], str]: ...
-
-
-PeerT = TypeVar("PeerT", bound=AnyPeer)
+PeerT = TypeVar("PeerT", bound=ListedPeer)
 
 
 def parse_peers(text: str, registry: Mapping[str, PeerT], usual: Sequence[str] = ()) -> tuple[PeerT, ...]:
@@ -408,7 +398,7 @@ def parse_peers(text: str, registry: Mapping[str, PeerT], usual: Sequence[str] =
     return tuple(registry[name] for name in dict.fromkeys(names))
 
 
-def inspect_peers(peers: Sequence[AnyPeer], setting: Setting) -> dict[str, PeerInfo]:
+def inspect_peers(peers: Sequence[ListedPeer], setting: Setting) -> dict[str, PeerInfo]:
     """Title, version and availability of each peer on this machine."""
     infos = {}
     for peer in peers:

@@ -36,7 +36,7 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
-from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
+from hopper_attention.experiments.bench.peers import Inputs, ListedPeer, Prepared, Setting
 from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features import score_terms
@@ -89,11 +89,10 @@ def tokens_of_heads(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeaturePeer:
+class FeaturePeer(ListedPeer):
     """A row.
 
     Attributes:
-        why_unavailable: an empty string where the peer can run, else the reason.
         bind: its forward on a workload.
         takes: which workloads it is meant for; of the others it is no row.
         note: what will run, where the peer can tell.
@@ -102,10 +101,6 @@ class FeaturePeer:
         context: entered once around a batch of launches.
     """
 
-    name: str
-    title: str
-    why_unavailable: Callable[[Setting], str]
-    version: Callable[[Setting], str]
     bind: Callable[[Workload, Setting], Binding]
     takes: Callable[[Workload], bool] = field(default=every_workload)
     note: Callable[[Workload, Inputs, Setting], str] = field(default=lambda workload, inputs, setting: "")

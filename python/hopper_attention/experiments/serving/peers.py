@@ -22,7 +22,7 @@ from hopper.quantize.config import E4M3_MAX
 from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.backends import KERNELS
 from hopper_attention.experiments.bench import peers as bench_peers
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import ListedPeer, Setting
 from hopper_attention.experiments.bench.results import OURS
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.serving import flashmla
@@ -60,11 +60,10 @@ def nothing_to_note(workload: ServingWorkload, inputs: CacheInputs, setting: Set
 
 
 @dataclass(frozen=True)
-class ServingPeer:
+class ServingPeer(ListedPeer):
     """A row.
 
     Attributes:
-        why_unavailable: an empty string where the peer can run, else the reason.
         bind: its ways to compute a workload on one set of inputs.
         takes: which workloads it is meant for; of the others it is no row.
         note: what will run, where the peer can tell.
@@ -73,10 +72,6 @@ class ServingPeer:
         context: entered once around a batch of launches.
     """
 
-    name: str
-    title: str
-    why_unavailable: Callable[[Setting], str]
-    version: Callable[[Setting], str]
     bind: Callable[[ServingWorkload, CacheInputs, Setting], Ways]
     takes: Callable[[ServingWorkload], bool] = field(default=every_workload)
     note: Callable[[ServingWorkload, CacheInputs, Setting], str] = field(default=nothing_to_note)
