@@ -1,5 +1,7 @@
 """Compile the decode kernel for any sizes and strides, with or without a GPU."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -8,6 +10,24 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.decode.config import DecodeConfig
 from hopper.decode.kernel import DecodeKernel
+
+
+def cache_arguments(config: Any, batch: Any) -> tuple:
+    """Those from ``lengths`` to ``sinks`` of a kernel that decodes, in their order."""
+    c = config
+    return (
+        words(batch),
+        strided(Int32, (batch, cute.sym_int()), 1) if c.paged else None,
+        words(batch) if c.leftpad else None,
+        words(cute.sym_int()) if c.layout == VARLEN else None,
+        strided(Float32, (cute.sym_int(), c.part_floats), 4),
+        Float32(0.0),
+        Int32(0) if c.limits_splits else None,
+        *((Int32(0), Int32(0)) if c.window else (None, None)),
+        Int32(0) if c.chunk else None,
+        Float32(0.0) if c.softcap else None,
+        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+    )
 
 
 def compile_decode(config: DecodeConfig, options: str = ""):
@@ -39,17 +59,7 @@ def compile_decode(config: DecodeConfig, options: str = ""):
         *caches,
         strided(dtype, (*rows, h, dv), VECTOR_ELEMENTS),
         strided(Float32, lse, 1),
-        words(b),
-        strided(Int32, (b, cute.sym_int()), 1) if c.paged else None,
-        words(b) if c.leftpad else None,
-        words(cute.sym_int()) if is_packed else None,
-        strided(Float32, (cute.sym_int(), c.part_floats), 4),
-        Float32(0.0),
-        Int32(0) if c.limits_splits else None,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
-        Float32(0.0) if c.softcap else None,
-        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        *cache_arguments(c, b),
         *descales,
         Int32(0),
         options=options,

@@ -61,6 +61,7 @@ class WideForwardConfig:
 
     head_dim = HEAD_DIM
     dropout = False
+    holds_values = True
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2
