@@ -109,13 +109,8 @@ class Row(Protocol):
 def draw_inputs(problem: Problem, seed: int, device: str) -> Inputs:
     """One set of N(0, 1) inputs, made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
-    p = problem
-    shapes = (
-        (p.batch, p.seqlen_q, p.heads, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-    )
-    dtype = getattr(torch, p.dtype)
+    dtype = getattr(torch, problem.dtype)
+    shapes = problem.shapes
     return Inputs(*(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes))
 
 

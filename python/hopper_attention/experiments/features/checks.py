@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
-from hopper_attention.experiments.bench.checks import CHECKED_SCORES
+from hopper_attention.experiments.bench.checks import CHECKED_SCORES, malformed
 from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.functions import bias_of
 from hopper_attention.experiments.features.spec import BIAS, Workload
-from hopper_attention.experiments.workloads.checks import Comparison, malformed, worst_error
+from hopper_attention.experiments.workloads.checks import Comparison, worst_error
 from hopper_attention.reference.dropout import DropoutMask, dropped
 from hopper_attention.reference.tiles import Span
 

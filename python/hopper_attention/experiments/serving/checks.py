@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hopper_attention.experiments.bench.checks import malformed
 from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Limits
 from hopper_attention.experiments.serving.inputs import CacheInputs, appended
 from hopper_attention.experiments.serving.spec import ServingWorkload
-from hopper_attention.experiments.workloads.checks import Comparison, malformed, worst_error
+from hopper_attention.experiments.workloads.checks import Comparison, worst_error
 
 OVER_16_BITS = 2.0
 """Errors of 16-bit queries on an e4m3 cache, over those that a cache of 16 bits may have."""

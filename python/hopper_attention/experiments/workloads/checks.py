@@ -1,4 +1,4 @@
-"""Results held against float64: shapes, numbers that are finite, and errors of what is compared."""
+"""Parts of a result held against float64."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ class Comparison(NamedTuple):
     where: str
     found: Tensor
     right: Tensor
-
-
-def malformed(name: str, x: Tensor, shape: tuple[int, ...]) -> str:
-    """What is wrong with a tensor before its numbers are looked at; empty if nothing is."""
-    if tuple(x.shape) != shape:
-        return f"{name} is {tuple(x.shape)}, expected {shape}"
-    wrong = int((~x.isfinite()).sum())
-    return f"{wrong} of {x.numel()} of {name} are not finite" if wrong else ""
 
 
 def errors_of(found: Tensor, right: Tensor) -> tuple[float, float]:
