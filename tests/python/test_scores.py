@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,20 +27,13 @@ from hopper_attention.launch import backward, forward, varlen
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.lengths import Lengths, rows_of_sequences
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, ScoreSpec
-from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from tests.python.dense_cases import qkv
+from tests.python.fake_gpu import SMS
 from tests.python.score_formula import COMBINATIONS, draw_scores, formula
 from tests.python.varlen_cases import CASES, Case
 
 OPS = torch.ops.hopper_attention
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 2)))
-
-
-def qkv(
-    seqlen_q: int = 21, seqlen_k: int = 33, head_dim_v: int = 24, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    shapes = (2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, head_dim_v)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def learned(scores: dict[str, Any]) -> dict[str, Any]:
@@ -354,16 +347,6 @@ def test_operators_check_too() -> None:
 # Kernels
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What forward kernels are called with, on a Hopper GPU by name."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: lambda *a: calls.append(a))
-    yield calls
-    forget_launchers()
-
-
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])
 def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
@@ -391,7 +374,7 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
         for window in ((-1, -1, 0), (5, 2, 0)):
             scores = Scores(cap, slopes, sinks)
             run_forward(*tensors, 0.5, False, backend, 0, window=window, scores=scores)
-            call = kernel_calls[-1]
+            _, call = kernel_calls[-1]
             sides = () if window == (-1, -1, 0) else window[:2]
             if backend == "hopper":
                 sides = (*(sides or (None, None)), *(None,) * 5)
@@ -404,7 +387,8 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
         (w, ScoreKind(True, True, True)) for w in (False, True)
     ]
     run_forward(*tensors, 0.5, False, backend, 0, scores=Scores(sinks=sinks))
-    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 5 :][:2] == (None, None)
+    _, call = kernel_calls[-1]
+    assert call[len(call) - len(last) - 5 :][:2] == (None, None)
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
@@ -461,7 +445,7 @@ def test_plain_calls_know_nothing_of_them(kernel_calls: list[Any]) -> None:
     assert Scores.of(0.0, None, None) is NO_SCORES and Scores.of(0, None, None) is NO_SCORES
     run_forward(*qkv(), None, False, None, 0)
     run_forward(*qkv(), None, False, None, 0, scores=NO_SCORES)
-    assert len(kernel_calls[0]) == len(kernel_calls[1]) == 8
+    assert len(kernel_calls[0][1]) == len(kernel_calls[1][1]) == 8
     assert forward.find_launch.cache_info().hits == 1
 
 
