@@ -13,7 +13,7 @@ from hopper.decode.kernel import DecodeKernel
 
 
 def cache_arguments(config: Any, batch: Any) -> tuple:
-    """Those from ``lengths`` to ``sinks`` of a kernel that decodes, in their order."""
+    """Those from ``lengths`` to ``parts`` of a kernel that decodes, in their order."""
     c = config
     return (
         words(batch),
@@ -21,6 +21,13 @@ def cache_arguments(config: Any, batch: Any) -> tuple:
         words(batch) if c.leftpad else None,
         words(cute.sym_int()) if c.layout == VARLEN else None,
         strided(Float32, (cute.sym_int(), c.part_floats), 4),
+    )
+
+
+def score_arguments(config: Any) -> tuple:
+    """Those from ``softmax_scale`` to ``sinks``."""
+    c = config
+    return (
         Float32(0.0),
         Int32(0) if c.limits_splits else None,
         *((Int32(0), Int32(0)) if c.window else (None, None)),
@@ -60,6 +67,7 @@ def compile_decode(config: DecodeConfig, options: str = ""):
         strided(dtype, (*rows, h, dv), VECTOR_ELEMENTS),
         strided(Float32, lse, 1),
         *cache_arguments(c, b),
+        *score_arguments(c),
         *descales,
         Int32(0),
         options=options,
