@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from hopper_attention.experiments.bench.machine import package_version
 from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Launch
+
+if TYPE_CHECKING:
+    from hopper_attention.dispatch import Plan
+    from hopper_attention.kvcache_plan import CachePlan
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,21 @@ def our_version(setting: Setting) -> str:
     return f"hopper-attention {package_version('hopper-attention') or 'from the source tree'}"
 
 
+def check_runs_kernel(setting: Setting, plan: Plan | CachePlan) -> None:
+    """Raise NotImplementedError if a call of ours on a GPU is served by anything else, which is not to be measured."""
+    from hopper_attention.backends import KERNELS
+
+    if setting.is_cuda and plan.backend not in KERNELS:
+        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+
+
 def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> Prepared:
     """The public function. On a GPU it must run a kernel: a fallback would be measured as ours."""
     from hopper_attention import explain, flash_attn_func
-    from hopper_attention.backends import KERNELS
 
     q, k, v, causal = inputs.q, inputs.k, inputs.v, problem.causal
     plan = explain(q, k, v, causal=causal, backend=backend)
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    check_runs_kernel(setting, plan)
     note = getattr(plan.config, "name", plan.backend)
     return Prepared(lambda: flash_attn_func(q, k, v, causal=causal, backend=backend), note)
 

@@ -253,8 +253,7 @@ def describe_ours(
         if workload.latent:
             q, k, options["qv"] = without_latent(workload, q, k)
         plan = explain(q, k, v, **options)
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    bench_peers.check_runs_kernel(setting, plan)
     if not (setting.is_cuda and workload.is_backward):
         return plan.config.name
     kind = ScoreKind(bool(workload.softcap), workload.alibi, workload.sinks, bool(workload.dropout))

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention import flash_attn_with_kvcache
-from hopper_attention.backends import KERNELS
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.peers import ListedPeer, Setting
 from hopper_attention.experiments.bench.results import OURS
@@ -129,8 +128,7 @@ def describe_ours(
         NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     plan = explain_kvcache(**arguments(workload, inputs))
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    bench_peers.check_runs_kernel(setting, plan)
     return f"{plan.path}: {plan.config.name}"
 
 
