@@ -5,7 +5,14 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    mask_arguments,
+    sinks_argument,
+    strided,
+    words,
+)
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.decode.config import DecodeConfig
@@ -30,10 +37,9 @@ def score_arguments(config: Any) -> tuple:
     return (
         Float32(0.0),
         Int32(0) if c.limits_splits else None,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
+        *mask_arguments(c),
         Float32(0.0) if c.softcap else None,
-        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        sinks_argument(c),
     )
 
 
