@@ -55,6 +55,30 @@ def exact_gradients(
     return torch.autograd.grad(loss + sum(0.0 * x.sum() for x in leaves), leaves)
 
 
+def assert_right(
+    results: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    leaves: list[Tensor],
+    exact_leaves: list[Tensor],
+    unused: Any = (),
+) -> None:
+    """out, LSE and their gradients against the formula; what comes back to ``unused`` rows counts for nothing."""
+    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
+    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
+    right = exact_gradients(wanted, exact_leaves, dout, dlse)
+    if len(unused):
+        dout[unused] = math.nan
+    for mine, theirs in zip(torch.autograd.grad(results, leaves, (dout, dlse)), right, strict=True):
+        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
+        assert mine.dtype in (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(
+            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
+        )
+
+
 # Numbers
 
 
@@ -71,19 +95,7 @@ def test_results_and_gradients(
     exact = [x.detach().double().requires_grad_() for x in inputs]
     results = flash_attn_func(*inputs, causal=causal, window_size=window, return_attn_probs=True, **scores)
     wanted = formula(*exact, scale=32**-0.5, causal=causal, window=window, **exact_scores)
-    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
-    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
-    got = torch.autograd.grad(results, leaves_of(inputs, scores), (dout, dlse))
-    right = exact_gradients(wanted, leaves_of(exact, exact_scores), dout, dlse)
-    for mine, theirs in zip(got, right, strict=True):
-        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
-        assert mine.dtype in (torch.bfloat16, torch.float32)
-        torch.testing.assert_close(
-            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
-        )
+    assert_right(results, wanted, leaves_of(inputs, scores), leaves_of(exact, exact_scores))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -98,19 +110,8 @@ def test_sequences_of_different_lengths(case: str, name: str, mask: tuple[bool, 
     options = {"causal": causal, "window_size": window, "return_attn_probs": True}
     results = flash_attn_varlen_func(*inputs, *c.lengths, **options, **scores)
     wanted = formula_of_sequences(c, exact, causal, window, exact_scores)
-    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
-    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
-    right = exact_gradients(wanted, leaves_of(exact, exact_scores), dout, dlse)
-    dout[c.unused()[0]] = math.nan
-    got = torch.autograd.grad(results, leaves_of(inputs, scores), (dout, dlse))
-    for mine, theirs in zip(got, right, strict=True):
-        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
-        torch.testing.assert_close(
-            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
-        )
+    unused, _ = c.unused()
+    assert_right(results, wanted, leaves_of(inputs, scores), leaves_of(exact, exact_scores), unused)
 
 
 def formula_of_sequences(
