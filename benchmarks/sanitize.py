@@ -28,15 +28,17 @@ from torch.nn import functional
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
+from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
 from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
 from hopper.forward.tilings import ONE_PAGE, select_paged_config, shipped_forward_configs
+from hopper.mean.config import ValueMeanConfig, shipped_value_mean_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper.wide.config import WideForwardConfig, select_wide_config
-from hopper_attention.compile_cache import get_forward
+from hopper_attention.compile_cache import get_forward, get_quantize
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
@@ -46,7 +48,7 @@ from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
 from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
-from hopper_attention.quantization_rules import means_of
+from hopper_attention.quantization_rules import mean_worth_subtracting, means_of
 from hopper_attention.quantized import Means
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
@@ -273,6 +275,22 @@ def _counter_faults(counter: Tensor) -> list[str]:
     return [f"tile counter left at {counter.tolist()}"] if bool(counter.any()) else []
 
 
+def run_value_mean_case(config: ValueMeanConfig, device: str) -> str:
+    """The kernel of the mean of V, on values whose keys and columns are no whole number of anything."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(2, 1003, KV_HEADS, 80, generator=generator).add(1).to(getattr(torch, config.dtype))
+    lengths, entries, source = [], v.shape[0], v
+    if config.layout == VARLEN:
+        bounds = torch.tensor([0, 1003, 1003, 1900], dtype=torch.int32, device=device)
+        lengths, entries, source = [bounds, bounds[:0]], bounds.numel(), v.flatten(0, 1)[None]
+    mean = torch.full((entries, KV_HEADS, 80), math.nan, device=device)
+    get_quantize(config)(source.to(device), mean, *lengths)
+    torch.cuda.synchronize()
+    found, twin = mean[0].cpu(), mean_worth_subtracting(v)[0]
+    wrong = [] if (found - twin).abs().max() < 0.05 else ["another mean than its twin"]
+    return "; ".join(wrong + ([] if mean.isfinite().all() else ["not all written"]))
+
+
 FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
     "forward": (shipped_forward_configs, run_case),
     "paged": (paged_configs, run_paged_case),
@@ -281,6 +299,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),
     "fp8-exact-lse": (shipped_exact_lse_configs, run_fp8_case),
     "quantize": (shipped_quantize_configs, run_quantize_case),
+    "value-mean": (shipped_value_mean_configs, run_value_mean_case),
     "backward": (shipped_backward_configs, run_backward_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
     "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),

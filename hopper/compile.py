@@ -18,6 +18,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.mean.config import ValueMeanConfig
 from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.transpose.config import TransposeConfig
@@ -53,6 +54,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     LaunchesConfig: ("cute_kernels.launches.compile", "compile_launches"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
+    ValueMeanConfig: ("hopper.mean.compile", "compile_value_mean"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),
 }
@@ -74,7 +76,7 @@ def module_of(config: Any) -> str:
 
 def compile_kernel(config: Any, options: str = "") -> Any:
     """Compile the kernel of ``config``: of the forward, FP8 or not or for wide values, of the backward or one of its
-    two steps, of the quantizer or of what transposes V; for Hopper, or for GPUs without WGMMA.
+    two steps, of the quantizer, of the mean of V or of what transposes V; for Hopper, or for GPUs without WGMMA.
 
     What comes back is described at the functions named in ``COMPILERS``. ``options`` go to ``cute.compile``.
     """

@@ -42,6 +42,7 @@ from hopper.compile import COMPILERS, module_of
 from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
 from hopper.inspection import DIGEST_LETTERS, ResourceUsage, resource_usage
+from hopper.mean.config import shipped_value_mean_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.sources import sources_of
 from hopper.transpose.config import shipped_transpose_configs
@@ -82,6 +83,7 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),
+        *shipped_value_mean_configs(),
         *shipped_transpose_configs(),
         *shipped_backward_kernels(),
         *shipped_ampere_forward_configs(),

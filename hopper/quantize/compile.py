@@ -30,7 +30,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     With the layout "varlen" b is 1, sq and sk are rows of all sequences, and cu_seqlens_q, cu_seqlens_k int32 (batch +
     1,), seqused_q and seqused_k int32 (batch,) or (0,) stand before num_ctas. Blocks, and steps of 32 keys of vt8, are
     those that no two sequences share: x // rows + batch + 1 for x rows. Rows behind the last sequence are taken for
-    one more sequence; rows and blocks that are of no sequence are not written.
+    one more sequence; rows and blocks that are of no sequence are not written. mean_v is (batch + 1, hk, dv).
 
     What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
     as many of V make no more than 2^30 items.
@@ -40,6 +40,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
     signs, signs_v, no_mean_k, no_mean_v = (words(cute.sym_int()) for _ in range(4))
     is_packed = config.layout == VARLEN
+    entries = cute.sym_int() if is_packed else b
     batch, batch_and_one = cute.sym_int(), cute.sym_int()
     sizes = batch_and_one, batch_and_one, batch, cute.sym_int()
     return compile_for_torch(
@@ -56,7 +57,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
         signs,
         signs_v,
         strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
-        strided(Float32, (b, hk, dv), 4) if config.smooth_v else no_mean_v,
+        strided(Float32, (entries, hk, dv), 4) if config.smooth_v else no_mean_v,
         *(words(size) for size in sizes if is_packed),
         Int32(0),
         options=options,

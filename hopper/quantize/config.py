@@ -26,7 +26,7 @@ DEFAULT_BLOCK_Q = 1
 ROWS_PER_ITEM = 128
 """Rows of Q that a CTA takes at once, or some times that, where each is a block."""
 
-DEFAULT_SMOOTH_V = False
+DEFAULT_SMOOTH_V = True
 """Whether the mean of V is subtracted unless told otherwise."""
 
 BANK_LINE = 128
@@ -318,9 +318,8 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
             raise ValueError(f"{name} is {value}, allowed: {allowed}")
     if config.layout not in LAYOUTS:
         raise ValueError(f"layout is {config.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    for flag in ("smooth_k", "smooth_v"):
-        if config.layout != DENSE and getattr(config, flag):
-            raise ValueError(f"{flag} is True, allowed for packed sequences: False")
+    if config.layout != DENSE and config.smooth_k:
+        raise ValueError("smooth_k is True, allowed for packed sequences: False")
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
         raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 

@@ -135,6 +135,9 @@ class QuantizeKernel:
     with a scale each need no barrier (``RowScaledOperand``).
 
     A row lies across a few lanes (``BlockTiling``), so most butterflies of a rotation stay within a thread.
+
+    Where V loses its mean, the kernel in front finds that, and lets the CTAs of this one start before it has ended
+    (programmatic dependent launch). They touch no global memory until then.
     """
 
     def __init__(self, config: QuantizeConfig):
@@ -188,6 +191,7 @@ class QuantizeKernel:
             grid=(cutlass.min(num_ctas, end), 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
+            use_pdl=c.smooth_v,
             min_blocks_per_mp=c.ctas_per_sm,
             # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
             preferred_smem_carveout=100,
@@ -206,6 +210,8 @@ class QuantizeKernel:
         lengths: tuple,
     ):
         c = self.config
+        if const_expr(c.smooth_v):
+            cute.arch.griddepcontrol_wait()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
         thread, _, _ = cute.arch.thread_idx()
         cta = Cta(

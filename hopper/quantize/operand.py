@@ -128,8 +128,8 @@ class Operand(LoopInvariant):
     ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
     e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
     ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. The largest of the values that share a scale
-    becomes ``largest``. ``items`` says what a ``place`` is. Packed sequences have a batch of 1, and blocks that none of
-    them shares with another.
+    becomes ``largest``. ``items`` says what a ``place`` is. Packed sequences have a batch of 1, a mean each, and blocks
+    that none of them shares with another.
     """
 
     tiling: BlockTiling

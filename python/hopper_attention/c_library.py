@@ -18,6 +18,8 @@ from cute_kernels.problem import VARLEN
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.mean.config import shipped_value_mean_configs
+from hopper.quantize.config import QuantizeConfig
 from hopper_attention import _kernels, compile_cache
 from hopper_attention.c_tables import (
     PLAN,
@@ -67,7 +69,7 @@ def chosen_kernels(patterns: str) -> tuple[_kernels.KernelConfig, ...]:
     Args:
         patterns: sets (``DEFAULT``, ``ALL`` or ``NONE``) and shell patterns of names, separated by commas. A pattern
             that fits a kernel of the tables adds these, else those of the variants that it fits. With any kernel of
-            packed sequences comes the one that plans them.
+            packed sequences comes the one that plans them, with a quantizer those that find the mean of V.
 
     Raises:
         ValueError: a pattern fits no name.
@@ -83,7 +85,9 @@ def chosen_kernels(patterns: str) -> tuple[_kernels.KernelConfig, ...]:
         chosen |= dict.fromkeys(fitting)
     if any(isinstance(config, ForwardConfig) and config.layout == VARLEN for config in chosen):
         chosen[PLAN] = None
-    return tuple(chosen)
+    quantizers = {(config.dtype, config.layout) for config in chosen if isinstance(config, QuantizeConfig)}
+    means = (config for config in shipped_value_mean_configs() if (config.dtype, config.layout) in quantizers)
+    return tuple(chosen | dict.fromkeys(means))
 
 
 def _fitting(pattern: str) -> list[_kernels.KernelConfig]:

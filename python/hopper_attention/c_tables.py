@@ -54,7 +54,14 @@ from hopper.forward.tilings import (
     select_forward_config,
     select_paged_config,
 )
-from hopper.quantize.config import DEFAULT_BLOCK_Q, QuantizeConfig, validate_quantize_config
+from hopper.mean.config import COLUMNS as VALUE_MEAN_COLUMNS
+from hopper.mean.config import ENOUGH_CTAS, shipped_value_mean_configs
+from hopper.quantize.config import (
+    DEFAULT_BLOCK_Q,
+    DEFAULT_SMOOTH_V,
+    QuantizeConfig,
+    validate_quantize_config,
+)
 from hopper_attention import _kernels, checks
 from hopper_attention.backends import HOPPER_CAPABILITY, MOST_MULTIPROCESSORS
 from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS
@@ -174,7 +181,15 @@ class Fp8Kind:
         (head_dim, head_dim_v), dtype = self.dims, self.dtype
         seen = PACKED_SEQLEN if self.layout == VARLEN else seen
         block_k = default_block_k(head_dim, head_dim_v, seen, self.two_level, self.causal)
-        quantizer = QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k, layout=self.layout)
+        quantizer = QuantizeConfig(
+            dtype,
+            head_dim,
+            head_dim_v,
+            DEFAULT_BLOCK_Q,
+            block_k,
+            smooth_v=DEFAULT_SMOOTH_V,
+            layout=self.layout,
+        )
         validate_quantize_config(quantizer)
         config = select_fp8_forward_config(
             head_dim,
@@ -247,7 +262,8 @@ def library_kernels() -> tuple[_kernels.KernelConfig, ...]:
     forward = dict.fromkeys(row.config for row in forward_rows())
     decode = dict.fromkeys(config for config in decode_configs() if config is not None)
     fp8 = dict.fromkeys(config for row in fp8_rows() for config in (row.quantizer, row.config))
-    return PLAN, *forward, *decode, *fp8, *append_configs(), *combine_configs(), *merge_configs()
+    others = *append_configs(), *combine_configs(), *merge_configs(), *shipped_value_mean_configs()
+    return PLAN, *forward, *decode, *fp8, *others
 
 
 @dataclass(frozen=True)
@@ -330,6 +346,8 @@ def constants_header() -> str:
         "COMBINE_FEW_SPLITS": FEW_SPLITS,
         "COMBINE_WARPS": WARPS,
         "COMBINE_COLUMNS": COLUMNS,
+        "VALUE_MEAN_COLUMNS": VALUE_MEAN_COLUMNS,
+        "VALUE_MEAN_ENOUGH_CTAS": ENOUGH_CTAS,
     }
     numbers |= {f"FEATURE_{name.upper()}": 1 << i for i, name in enumerate(FEATURES)}
     lists = {"DECODE_HEAD_DIMS": HEAD_DIMS, "DECODE_ROWS": DECODE_ROWS, "DECODE_BOX_ROWS": BOX_ROWS}
@@ -382,11 +400,12 @@ def _variant_table(variants: Iterable[Variant], index: dict[str, int]) -> str:
 
 
 def _cache_tables(index: dict[str, int]) -> str:
-    """``ha_append_kernels``, ``ha_combine_kernels`` and ``ha_merge_kernels``."""
+    """``ha_append_kernels``, ``ha_combine_kernels``, ``ha_merge_kernels`` and ``ha_value_mean_kernels``."""
     tables = {
         "ha_append_kernels[2][2][5]": append_configs(),
         "ha_combine_kernels[3][2]": combine_configs(),
         "ha_merge_kernels[2]": merge_configs(),
+        "ha_value_mean_kernels[2][2][2]": shipped_value_mean_configs(),
     }
     lines = []
     for name, configs in tables.items():

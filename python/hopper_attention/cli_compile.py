@@ -141,6 +141,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from hopper.backward.config import shipped_backward_kernels
     from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
     from hopper.forward.tilings import shipped_forward_configs
+    from hopper.mean.config import shipped_value_mean_configs
     from hopper.quantize.config import shipped_quantize_configs
     from hopper.transpose.config import shipped_transpose_configs
     from hopper_attention._kernels import ARCH
@@ -153,6 +154,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),
+        *shipped_value_mean_configs(),
         *shipped_transpose_configs(),
         *shipped_backward_kernels(),
     )

@@ -38,6 +38,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
+from hopper.mean.config import ValueMeanConfig
 from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
@@ -224,8 +225,9 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_quantize(config: QuantizeConfig | TransposeConfig) -> Kernel:
-    """What makes FP8 operands, ready to be called: the quantizer, or what transposes V; see ``hopper.compile``."""
+def get_quantize(config: QuantizeConfig | ValueMeanConfig | TransposeConfig) -> Kernel:
+    """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V, or what transposes V; see
+    ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 

@@ -173,9 +173,10 @@ def flash_attn_fp8_func(
         quantization: rotation, what shares a scale, and the block sizes.
         two_level_accumulation: add the products P V of the FP8 kernel's key tiles to the output in float32 (DeepGEMM's
             "promotion", the opposite of PyTorch's use_fast_accum). Otherwise the tensor cores add them, with fewer
-            bits, which ``smooth_v`` of the quantization keeps from mattering where V has an offset. The gradient stays
-            that of 16 bits. The 16-bit kernels and the emulation add in float32 anyway: on the same blocks they give
-            the same with it as without. Without ``block_k`` it decides on the blocks too.
+            bits, which matters where V has an offset that changes along the keys; one that does not is subtracted, by
+            ``smooth_v`` of the quantization. The gradient stays that of 16 bits. The 16-bit kernels and the emulation
+            add in float32 anyway: on the same blocks they give the same with it as without. Without ``block_k`` it
+            decides on the blocks too.
         exact_lse: let another FP8 kernel attend, which takes every maximum and adds scores, their exponentials and P V
             up in float32. It is slower, and for an LSE that partial results are merged by: within 1e-3 of that of the
             e4m3 tensors up to scores of 5, and 2e-4 of larger scores. That of the other kernels is off by as much
@@ -195,7 +196,7 @@ def flash_attn_fp8_func(
 
     Raises:
         ValueError, TypeError: an argument is not allowed.
-        NotImplementedError: packed sequences are to lose a mean of K or V.
+        NotImplementedError: packed sequences are to lose the mean of K.
 
     It can be differentiated: see :mod:`hopper_attention.fp8_training` for what the gradient is.
     """

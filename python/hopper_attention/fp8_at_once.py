@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Pieces, no_floats, work_memory
+from hopper_attention.device_memory import Piece, Pieces, no_floats, work_memory
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.fused_again import FusedCalls
+from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, ResultSpec, no_vectors
 from hopper_attention.launch.forward import layout_of
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
@@ -30,15 +31,17 @@ from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.quantization_rules import check_sources, with_numbers
 from hopper_attention.quantized import Fp8Quantization, Means
 
+OUTPUTS = len(Outputs._fields)
+
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class AtOnceLauncher(Launcher):
-    """The quantizer and the FP8 kernel of calls with tensors of some sizes and strides.
+    """The quantizer, with what finds the mean of V, and the FP8 kernel of calls with tensors of some sizes and strides.
 
-    ``pieces`` are what the first fills and the second reads. ``seed`` is that of the rotation; ``rows_q`` rows of Q
-    share a scale.
+    ``pieces`` are what the first fills and the second reads, the mean last. ``seed`` is that of the rotation;
+    ``rows_q`` rows of Q share a scale.
     """
 
     quantizer: QuantizeLauncher
@@ -64,13 +67,17 @@ class AtOnceLauncher(Launcher):
     ) -> tuple[Tensor, Tensor]:
         """The same of tensors that the quantizer can address, on the current GPU, which is that of this launcher."""
         device, (batch, _, heads, _), kv_heads = q.device, q.shape, k.shape[2]
-        nothing = no_floats(device)
-        parts = Outputs(*work_memory(device, self.device_index, self.pieces))
-        self.quantizer.fill(parts, q, k, v, self.seed, Means(nothing, nothing))
+        nothing, no_mean = no_floats(device), no_vectors(batch, kv_heads, device)
+        pieces = work_memory(device, self.device_index, self.pieces)
+        parts, mean = Outputs(*pieces[:OUTPUTS]), no_mean
+        if self.quantizer.config.smooth_v:
+            mean = pieces[OUTPUTS]
+            value_mean.find(v).fill(v, mean)
+        self.quantizer.fill(parts, q, k, v, self.seed, Means(nothing, mean))
         out = self.result.empty_out(q)
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
-        tensors, no_mean = (*parts[:3], out, lse), no_vectors(batch, kv_heads, device)
-        self.attention.queue(tensors, parts[3:], no_mean, self.rows_q, softmax_scale, self.window)
+        tensors, scales = (*parts[:3], out, lse), parts[3:]
+        self.attention.queue(tensors, scales, mean, self.rows_q, softmax_scale, self.window)
         return out, lse
 
 
@@ -101,7 +108,7 @@ def find_at_once(
     """What serves a call with q, k and v like these, which are checked.
 
     None where PyTorch has a part in it: the kernel does not quantize the tensors, or something else than the FP8 kernel
-    attends to them, or V is changed in a way that is undone in the output, or K in one that is in the LSE.
+    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE.
 
     Raises:
         ValueError, TypeError: q, k and v do not make a problem, or ``backend`` cannot run it.
@@ -112,13 +119,15 @@ def find_at_once(
     head_dims = shape.head_dim, shape.head_dim_v
     c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
     c = with_numbers(c, shape)
-    if c.smooth_k or c.smooth_v or c.rotate_v or quantizer_of(backend) is not None:
+    if c.smooth_k or c.rotate_v or quantizer_of(backend) is not None:
         return None
     if why_not_fused(q, k, v, c, known_target(q.device)):
         return None
     quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device)
     block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
     pieces = output_pieces(block_q, block_k, *shapes)
+    if c.smooth_v:
+        pieces = *pieces, Piece((shape.batch, shape.kv_heads, shape.head_dim_v))
     blocks, of_call = (block_q, block_k, block_k), (causal, two_level, window)
     problem = problem_of_sizes(
         shapes, blocks, quantizer.largest_codes, q.dtype, *of_call, exact_lse=exact_lse

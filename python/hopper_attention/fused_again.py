@@ -25,9 +25,9 @@ class QuantizeCall:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
         """As ``quantizers.quantize_plain``."""
-        nothing = no_floats(q.device)
-        parts = self.launcher.launch(q, k, v, self.made.seed, Means(nothing, nothing))
-        return QuantizedQKV.unchecked(*parts, self.made, q.dtype, nothing)
+        means = Means(no_floats(q.device), self.launcher.find_mean_v(v))
+        parts = self.launcher.launch(q, k, v, self.made.seed, means)
+        return QuantizedQKV.unchecked(*parts, self.made, q.dtype, means)
 
 
 class FusedCall(Protocol):

@@ -27,6 +27,7 @@ from hopper_attention.packed_quantized import (
     PackedQuantizedQKV,
     PackedQuantizedTensor,
     PackedTransposedV,
+    RowPlaces,
     count_units,
 )
 from hopper_attention.packed_quantizers import quantize_packed_here
@@ -50,10 +51,11 @@ class Saved(NamedTuple):
     k_scale: Tensor
     v: Tensor
     v_scale: Tensor
+    mean_v: Tensor
 
     @classmethod
     def of(cls, x: PackedQuantizedQKV) -> Saved:
-        return cls(x.q.data, x.q.scale, x.k.data, x.k.scale, x.v.data, x.v.scale)
+        return cls(x.q.data, x.q.scale, x.k.data, x.k.scale, x.v.data, x.v.scale, x.mean_v)
 
     def parts(self, lengths: Lengths, c: Fp8Quantization, dtype: torch.dtype) -> PackedQuantizedQKV:
         """The quantized tensors again; ``block_k`` of their options is a number."""
@@ -66,6 +68,7 @@ class Saved(NamedTuple):
             lengths=lengths,
             quantization=c,
             dtype=dtype,
+            mean_v=self.mean_v,
         )
 
 
@@ -128,6 +131,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         scales(kv_heads, total_k, block_k),
         q.new_empty((kv_heads, head_dim_v, keys), dtype=FP8_DTYPE),
         scales(kv_heads, total_k, block_k),
+        q.new_empty(
+            (batch + 1, kv_heads, head_dim_v) if given.options.smooth_v and total_k else 0,
+            dtype=torch.float32,
+        ),
     )
     out = q.new_empty((total_q, heads, head_dim_v))
     return out, q.new_empty((heads, total_q), dtype=torch.float32), *saved
@@ -141,9 +148,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 )
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
     """dq, dk, dv of ``forward_fp8_varlen``, whose results are given."""
-    saved, given = Saved(*arguments[:6]), Arguments.of(*arguments[6:])
+    saved, given = Saved(*arguments[: len(Saved._fields)]), Arguments.of(*arguments[len(Saved._fields) :])
     call, c = given.call, given.quantization((saved.k.shape[2], out.shape[2]))
     q, k, v = saved.parts(given.lengths, c, out.dtype).dequantize()
+    if saved.mean_v.numel():
+        # The output has the mean, and the gradient of a score compares V with it.
+        mean = rotate_head_dim(saved.mean_v, c.seed) if c.rotate_v else saved.mean_v
+        v = (v + mean[RowPlaces.of(given.lengths.cu_seqlens_k, None, v.shape[0]).sequence]).to(v.dtype)
     if c.rotate_v:
         dout, out = (rotate_head_dim(x, c.seed).to(out.dtype) for x in (dout, out))
     options = call.softmax_scale, call.causal, call.backend, False, *call.mask.sides
@@ -157,7 +168,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
 
 @_backward.register_fake
 def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
-    saved = Saved(*arguments[:6])
+    saved = Saved(*arguments[: len(Saved._fields)])
     dv = out.new_empty((*saved.k.shape[:2], out.shape[2]))
     return out.new_empty(saved.q.shape), out.new_empty(saved.k.shape), dv
 

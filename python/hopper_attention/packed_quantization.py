@@ -6,15 +6,18 @@ captured of it, and takes the lengths that the tensors hold when it is replayed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.tilings import PACKED_SEQLEN
+from hopper.mean.config import FEWEST_GROUPS, GROUP_KEYS, GROUPS
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
@@ -31,7 +34,13 @@ from hopper_attention.packed_quantized import (
     first_units,
     key_of_slot,
 )
-from hopper_attention.quantization_rules import SOURCE_DTYPES, power_of_two, to_e4m3
+from hopper_attention.quantization_rules import (
+    SOURCE_DTYPES,
+    only_numbers,
+    power_of_two,
+    to_e4m3,
+    worth_subtracting,
+)
 from hopper_attention.quantized import E4M3, Fp8Quantization, default_block_k
 from hopper_attention.rotation import rotate_head_dim
 
@@ -79,7 +88,7 @@ def check_packed_sources(
     Raises:
         ValueError: shapes or devices do not fit together.
         TypeError: dtypes differ, or are none of ``SOURCE_DTYPES``.
-        NotImplementedError: a mean is to be subtracted.
+        NotImplementedError: the mean of K is to be subtracted.
     """
     if q.dtype not in SOURCE_DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, allowed: {', '.join(map(str, SOURCE_DTYPES))}")
@@ -89,10 +98,9 @@ def check_packed_sources(
     # Float32, which no kernel attends to, can be quantized.
     q_spec, k_spec, v_spec = (TensorSpec.of(x)._replace(dtype=checks.HALF_DTYPES[0]) for x in (q, k, v))
     check_packed(q_spec, k_spec, v_spec, specs_of(lengths))
-    for name in ("smooth_k", "smooth_v"):
-        if getattr(quantization, name):
-            feature = "quantization of packed sequences without their means"
-            raise missing(name, True, feature, f"Fp8Quantization({name}=False)")
+    if quantization.smooth_k:
+        feature = "quantization of packed sequences without the mean of K"
+        raise missing("smooth_k", True, feature, "Fp8Quantization(smooth_k=False)")
 
 
 def with_packed_blocks(
@@ -119,6 +127,10 @@ def quantize_packed_by_torch(
     places_q = RowPlaces.of(lengths.cu_seqlens_q, lengths.seqused_q, q.shape[0])
     places_k = RowPlaces.of(lengths.cu_seqlens_k, lengths.seqused_k, k.shape[0])
     of_q, of_k = (places_q, lengths.cu_seqlens_q), (places_k, lengths.cu_seqlens_k)
+    mean_v = torch.empty(0, device=q.device)
+    if c.smooth_v and v.shape[0]:
+        mean_v = packed_mean_worth_subtracting(v, lengths)
+        v = v.float() - mean_v[places_k.sequence]
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
@@ -131,7 +143,36 @@ def quantize_packed_by_torch(
         lengths=lengths,
         quantization=c,
         dtype=q.dtype,
+        mean_v=mean_v,
     )
+
+
+def packed_mean_worth_subtracting(v: Tensor, lengths: Lengths) -> Tensor:
+    """``mean_worth_subtracting`` of each sequence of v (total, hk, d), total > 0: float32 (batch + 1, hk, d), 0 without
+    keys and in the last entry, which is of no sequence."""
+    cu_seqlens, used = lengths.cu_seqlens_k, lengths.seqused_k
+    places, batch = RowPlaces.of(cu_seqlens, used, v.shape[0]), cu_seqlens.shape[0] - 1
+    keys = pad(cu_seqlens[1:] - cu_seqlens[:-1] if used is None else used, (0, 1))
+    groups = torch.minimum((keys // GROUP_KEYS).clamp(FEWEST_GROUPS, GROUPS), keys)
+    length = keys // groups.clamp(min=1)
+    group = places.row // length[places.sequence].clamp(min=1)
+    counts = places.is_used & (group < groups[places.sequence])
+    # What does not count is added to a group that is not there.
+    group = torch.where(counts, places.sequence * GROUPS + group, batch * GROUPS).long()
+    numbers = torch.arange(GROUPS, device=v.device)
+    first_rows = cu_seqlens[:, None] + numbers * length[:, None]
+    first = v[first_rows.clamp(0, v.shape[0] - 1).long().flatten()].float()
+    differences = v.float() - first[group]
+    shape, divisor = (batch + 1, GROUPS, *v.shape[1:]), length.clamp(min=1)[:, None, None, None]
+
+    def mean_of_groups(x: Tensor) -> Tensor:
+        return torch.zeros_like(first).index_add_(0, group, x).view(shape) / divisor
+
+    is_there = (numbers < groups[:, None])[..., None, None]
+    shift = mean_of_groups(differences)
+    means = torch.where(is_there, first.view(shape) + shift, math.nan)
+    variances = mean_of_groups(differences.square()) - shift * shift
+    return worth_subtracting(*only_numbers(means, variances), keys[:, None, None])
 
 
 def _quantize(

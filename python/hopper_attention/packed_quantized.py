@@ -8,7 +8,7 @@ units of the rows that belong to none. So no sum over lengths is needed, and non
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from hopper_attention.quantized import (
     QuantizedQKV,
     QuantizedTensor,
     TransposedV,
+    check_mean_v,
     padded_keys,
 )
 from hopper_attention.reference.tiles import Span
@@ -203,6 +204,8 @@ class PackedQuantizedQKV:
     """Q, K and V of packed sequences in e4m3, where the sequences lie, how they were made, and the dtype of the output.
 
     ``v`` is transposed where :func:`hopper_attention.quantize_qkv` made it, and has rows where it came as FP8.
+    ``mean_v`` float32 (batch + 1, kv_heads, head_dim_v) is what V lost, as in a :class:`hopper_attention.QuantizedQKV`,
+    its last entry of no sequence; it may have no elements.
     """
 
     q: PackedQuantizedTensor
@@ -211,6 +214,7 @@ class PackedQuantizedQKV:
     lengths: Lengths
     quantization: Fp8Quantization
     dtype: torch.dtype
+    mean_v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         q, k = TensorSpec.of(self.q.data), TensorSpec.of(self.k.data)
@@ -232,13 +236,18 @@ class PackedQuantizedQKV:
                     f"sequences: {keys}"
                 )
 
+        if self.mean_v.numel():
+            _, kv_heads, head_dim_v = self.v.shape
+            check_mean_v(self.mean_v, self.q.data.device, (self.batch + 1, kv_heads, head_dim_v))
+
     @property
     def batch(self) -> int:
         """Sequences."""
         return self.lengths.cu_seqlens_q.shape[0] - 1
 
     def dequantize(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v in the dtype of the output. What was rotated stays so; nothing is read on the host."""
+        """q, k and v in the dtype of the output. What was rotated stays so, and V without its mean; nothing is read on
+        the host."""
         cu_seqlens_q, cu_seqlens_k = self.lengths[:2]
         k, v = (part.dequantize(cu_seqlens_k, self.dtype) for part in (self.k, self.v))
         return self.q.dequantize(cu_seqlens_q, self.dtype), k, v
@@ -259,6 +268,7 @@ class PackedQuantizedQKV:
                     self.v.of_sequence(number, keys),
                     quantization=self.quantization,
                     dtype=self.dtype,
+                    mean_v=self.mean_v[number : number + 1] if keys.stop > keys.start else self.mean_v[:0],
                 ),
             )
             for number, (rows, keys) in enumerate(found)

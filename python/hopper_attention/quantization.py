@@ -115,7 +115,8 @@ def quantize_qkv(
     On a Hopper GPU one kernel does it in one pass, reading float16 or bfloat16 and writing e4m3, where ``granularity``
     is "block" (the other two need a maximum before anything is written) and the sizes suit it
     (:func:`hopper_attention.launch.quantize.why_not_fused`). Elsewhere PyTorch does it, in several passes, with
-    the same bits. The means of K and V may differ in their last bit between devices. A CUDA graph can be captured of
+    the same bits. The means of K and V may differ in their last bit between devices, before that of V is rounded to a
+    step of its spread. A CUDA graph can be captured of
     either once a call with the same head_dim, options and device has been made. torch.compile takes the call as an
     operator; with ``block_k="tile"`` it compiles one graph for the lengths that have the same blocks.
 
@@ -139,7 +140,8 @@ def quantize_qkv(
         ValueError: shapes or devices of q, k and v do not fit together, or ``backend`` cannot do the problem.
         TypeError: q, k and v differ in dtype, or it is not one of the three above.
         RuntimeError: a CUDA graph is being captured and the signs of the rotation are not on the GPU yet.
-        NotImplementedError: packed sequences are to lose a mean, or torch.compile or torch.func is at work on them.
+        NotImplementedError: packed sequences are to lose the mean of K, or torch.compile or torch.func is at work on
+            them.
     """
     if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None:
         found = quantizing.find(q, k, v, quantization, backend)

@@ -31,6 +31,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
+from hopper.mean.config import CHANCE, GROUPS, OUTLYING, STEP_EXPONENT, groups_of
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
@@ -47,19 +48,7 @@ from hopper_attention.quantized import (
 from hopper_attention.rotation import rotate_back, rotate_head_dim
 from hopper_attention.shapes import AttentionShape, attention_shape
 
-FEWEST_MEAN_GROUPS, MEAN_GROUPS, MEAN_GROUP_KEYS = 3, 31, 32
-"""Fewest and most groups of keys in the robust mean of V, and fewest keys of a group where there are more."""
-
-OUTLYING = 16.0
-"""Median distances from the median beyond which the mean of a group does not count."""
-
-MEAN_STEP, CHANCE = 2.0**-6, 4.0
-"""What a mean of V is a multiple of, in units of the power of two below the spread of its column, and how many standard
-errors it is at least."""
-
-SPREAD_KEYS, NORMAL_SPREAD = 256, 1.4826
-"""How many keys, or half of them, tell the spread of a column, and that over the median distance from the mean of
-normal values."""
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -98,10 +87,16 @@ def _with_block_k(quantization: Fp8Quantization, block_k: int) -> Fp8Quantizatio
 
 @torch.no_grad()
 def quantize_with(
-    run: Quantizer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization
+    run: Quantizer,
+    find_mean_v: Callable[[torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    quantization: Fp8Quantization,
 ) -> QuantizedQKV:
-    """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number."""
-    means = means_of(k, v, quantization)
+    """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number.
+    ``find_mean_v`` is ``mean_worth_subtracting``, by PyTorch or by the kernel."""
+    means = means_of(k, v, quantization, find_mean_v)
     shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
     parts = run(q, k, v, quantization, means)
     return QuantizedQKV(*parts, quantization=quantization, dtype=q.dtype, shift=shift, mean_v=means.v)
@@ -120,34 +115,65 @@ def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
 def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     """The mean of x (b, s, hk, d), s > 0, over the keys, without outliers: float32 (b, hk, d), finite.
 
-    The keys are cut into equal segments; fewer keys than segments are left out at the end. Segments whose mean is not
-    finite or lies far from the others do not count; without any, the result is 0. Of many normal values none is left
-    out: what lies further from their mean than this would bring back some of the sums that it is to keep small.
+    The keys are cut into equal segments; fewer keys than segments are left out at the end. Segments whose mean or
+    variance is not finite, or whose mean lies far from the others', do not count; without any, the result is 0. Of many
+    normal values none is left out: what lies further from their mean than this would bring back some of the sums that
+    it is to keep small.
     """
-    groups = min(max(x.shape[1] // MEAN_GROUP_KEYS, FEWEST_MEAN_GROUPS), MEAN_GROUPS, x.shape[1])
-    length = x.shape[1] // groups
-    means = x[:, : groups * length].unflatten(1, (groups, length)).mean(2, dtype=torch.float32)
-    means = torch.where(means.isfinite(), means, math.nan)
-    distances = (means - _median_of_numbers(means)).abs()
-    counts = distances <= OUTLYING * _median_of_numbers(distances)
-    return torch.where(counts, means, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+    return _robust_mean(_segments(x)[0])
 
 
 def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     """What to subtract from v (b, s, hk, d), s > 0, before it becomes e4m3: float32 (b, hk, d), finite.
 
-    ``robust_mean_of_keys`` of the columns where it is more than chance, rounded to a multiple of ``MEAN_STEP`` of their
-    spread. Values of 16 bits lie on a grid, and some of them half-way between two of e4m3, which rounds these either
-    way. Any vector off that grid would send all of them the same way: an error with a mean, which many keys do not
-    average out. A multiple of a power of two leaves them on it.
+    ``robust_mean_of_keys`` of the columns where it is more than chance, rounded to a multiple of 2^STEP_EXPONENT of
+    their spread. Values of 16 bits lie on a grid, and some of them half-way between two of e4m3, which rounds these
+    either way. Any vector off that grid would send all of them the same way: an error with a mean, which many keys do
+    not average out. A multiple of a power of two leaves them on it. The squared spread of a column is the median of the
+    variances of its segments.
     """
-    mean, keys = robust_mean_of_keys(v), v.shape[1]
-    some = v[:, :: -(-keys // SPREAD_KEYS)].float()
-    spread = NORMAL_SPREAD * _median_of_numbers((some - mean[:, None]).abs()).squeeze(1)
-    step = MEAN_STEP * torch.ldexp(torch.ones_like(spread), spread.frexp().exponent - 1)
-    rounded = torch.where(spread > 0, (mean / step).round() * step, mean)
-    is_chance = mean.abs() < CHANCE * spread / keys**0.5
+    return worth_subtracting(*_segments(v), v.shape[1])
+
+
+def worth_subtracting(means: torch.Tensor, variances: torch.Tensor, keys: int | torch.Tensor) -> torch.Tensor:
+    """The same of the means and variances of segments, float32 (b, GROUPS, hk, d), NaN where they do not count, of so
+    many keys in all: an int, or (b, 1, 1)."""
+    mean = _robust_mean(means)
+    squared = _median_of_numbers(variances).squeeze(1).nan_to_num()
+    exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
+    step = torch.ldexp(torch.ones_like(squared), exponent)
+    rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
+    is_chance = mean * mean * keys < CHANCE**2 * squared
     return torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded)
+
+
+def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of x (b, s, hk, d) over each segment of the keys: float32 (b, GROUPS, hk, d), both NaN
+    where one of them is not finite, and behind the last. Differences from the first key are added up, which cancels
+    less."""
+    groups, length = groups_of(x.shape[1])
+    segments = x[:, : groups * length].unflatten(1, (groups, length)).float()
+    first = segments[:, :, 0]
+    differences = segments - first.unsqueeze(2)
+    shift = differences.mean(2)
+    means, variances = first + shift, differences.square().mean(2) - shift * shift
+    missing = 0, 0, 0, 0, 0, GROUPS - groups
+    return only_numbers(*(pad(x, missing, value=math.nan) for x in (means, variances)))
+
+
+def only_numbers(means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, with NaN where one of them is not finite."""
+    is_finite = means.isfinite() & variances.isfinite()
+    return torch.where(is_finite, means, math.nan), torch.where(is_finite, variances, math.nan)
+
+
+def _robust_mean(means: torch.Tensor) -> torch.Tensor:
+    """That of segments (b, segments, hk, d) that are numbers and not far from the others; 0 without any."""
+    middle = _median_of_numbers(means)
+    distances = (means - middle).abs()
+    counts = distances <= OUTLYING * _median_of_numbers(distances)
+    excess = torch.where(counts, means - middle, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+    return (middle.squeeze(1) + excess).nan_to_num()
 
 
 def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
@@ -157,15 +183,19 @@ def _median_of_numbers(x: torch.Tensor) -> torch.Tensor:
     return x.sort(1).values.gather(1, middle.clamp(max=x.shape[1] - 1))
 
 
-def means_of(k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization) -> Means:
+def means_of(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    quantization: Fp8Quantization,
+    find_mean_v: Callable[[torch.Tensor], torch.Tensor] = mean_worth_subtracting,
+) -> Means:
     """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
-
     nothing = torch.empty(0, device=k.device)
     if not k.shape[1]:
         return Means(nothing, nothing)
     return Means(
         mean_of_keys(k) if quantization.smooth_k else nothing,
-        mean_worth_subtracting(v) if quantization.smooth_v else nothing,
+        find_mean_v(v) if quantization.smooth_v else nothing,
     )
 
 

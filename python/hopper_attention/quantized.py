@@ -115,11 +115,11 @@ class Fp8Quantization:
             of scores only shifts by a constant, which goes back into the LSE; the scales of a K whose channels
             have offsets of their own get smaller. (SageAttention's name for it.)
         rotate_v: rotate V along head_dim_v as Q and K are, and the output back.
-        smooth_v: subtract from V a mean over the keys, for each head, and add it to the output. A row of P sums
-            to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
+        smooth_v: subtract from V a mean over the keys, for each head and sequence, and add it to the output. A row of
+            P sums to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too. Runs of keys with tokens of huge values contribute nothing to it
-            (:func:`robust_mean_of_keys`).
+            scales of such a V get smaller too. A column without an offset keeps its bits, and runs of keys with tokens
+            of huge values contribute nothing (:func:`mean_worth_subtracting`).
     """
 
     rotate: bool = True
@@ -320,10 +320,10 @@ class QuantizedQKV:
         v: TransposedV,
         quantization: Fp8Quantization,
         dtype: torch.dtype,
-        nothing: torch.Tensor,
+        means: Means,
     ) -> QuantizedQKV:
-        """As ``QuantizedTensor.unchecked``, of tensors that lost no mean; ``nothing`` has no elements."""
-        options = {"quantization": quantization, "dtype": dtype, "shift": nothing, "mean_v": nothing}
+        """As ``QuantizedTensor.unchecked``, of tensors that lost the mean of V of ``means`` at most."""
+        options = {"quantization": quantization, "dtype": dtype, "shift": means.k, "mean_v": means.v}
         return _unchecked(cls, q=q, k=k, v=v, **options)
 
     def __post_init__(self) -> None:
@@ -332,19 +332,20 @@ class QuantizedQKV:
             if part.data.device != device:
                 raise ValueError(f"{name} is on {part.data.device}, allowed: the device of q, {device}")
         if self.mean_v.numel():
-            self._check_mean_v(device)
+            batch, _, kv_heads, head_dim_v = self.v.shape
+            check_mean_v(self.mean_v, device, (batch, kv_heads, head_dim_v))
 
-    def _check_mean_v(self, device: torch.device) -> None:
-        mean, (batch, _, kv_heads, head_dim_v) = self.mean_v, self.v.shape
-        if mean.dtype != torch.float32:
-            raise TypeError(f"mean_v has dtype {mean.dtype}, allowed: torch.float32")
-        if mean.shape != (batch, kv_heads, head_dim_v):
-            raise ValueError(
-                f"mean_v has shape {tuple(mean.shape)}, allowed: no elements or (batch, kv_heads, head_dim_v) = "
-                f"({batch}, {kv_heads}, {head_dim_v})"
-            )
-        if mean.device != device:
-            raise ValueError(f"mean_v is on {mean.device}, allowed: the device of q, {device}")
+
+def check_mean_v(mean: torch.Tensor, device: torch.device, shape: tuple[int, int, int]) -> None:
+    """Raise unless ``mean`` is one of values, of a shape, for queries on ``device``."""
+    if mean.dtype != torch.float32:
+        raise TypeError(f"mean_v has dtype {mean.dtype}, allowed: torch.float32")
+    if mean.shape != shape:
+        raise ValueError(
+            f"mean_v has shape {tuple(mean.shape)}, allowed: no elements or (batch, kv_heads, head_dim_v) = {shape}"
+        )
+    if mean.device != device:
+        raise ValueError(f"mean_v is on {mean.device}, allowed: the device of q, {device}")
 
 
 class Means(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -12,8 +13,10 @@ from hopper_attention.fused_again import QuantizeCall, quantizing
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.quantize import (
     QuantizeLauncher,
+    addressable,
     find_launch,
     known_target,
+    mean_of_values,
     quantize_fused,
     why_not_fused,
     why_not_fused_here,
@@ -22,6 +25,7 @@ from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantization_rules import (
     Quantizer,
     check_sources,
+    mean_worth_subtracting,
     quantize_by_torch,
     quantize_with,
     with_numbers,
@@ -46,14 +50,14 @@ def quantize_here(
     Raises:
         ValueError: ``backend`` cannot do the problem.
     """
-    return quantize_with(_choose_quantizer(q, k, v, quantization, backend), q, k, v, quantization)
+    return quantize_with(*_choose_quantizer(q, k, v, quantization, backend), q, k, v, quantization)
 
 
 def quantize_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, backend: str | None
 ) -> QuantizedQKV:
-    """:func:`hopper_attention.quantize_qkv` of plain tensors, which are checked. Without a mean, ``shift`` and
-    ``mean_v`` of what the kernel made are one kept tensor, which an operator may not return.
+    """:func:`hopper_attention.quantize_qkv` of plain tensors, which are checked. Of a mean that nothing
+    lost, ``shift`` and ``mean_v`` of what the kernel made are one kept tensor, which an operator may not return.
 
     Raises:
         ValueError: the tensors do not fit together, or ``backend`` cannot do the problem.
@@ -61,12 +65,12 @@ def quantize_plain(
     """
     facts = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
     c, launch = _find(*facts, quantization, backend)
-    if launch is None or c.smooth_k or c.smooth_v or needs_gradient(q, k, v):
+    if launch is None or c.smooth_k or needs_gradient(q, k, v):
         return quantize_here(q, k, v, c, backend)
-    nothing = no_floats(q.device)
-    parts = launch(q, k, v, c.seed, Means(nothing, nothing))
+    means = Means(no_floats(q.device), launch.find_mean_v(addressable(v)))
+    parts = launch(q, k, v, c.seed, means)
     quantizing.keep(QuantizeCall(launch, quantization, c), q, k, v, backend)
-    return QuantizedQKV.unchecked(*parts, c, q.dtype, nothing)
+    return QuantizedQKV.unchecked(*parts, c, q.dtype, means)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -90,16 +94,17 @@ def _find(
 
 def _choose_quantizer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, backend: str | None
-) -> Quantizer:
-    """What does a problem: the kernel where it can, unless PyTorch is asked for."""
+) -> tuple[Quantizer, Callable[[torch.Tensor], torch.Tensor]]:
+    """What does a problem, and what finds the mean of V: kernels where they can, unless PyTorch is asked for."""
+    by_torch = quantize_by_torch, mean_worth_subtracting
     if backend == "torch":
-        return quantize_by_torch
+        return by_torch
     reason = why_not_fused_here(q, k, v, quantization)
     if not reason:
-        return quantize_fused
+        return quantize_fused, mean_of_values
     if backend == "fused":
         raise ValueError(f"backend is 'fused', but {reason}; allowed here: 'torch' or None")
-    return quantize_by_torch
+    return by_torch
 
 
 def from_descales(

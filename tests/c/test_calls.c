@@ -116,7 +116,7 @@ static void test_launches_with_scores(void *driver) {
   expect_launches(driver, "chunks", ha_forward(&p), 1);
   p.lse = at(5);
   expect(ha_forward_fp8_workspace_size(&p, &p.workspace_size) == HA_SUCCESS, "a size of the workspace with chunks");
-  expect_launches(driver, "FP8 with chunks", ha_forward_fp8(&p), 2);
+  expect_launches(driver, "FP8 with chunks", ha_forward_fp8(&p), 3);
   p.scores.softcap = 30;
   expect(ha_forward_fp8(&p) == HA_ERROR_NOT_SUPPORTED, "FP8 has no softcap");
 }
@@ -138,11 +138,11 @@ static void test_packed_launches(void *driver) {
   v.scores.alibi_slopes = at(7), v.scores.alibi_stride_batch = 4, v.scores.sinks = at(8);
   expect_launches(driver, "packed sequences with slopes and sinks", ha_varlen(&v), 2);
   v = packed_problem(), v.lse = at(7);
-  expect_launches(driver, "packed sequences in FP8", ha_varlen_fp8(&v), 3);
+  expect_launches(driver, "packed sequences in FP8", ha_varlen_fp8(&v), 4);
   v.window_left = 100;
-  expect_launches(driver, "packed sequences in FP8 with a window", ha_varlen_fp8(&v), 3);
+  expect_launches(driver, "packed sequences in FP8 with a window", ha_varlen_fp8(&v), 4);
   v = packed_problem(), v.seqused_k = NULL, v.fp8_two_level = 1;
-  expect_launches(driver, "packed sequences in FP8 in two levels", ha_varlen_fp8(&v), 3);
+  expect_launches(driver, "packed sequences in FP8 in two levels", ha_varlen_fp8(&v), 4);
 }
 
 static void test_paged_launches(void *driver) {
@@ -225,14 +225,14 @@ static void test_other_launches(void *driver) {
   size_t size = 0;
   expect(ha_forward_fp8_workspace_size(&p, &size) == HA_SUCCESS, "a size of the workspace in FP8");
   p.workspace_size = size, p.lse = at(5);
-  expect_launches(driver, "FP8", ha_forward_fp8(&p), 2);
+  expect_launches(driver, "FP8", ha_forward_fp8(&p), 3);
   p.window_left = 3000;
-  expect_launches(driver, "FP8 with a window", ha_forward_fp8(&p), 2);
+  expect_launches(driver, "FP8 with a window", ha_forward_fp8(&p), 3);
   p.window_left = -1, p.fp8_two_level = 1;
   expect(ha_forward_fp8_workspace_size(&p, &p.workspace_size) == HA_SUCCESS, "a size of the workspace in two levels");
-  expect_launches(driver, "FP8 in two levels", ha_forward_fp8(&p), 2);
+  expect_launches(driver, "FP8 in two levels", ha_forward_fp8(&p), 3);
   p.fp8_two_level = 0, p.seqlen_k = 100, p.seqlen_q = 1;
-  expect_launches(driver, "FP8 of one block", ha_forward_fp8(&p), 2);
+  expect_launches(driver, "FP8 of one block", ha_forward_fp8(&p), 3);
 
   ha_decode_params d = HA_DECODE_PARAMS_INIT;
   d.dtype = d.cache_dtype = HA_BFLOAT16;

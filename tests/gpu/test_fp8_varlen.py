@@ -120,7 +120,8 @@ def test_the_quantizer_gives_the_bits_of_the_rules(head_dim: int, block_q: int) 
     for seed, rotate_v in ((0, False), (1, True), (2, False)):
         case = random_case(seed, head_dim)
         (q, k, v), lengths = on_gpu(case, torch.bfloat16)
-        c = Fp8Quantization(block_q=block_q, rotate_v=rotate_v)
+        # A mean by the kernel may be another in its last bit: tests/gpu/test_value_mean.py.
+        c = Fp8Quantization(block_q=block_q, rotate_v=rotate_v, smooth_v=False)
         options = {"quantization": c, **lengths}
         fused, plain = (quantize_qkv(q, k, v, backend=name, **options) for name in ("fused", "torch"))
         for (_, a), (_, b) in zip(fused.sequences(), plain.sequences(), strict=True):

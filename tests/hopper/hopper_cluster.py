@@ -42,6 +42,20 @@ def _arrive(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _store(name: str, ops: list[str]) -> Step:
+    """A word to the shared memory of any CTA of the cluster."""
+    assert name in ("st.shared::cluster.f32", "st.shared::cluster.b32"), name
+    base, offset = address_of(ops[0])
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        addresses, values = warp.get(base, np.uint32), warp.get(ops[1], np.uint32)
+        for lane in np.flatnonzero(mask):
+            cta, at = warp.cta.locate(int(addresses[lane]) + offset)
+            cta.shared[at : at + 4].view(np.uint32)[0] = values[lane]
+
+    return step
+
+
 def _barrier(name: str, ops: list[str]) -> Step:
     """Arrival of a warp at the barrier of the cluster, or its wait for all other warps after that."""
     waits = name.startswith("barrier.cluster.wait")
@@ -65,4 +79,9 @@ def _barrier(name: str, ops: list[str]) -> Step:
     return step
 
 
-CLUSTER_STEPS = {"mapa": _mapa, "mbarrier.arrive.shared::cluster": _arrive, "barrier.cluster": _barrier}
+CLUSTER_STEPS = {
+    "mapa": _mapa,
+    "mbarrier.arrive.shared::cluster": _arrive,
+    "st.shared::cluster": _store,
+    "barrier.cluster": _barrier,
+}

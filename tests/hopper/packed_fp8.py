@@ -60,7 +60,9 @@ def packed_fp8_forward_on_numpy(
     v_scale, o_scale = v.scale[None], torch.ones(sequences, kv_heads, 1)
     if v.block == ONE_PER_SEQUENCE:
         v_scale, o_scale = torch.ones(1, kv_heads, sequences), v.scale.t().unsqueeze(2).contiguous()
-    for scale in (q.scale[None], k.scale[None], v_scale, o_scale, torch.empty(sequences, kv_heads, 0)):
+    has_mean = parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
+    mean = parts.mean_v if has_mean else torch.empty(sequences, kv_heads, 0)
+    for scale in (q.scale[None], k.scale[None], v_scale, o_scale, mean):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(q.block, k.block, softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())

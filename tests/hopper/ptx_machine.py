@@ -233,7 +233,7 @@ class Cta:
             self._mov(step, where)
         elif kind in ("shfl", "redux"):
             self._across(step, where)
-        else:
+        elif kind != "griddepcontrol":  # there is no kernel before
             compute = COMPUTE.get(kind)
             if compute is None:
                 raise NotImplementedError(f"instruction {'.'.join(step.parts)}")

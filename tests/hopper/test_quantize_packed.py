@@ -12,7 +12,7 @@ from torch import Tensor
 from hopper.quantize.config import QuantizeConfig, validate_quantize_config
 from hopper_attention.launch.packed_quantize import empty_packed
 from hopper_attention.launch.quantize import sign_masks
-from hopper_attention.packed_quantization import quantize_packed_by_torch
+from hopper_attention.packed_quantization import packed_mean_worth_subtracting, quantize_packed_by_torch
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
 from tests.cute_kernels.packing import Packing
@@ -32,7 +32,11 @@ def quantize_on_numpy(
     config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, packing: Packing, ctas: int, seed: int = 0
 ) -> PackedQuantizedQKV:
     """What the kernel leaves in memory that was poisoned."""
-    parts = empty_packed(config, q, k, v, lengths_of(packing), Fp8Quantization(block_k=config.block_k))
+    lengths = lengths_of(packing)
+    c = Fp8Quantization(block_k=config.block_k, smooth_v=config.smooth_v)
+    parts = empty_packed(config, q, k, v, lengths, c)
+    if config.smooth_v:
+        parts.mean_v.copy_(packed_mean_worth_subtracting(v, lengths))
     arguments = Arguments()
     for x in (q, k, v):
         arguments.tensor(x[None], (0, 1, 2))
@@ -45,8 +49,9 @@ def quantize_on_numpy(
         written.append((part.scale, arguments.tensor(part.scale[None], (0, 1, 2))))
     for head_dim in (config.head_dim, config.head_dim_v):
         arguments.tensor(sign_masks(head_dim, seed, q.device), (0,))
-    for _ in range(2):
-        arguments.tensor(torch.zeros(1, dtype=torch.int32), (0,))
+    unused = torch.zeros(1, dtype=torch.int32)
+    arguments.tensor(unused, (0,))
+    arguments.tensor(parts.mean_v if config.smooth_v else unused, (0, 1) if config.smooth_v else (0,))
     batch, heads, kv_heads = packing.sequences - 1, q.shape[1], k.shape[1]
     items_q = heads * (q.shape[0] // config.q.rows + batch + 1)
     items_k = kv_heads * (k.shape[0] // config.k.rows + batch + 1)
@@ -66,14 +71,15 @@ def quantize_on_numpy(
     return parts
 
 
-@pytest.mark.parametrize(("block_q", "ctas"), [(1, 3), (32, 200)])
+@pytest.mark.parametrize(("block_q", "ctas", "smooth_v"), [(1, 3, True), (32, 200, False)])
 @pytest.mark.parametrize("name", PACKINGS)
-def test_it_gives_the_bits_of_the_rules(name: str, block_q: int, ctas: int) -> None:
+def test_it_gives_the_bits_of_the_rules(name: str, block_q: int, ctas: int, smooth_v: bool) -> None:
     packing = PACKINGS[name]
     q, k, v = draw(packing, (2, 1))
-    config = QuantizeConfig("bfloat16", 64, 64, block_q, 64, layout="varlen")
+    v = v + 1
+    config = QuantizeConfig("bfloat16", 64, 64, block_q, 64, layout="varlen", smooth_v=smooth_v)
     ours = quantize_on_numpy(config, q, k, v, packing, ctas)
-    c = Fp8Quantization(block_q=block_q, block_k=64)
+    c = Fp8Quantization(block_q=block_q, block_k=64, smooth_v=smooth_v)
     exact = quantize_packed_by_torch(q, k, v, lengths_of(packing), c)
     for (_, found), (_, one) in zip(ours.sequences(), exact.sequences(), strict=True):
         for a, b in ((found.q, one.q), (found.k, one.k), (found.v, one.v)):
@@ -116,9 +122,9 @@ def test_offsets_without_sense_touch_nothing_outside() -> None:
     quantize_on_numpy(QuantizeConfig("bfloat16", 64, 64, 1, 64, layout="varlen"), q, k, v, packing, 5)
 
 
-def test_a_mean_is_not_subtracted_from_packed_sequences() -> None:
-    config = QuantizeConfig("bfloat16", 64, 64, 1, 64, layout="varlen", smooth_v=True)
-    with pytest.raises(ValueError, match="smooth_v is True, allowed for packed sequences: False"):
+def test_a_mean_of_k_is_not_subtracted_from_packed_sequences() -> None:
+    config = QuantizeConfig("bfloat16", 64, 64, 1, 64, layout="varlen", smooth_k=True)
+    with pytest.raises(ValueError, match="smooth_k is True, allowed for packed sequences: False"):
         validate_quantize_config(config)
     with pytest.raises(ValueError, match="layout is 'paged', allowed: dense, varlen"):
         validate_quantize_config(replace(config, layout="paged"))

@@ -41,6 +41,7 @@ from hopper_attention.launch import (
     quantize,
     qv,
     transpose,
+    value_mean,
     varlen,
 )
 
@@ -73,6 +74,7 @@ REMEMBERING = (
     packed_gradients_again,
     qv,
     transpose,
+    value_mean,
     varlen,
     varlen_again,
 )

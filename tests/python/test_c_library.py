@@ -196,7 +196,7 @@ def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> N
         assert library.kernel_of(params, "_fp8") == expected.name, (p, seqlen_k)
         parts = [batch * heads * seqlen_q * dims[0], batch * kv_heads * seqlen_k * dims[0]]
         parts += [batch * kv_heads * dims[1] * padded_keys(seqlen_k), 4 * batch * heads * seqlen_q]
-        parts += 2 * [4 * batch * kv_heads * -(-seqlen_k // block_k)]
+        parts += 2 * [4 * batch * kv_heads * -(-seqlen_k // block_k)] + [4 * batch * kv_heads * dims[1]]
         assert library.workspace_size_of(params, "_fp8") == HEAD + sum(-(-part // 16) * 16 for part in parts)
         chosen |= {expected.name, quantizer.name}
     assert chosen == names_of_fp8_rows("dense")
@@ -242,7 +242,8 @@ def packed_parts(p: dict[str, Any], totals: list[int], block_k: int) -> list[int
         totals[1] * kv_heads * head_dim,
         32 * steps * kv_heads * head_dim_v,
     ]
-    return [*codes, 4 * heads * count_units(totals[0], batch, 1), *2 * [4 * kv_heads * blocks]]
+    mean = 4 * (batch + 1) * kv_heads * head_dim_v
+    return [*codes, 4 * heads * count_units(totals[0], batch, 1), *2 * [4 * kv_heads * blocks], mean]
 
 
 APPENDED: dict[str, Any] = {"dtype": c.BFLOAT16, "cache_dtype": c.BFLOAT16, "batch": 2, "seqlen_new": 1}

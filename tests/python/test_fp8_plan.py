@@ -47,7 +47,7 @@ def test_the_default_on_hopper_is_the_fused_quantizer_and_the_fp8_kernel() -> No
     for line in (
         "quantizer  fused",
         f"kernel     {plan.quantizer_config.name}",
-        "options    q and k rotated",
+        "options    q and k rotated, the mean of v subtracted",
         "backend    hopper",
         f"config     {plan.attention.config.name}",
     ):

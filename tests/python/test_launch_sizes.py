@@ -92,7 +92,7 @@ def test_fp8_of_new_sizes_loads_nothing(kernels: Kernels) -> None:
 def test_fp8_results_have_the_sizes_of_the_call(kernels: Kernels) -> None:
     for batch, seqlen_q, heads in ((1, 3, 4), (2, 3, 4), (2, 5, 8)):
         q, k, v = draw(batch, (seqlen_q, 9), (heads, 2))
-        parts = quantize_qkv(q, k, v, backend="torch")
+        parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(smooth_v=False), backend="torch")
         for wants_lse, rows in ((True, seqlen_q), (False, 0)):
             out, _ = attend_now(parts, wants_lse=wants_lse)
             given = kernels.calls[-1]

@@ -278,5 +278,5 @@ def test_explain_packed_16_bit_tensors() -> None:
         q, k, v, quantization=Fp8Quantization(granularity="head"), backend="reference", **named
     )
     assert here.attention.backend == "reference" and "q: a scale for each sequence and head" in str(here)
-    with pytest.raises(NotImplementedError, match="smooth_v is True"):
-        explain_fp8(q, k, v, quantization=Fp8Quantization(smooth_v=True), **named)
+    with pytest.raises(NotImplementedError, match="smooth_k is True"):
+        explain_fp8(q, k, v, quantization=Fp8Quantization(smooth_k=True), **named)

@@ -180,14 +180,9 @@ def call(**changed: Any) -> Any:
         ),
         ({"backend": "fused"}, ValueError, "backend is 'fused', but "),
         (
-            {"quantization": Fp8Quantization(smooth_v=True)},
-            NotImplementedError,
-            "smooth_v is True: quantization of packed sequences without their means is not implemented",
-        ),
-        (
             {"quantization": Fp8Quantization(smooth_k=True)},
             NotImplementedError,
-            "use Fp8Quantization(smooth_k=False)",
+            "smooth_k is True: quantization of packed sequences without the mean of K is not implemented",
         ),
     ],
 )

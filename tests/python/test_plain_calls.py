@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from hopper.mean.config import ValueMeanConfig
+from hopper.quantize.config import QuantizeConfig
 from hopper_attention import (
     Fp8Quantization,
     compile_cache,
@@ -32,6 +34,8 @@ def in_two_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_quantized_func(quantize_qkv(q, k, v))
 
 
+NAMES = {QuantizeConfig: "quantizer", ValueMeanConfig: "mean"}
+
 EVERY_FUNCTION = (flash_attn_func, flash_attn_fp8_func, in_two_steps)
 
 
@@ -45,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     pretend(monkeypatch, forward, fp8, quantize)
     monkeypatch.setattr(compile_cache, "get_forward", lambda config: kernel("attention"))
-    monkeypatch.setattr(compile_cache, "get_quantize", lambda config: kernel("quantizer"))
+    monkeypatch.setattr(compile_cache, "get_quantize", lambda config: kernel(NAMES[type(config)]))
     yield seen
     forget_launchers()
 
@@ -58,10 +62,10 @@ def empty(device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def test_plain_tensors_reach_the_kernels(launches: list[str]) -> None:
     """So that the other tests here mean something."""
     flash_attn_fp8_func(*empty("cpu"))
-    assert launches == ["quantizer", "attention"]
+    assert launches == ["mean", "quantizer", "attention"]
     launches.clear()
     in_two_steps(*empty("cpu"))
-    assert launches == ["quantizer", "attention"]
+    assert launches == ["mean", "quantizer", "attention"]
 
 
 @pytest.mark.parametrize("attention", EVERY_FUNCTION)

@@ -20,7 +20,6 @@ from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.launch import quantize
 from hopper_attention.launch.quantize import quantize_fused, select_quantize_config, why_not_fused
 from hopper_attention.quantization import Fp8Quantization, TransposedV, default_block_k, quantize_qkv
-from hopper_attention.quantization_rules import mean_worth_subtracting
 from hopper_attention.quantized import Means
 from hopper_attention.rotation import rotation_signs
 from tests.python.fake_gpu import H200 as HOPPER
@@ -99,6 +98,10 @@ def test_config_of_a_problem() -> None:
 class FakeKernel:
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
+        self.means: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def find_mean(self, v: torch.Tensor, mean: torch.Tensor) -> None:
+        self.means.append((v, mean))
 
     def __call__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -111,7 +114,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     """A machine with a Hopper GPU, which computes on the CPU, and badly."""
     fake = FakeKernel()
     pretend(monkeypatch, quantize)
-    monkeypatch.setattr(compile_cache, "get_quantize", lambda config: fake)
+    monkeypatch.setattr(
+        compile_cache,
+        "get_quantize",
+        lambda config: fake if isinstance(config, QuantizeConfig) else fake.find_mean,
+    )
     yield fake
     forget_launchers()
 
@@ -146,7 +153,7 @@ def test_the_means_and_the_signs_of_v_are_given_where_they_are_used(kernel: Fake
     signs, signs_v, mean_k, mean_v = kernel.arguments[9:13]
     assert signs.numel() == 0 and signs_v.shape == (16,)
     torch.testing.assert_close(mean_k, k.float().mean(1), rtol=0, atol=1e-6)
-    assert torch.equal(mean_v, mean_worth_subtracting(v)) and mean_v.all()
+    assert [found for found, _ in kernel.means] == [v] and kernel.means[0][1] is mean_v
     assert mean_k.is_contiguous() and mean_v.is_contiguous()
     assert parts.shift.shape == (2, 4, 113) and parts.mean_v is mean_v
 
@@ -203,7 +210,7 @@ def test_signs_are_not_copied_while_a_graph_is_captured(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = qkv()
-    new, plain = Fp8Quantization(seed=987), Fp8Quantization(rotate=False)
+    new, plain = (Fp8Quantization(smooth_v=False, **x) for x in ({"seed": 987}, {"rotate": False}))
     with monkeypatch.context() as capture:
         capture.setattr(device_memory, "is_capturing", lambda device: True)
         with pytest.raises(

@@ -45,8 +45,8 @@ def rms(x: Tensor) -> float:
 
 def test_the_default() -> None:
     """The one place that says what it is."""
-    assert Fp8Quantization().smooth_v is False
-    assert not any(config.smooth_v for config in shipped_quantize_configs())
+    assert Fp8Quantization().smooth_v is True
+    assert all(config.smooth_v for config in shipped_quantize_configs())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -1,4 +1,4 @@
-/* Attention of sequences of one length in FP8: one kernel quantizes, another attends. */
+/* Attention of sequences of one length in FP8: a kernel finds the mean of V, one quantizes, another attends. */
 #include "internal.h"
 
 #define ALL_ROWS INT32_MAX /* of a block, where all rows of a head share a scale */
@@ -6,14 +6,15 @@
 typedef struct plan {
   problem problem;
   const fp8_row *row;
+  kernel_choice mean;
   fp8_parts parts;
 } plan;
 
 static void lay_out(const ha_forward_params *p, plan *made) {
   const int64_t keys = ha_ceil_div(p->seqlen_k, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP;
   const int64_t blocks_k = ha_ceil_div(p->seqlen_k, made->row->block_k);
-  made->parts.sizes = (fp8_sizes){p->batch,    p->seqlen_q,   p->seqlen_k, p->heads,    p->kv_heads,
-                                  p->head_dim, p->head_dim_v, keys,        p->seqlen_q, blocks_k};
+  made->parts.sizes = (fp8_sizes){p->batch,      p->seqlen_q, p->seqlen_k, p->heads, p->kv_heads, p->head_dim,
+                                  p->head_dim_v, keys,        p->seqlen_q, blocks_k, p->batch};
   ha_place_parts(&made->parts, WORKSPACE_HEAD_BYTES);
 }
 
@@ -41,8 +42,18 @@ static ha_status make_plan(ha_forward_params *own, const ha_forward_params *give
   if (made->problem.is_empty) return HA_SUCCESS;
   status = ha_check_tiles(own, made->row->tile_m);
   if (status == HA_SUCCESS) status = check_groups(own, made->row);
-  if (status == HA_SUCCESS) lay_out(own, made);
-  return status;
+  if (status != HA_SUCCESS) return status;
+  lay_out(own, made);
+  return ha_select_value_mean(own->dtype, LAYOUT_DENSE, &made->parts.sizes, &made->mean);
+}
+
+static ha_status find_mean(const ha_forward_params *p, const plan *made, const operand *v, const device *here,
+                           bool only_load) {
+  call c;
+  ha_call_begin(&c, here->index);
+  ha_add_operand(&c, v);
+  ha_add_mean_v(&c, p->workspace, &made->parts);
+  return ha_run(made->mean, &c, p->stream, only_load);
 }
 
 static ha_status quantize(const ha_forward_params *p, const plan *made, const operand operands[NUM_OPERANDS],
@@ -65,7 +76,7 @@ static ha_status attend(const ha_forward_params *p, const plan *made, const oper
   ha_add_operand(&c, out);
   ha_add_lse(&c, &lse);
   ha_add_counter(&c, p->workspace);
-  ha_add_fp8_scales(&c, p->workspace, &made->parts, row->one_block, p->batch);
+  ha_add_fp8_scales(&c, p->workspace, &made->parts, row->one_block);
   ha_add_int(&c, p->seqlen_q > 1 ? 1 : ALL_ROWS);
   ha_add_int(&c, row->one_block ? ALL_ROWS : row->block_k);
   ha_add_real(&c, made->problem.scale);
@@ -87,6 +98,7 @@ static ha_status run(const ha_forward_params *given, bool only_load) {
   status = ha_read_operands(p, operands);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, made.parts.end);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
+  if (status == HA_SUCCESS) status = find_mean(p, &made, &operands[V], &here, only_load);
   if (status == HA_SUCCESS) status = quantize(p, &made, operands, &here, only_load);
   return status == HA_SUCCESS ? attend(p, &made, &operands[OUT], &here, only_load) : status;
 }

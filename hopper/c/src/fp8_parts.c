@@ -24,6 +24,18 @@ void ha_place_parts(fp8_parts *made, size_t begin) {
   made->q_scale = take(&made->end, of_q);
   made->k_scale = take(&made->end, of_k);
   made->v_scale = take(&made->end, of_k);
+  made->mean_v = take(&made->end, s->means * s->kv_heads * s->head_dim_v * (int64_t)sizeof(float));
+}
+
+ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *s, kernel_choice *choice) {
+  const int64_t parts = ha_ceil_div(s->head_dim_v, VALUE_MEAN_COLUMNS);
+  if (s->means > INT32_MAX / (s->kv_heads * parts)) {
+    return ha_fail(HA_ERROR_NOT_SUPPORTED, "%" PRId64 " sequences of %" PRId64 " heads are too many: split the batch",
+                   s->means, s->kv_heads);
+  }
+  const bool clusters = s->means * s->kv_heads * parts < VALUE_MEAN_ENOUGH_CTAS;
+  *choice = (kernel_choice){ha_value_mean_kernels[dtype][clusters][layout], 0};
+  return HA_SUCCESS;
 }
 
 static const void *at(const void *workspace, size_t byte) { return (const char *)workspace + byte; }
@@ -54,6 +66,11 @@ static void add_scale(call *c, const void *workspace, size_t place, const fp8_si
   ha_add_tensor(c, at(workspace, place), FLOAT32, 3, is_of_q ? of_q : of_k, NULL);
 }
 
+void ha_add_mean_v(call *c, const void *workspace, const fp8_parts *x) {
+  const int64_t shape[] = {x->sizes.means, x->sizes.kv_heads, x->sizes.head_dim_v};
+  ha_add_tensor(c, at(workspace, x->mean_v), FLOAT32, 3, shape, NULL);
+}
+
 void ha_add_quantized(call *c, const void *workspace, const fp8_parts *x, const fp8_row *row) {
   const int64_t signs = row->head_dim / 2, none = 0;
   ha_add_codes(c, workspace, x, 4);
@@ -61,14 +78,14 @@ void ha_add_quantized(call *c, const void *workspace, const fp8_parts *x, const 
   add_scale(c, workspace, x->k_scale, &x->sizes, false);
   add_scale(c, workspace, x->v_scale, &x->sizes, false);
   ha_add_tensor(c, at(workspace, (size_t)row->signs_offset), INT32, 1, &signs, NULL);
-  /* V is not rotated, and no mean is subtracted. */
-  for (int i = 0; i < 3; i++) ha_add_tensor(c, NULL, INT32, 1, &none, NULL);
+  /* V is not rotated, and K keeps its mean. */
+  for (int i = 0; i < 2; i++) ha_add_tensor(c, NULL, INT32, 1, &none, NULL);
+  ha_add_mean_v(c, workspace, x);
 }
 
-void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool one_block, int64_t batch) {
+void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool one_block) {
   const fp8_sizes *s = &x->sizes;
-  const int64_t ones[] = {batch, s->kv_heads, 1}, all_the_same[] = {0, 0, 1};
-  const int64_t no_mean[] = {batch, s->kv_heads, 0}, vectors[] = {4 * s->kv_heads, 4, 1};
+  const int64_t ones[] = {s->means, s->kv_heads, 1}, all_the_same[] = {0, 0, 1};
   add_scale(c, workspace, x->q_scale, s, true);
   add_scale(c, workspace, x->k_scale, s, false);
   /* A lone scale of V is a factor of the output. */
@@ -76,5 +93,5 @@ void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool 
     if (one_block == (i == 1)) add_scale(c, workspace, x->v_scale, s, false);
     else ha_add_tensor(c, at(workspace, ONE_OFFSET), FLOAT32, 3, ones, all_the_same);
   }
-  ha_add_tensor(c, NULL, FLOAT32, 3, no_mean, vectors);
+  ha_add_mean_v(c, workspace, x);
 }

@@ -178,6 +178,9 @@ extern const int ha_append_kernels[2][2][5];
 extern const int ha_combine_kernels[3][2];
 extern const int ha_merge_kernels[2];
 
+/* Kernels that find the mean of V, by dtype, whether a cluster takes some columns of a head and not one CTA, and layout. */
+extern const int ha_value_mean_kernels[2][2][2];
+
 /* A mask as kernels take it: a causal one; a window with sides of -1 where nothing is hidden; keys of a chunk, or 0. */
 typedef struct mask {
   bool causal;
@@ -334,12 +337,13 @@ typedef struct fp8_sizes {
   int64_t batch, rows_q, rows_k, heads, kv_heads, head_dim, head_dim_v;
   int64_t keys;               /* of V transposed, in whole steps */
   int64_t blocks_q, blocks_k; /* of Q, and of K and V, that have a scale each */
+  int64_t means;              /* of V: one a sequence, and where they are packed of the rows behind the last */
 } fp8_sizes;
 
 /* What the quantizer leaves in the workspace: at which bytes, and where they end. */
 typedef struct fp8_parts {
   fp8_sizes sizes;
-  size_t q, k, vt, q_scale, k_scale, v_scale;
+  size_t q, k, vt, q_scale, k_scale, v_scale, mean_v;
   size_t end;
 } fp8_parts;
 
@@ -354,12 +358,18 @@ ha_status ha_check_groups(int64_t heads, int64_t of_q, int64_t kv_heads, int64_t
 /* Append Q, K and V transposed in e4m3; with three dimensions those of packed sequences, without a batch. */
 void ha_add_codes(call *c, const void *workspace, const fp8_parts *x, int dimensions);
 
-/* Append what the quantizer writes, codes and their scales; the signs of the rotation; and nothing for those of V and for
- * means. */
+/* Append what the quantizer writes, codes and their scales; the signs of the rotation; nothing for those of V and for the
+ * mean of K; and the mean of V. */
 void ha_add_quantized(call *c, const void *workspace, const fp8_parts *x, const fp8_row *row);
 
-/* Append scales of Q and K, of V and of the output, and no mean of V. `batch` counts what o_scale is of. */
-void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool one_block, int64_t batch);
+/* Append scales of Q and K, of V and of the output, and the mean of V. */
+void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool one_block);
+
+/* Append float32 (means, kv_heads, head_dim_v). */
+void ha_add_mean_v(call *c, const void *workspace, const fp8_parts *x);
+
+/* The kernel that finds the mean of V; fails if it would take more CTAs than there may be. */
+ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *sizes, kernel_choice *choice);
 
 /* ---- problems ---- */
 
@@ -421,6 +431,9 @@ size_t ha_end_of_plan(int64_t words);
 
 /* Append starts of Q and K, nothing of which queries count, and which keys do. */
 void ha_add_lengths(call *c, const packed_rows *rows);
+
+/* Append where the keys of packed sequences begin, and how many of them count. */
+void ha_add_key_lengths(call *c, const packed_rows *rows);
 
 /* A plan, behind the head of a workspace. */
 typedef struct plan_place {

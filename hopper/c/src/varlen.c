@@ -66,6 +66,12 @@ void ha_add_lengths(call *c, const packed_rows *rows) {
   ha_add_tensor(c, rows->used_k, INT32, 1, &used, NULL);
 }
 
+void ha_add_key_lengths(call *c, const packed_rows *rows) {
+  const int64_t ends = rows->batch + 1, used = rows->used_k ? rows->batch : 0;
+  ha_add_tensor(c, rows->starts_k, INT32, 1, &ends, NULL);
+  ha_add_tensor(c, rows->used_k, INT32, 1, &used, NULL);
+}
+
 static void add_words(call *c, const plan_place *place) {
   ha_add_tensor(c, (const char *)place->workspace + WORKSPACE_HEAD_BYTES, INT32, 1, &place->words, NULL);
 }

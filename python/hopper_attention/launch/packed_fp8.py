@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cute_kernels.plan.config import check_packed_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
@@ -25,9 +26,14 @@ from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_confi
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.layout import make_packed_addressable
-from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides, kernel_sides
 from hopper_attention.packed_quantization import transpose_packed
-from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
+from hopper_attention.packed_quantized import (
+    ONE_PER_SEQUENCE,
+    PackedQuantizedQKV,
+    PackedTransposedV,
+    RowPlaces,
+)
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem
 from hopper_attention.rotation import rotate_back
 
@@ -68,7 +74,7 @@ class PackedDequantizedLaunch:
         q, k, v = parts.dequantize()
         options = self.causal, self.backend, self.sm_margin, wants_lse, window
         out, lse = run_varlen(q, k, v, parts.lengths, softmax_scale, *options)
-        return restore(out, parts), lse
+        return restore(out, parts, self.causal, window), lse
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class PackedFp8Launcher(Launcher):
         # The kernel writes the rows of sequences, and those behind the last one.
         writes_all = lengths.seqused_q is None
         out, lse = empty_results(parts, wants_lse) if writes_all else no_results(parts)
+        # That of a rotated V comes after PyTorch has rotated the output back.
+        adds = parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
         plan = self.planner(*lengths[:4], (total_q, total_k), self.config.tile_m)
         self.kernel(
             make_packed_addressable(parts.q.data),
@@ -102,7 +110,7 @@ class PackedFp8Launcher(Launcher):
             parts.q.scale[None],
             parts.k.scale[None],
             *self._scales_of_v(parts),
-            no_vectors(batch + 1, kv_heads, device),
+            parts.mean_v if adds else no_vectors(batch + 1, kv_heads, device),
             parts.q.block,
             parts.k.block,
             softmax_scale,
@@ -111,7 +119,7 @@ class PackedFp8Launcher(Launcher):
             batch + 1,
             self.num_ctas,
         )
-        return restore(out, parts), lse
+        return (out if adds else restore(out, parts, self.config.causal, window)), lse
 
     def _values(self, parts: PackedQuantizedQKV) -> Tensor:
         """V as the kernel takes it."""
@@ -144,10 +152,29 @@ def no_results(parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
     return out, torch.full((heads, total_q), -math.inf, dtype=torch.float32, device=data.device)
 
 
-def restore(out: Tensor, parts: PackedQuantizedQKV) -> Tensor:
-    """The output of attention on ``parts``, with the rotation of V undone. Rows that see no key stay 0."""
+def restore(out: Tensor, parts: PackedQuantizedQKV, causal: bool, window: Sides) -> Tensor:
+    """The output of attention on ``parts``, with what was done to V undone. Rows that see no key stay 0."""
     c = parts.quantization
-    return rotate_back(out, c.seed).to(out.dtype) if c.rotate_v else out
+    values = rotate_back(out, c.seed) if c.rotate_v else out
+    if parts.mean_v.numel():
+        mean = mean_of_rows(parts, causal, window).repeat_interleave(out.shape[1] // parts.k.shape[1], 1)
+        values = values + mean
+    return values.to(out.dtype)
+
+
+def mean_of_rows(parts: PackedQuantizedQKV, causal: bool, window: Sides) -> Tensor:
+    """What V lost, for each row of Q: float32 (total_q, kv_heads, head_dim_v), 0 where a row sees no key."""
+    cu_seqlens_q, cu_seqlens_k, used_q, used_k = parts.lengths[:4]
+    places = RowPlaces.of(cu_seqlens_q, used_q, parts.q.shape[0])
+    seqlens_q = pad(cu_seqlens_q.diff() if used_q is None else used_q, (0, 1))
+    seqlens_k = pad(cu_seqlens_k.diff() if used_k is None else used_k, (0, 1))
+    _, right, chunk = window
+    first = torch.zeros_like(seqlens_q)
+    if causal or chunk or right != UNLIMITED:
+        first = seqlens_q - seqlens_k - (0 if causal or chunk else right)
+    first = torch.where(seqlens_k > 0, first, seqlens_q)
+    sees = places.is_used & (places.row >= first[places.sequence])
+    return torch.where(sees[:, None, None], parts.mean_v[places.sequence], 0.0)
 
 
 def packed_problem_of(
@@ -209,7 +236,7 @@ def attend_packed(
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with the rotation of V undone, and lse
+    """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with what was done to V undone, and lse
     (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.
 
     Rows of no sequence get 0 and -inf, as do rows that see no key.

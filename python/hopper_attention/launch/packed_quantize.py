@@ -16,6 +16,7 @@ from hopper.quantize.config import QuantizeConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target
+from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of
 from hopper_attention.launch.quantize import (
     MAX_ITEMS,
@@ -50,7 +51,7 @@ def why_not_fused_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, c: F
     items += 2 * k.shape[1] * count_units(k.shape[0], batch, config.k.rows)
     if items > MAX_ITEMS or max(q.shape[0], k.shape[0]) > MAX_PACKED_ROWS:
         return f"{items} groups of rows of {q.shape[0]} and {k.shape[0]} are too many"
-    return ""
+    return value_mean.why_too_many(batch + 1, *v.shape[1:]) if c.smooth_v else ""
 
 
 def why_no_packed_kernel(
@@ -88,14 +89,17 @@ class PackedQuantizeLauncher(Launcher):
             return self.call_there(q, k, v, lengths, c)
         parts = empty_packed(self.config, q, k, v, lengths, c)
         unused = no_words(q.device)
+        sources = tuple(make_packed_addressable(x).unsqueeze(0) for x in (q, k, v))
+        if c.smooth_v:
+            value_mean.find_packed(v, parts.batch + 1).fill_packed(sources[2], lengths, parts.mean_v)
         outputs = (parts.q.data, parts.k.data, parts.v.data, parts.q.scale, parts.k.scale, parts.v.scale)
         self.kernel(
-            *(make_packed_addressable(x).unsqueeze(0) for x in (q, k, v)),
+            *sources,
             *(x.unsqueeze(0) for x in outputs),
             sign_masks(self.config.head_dim, c.seed, q.device) if c.rotate else unused,
             sign_masks(self.config.head_dim_v, c.seed, q.device) if c.rotate_v else unused,
             unused,
-            unused,
+            parts.mean_v if c.smooth_v else unused,
             lengths.cu_seqlens_q,
             lengths.cu_seqlens_k,
             *(
@@ -133,6 +137,9 @@ def empty_packed(
         lengths=lengths,
         quantization=c,
         dtype=q.dtype,
+        mean_v=torch.empty(
+            (batch + 1, kv_heads, head_dim_v) if c.smooth_v else 0, dtype=torch.float32, device=device
+        ),
     )
 
 

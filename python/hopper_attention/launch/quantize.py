@@ -16,6 +16,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.device_memory import Piece, Pieces, make_apart
+from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -47,7 +48,10 @@ def why_not_fused(
     reason = why_not_of_this_kind(*options, target)
     if not reason and 0 in (*q.shape, *k.shape):
         return "the problem is empty"
-    return reason or _why_too_large(q.shape, k.shape, _rows(*options))
+    reason = reason or _why_too_large(q.shape, k.shape, _rows(*options))
+    if not reason and quantization.smooth_v:
+        return value_mean.why_too_many(v.shape[0], *v.shape[2:])
+    return reason
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -218,6 +222,10 @@ class QuantizeLauncher(Launcher):
             TransposedV.unchecked(outputs.vt8, outputs.v_scale, c.block_k, k.shape[1]),
         )
 
+    def find_mean_v(self, v: Tensor) -> Tensor:
+        """What the quantizer subtracts from an ``addressable`` V; no elements if that is nothing."""
+        return mean_of_values(v) if self.config.smooth_v else device_memory.no_floats(v.device)
+
     def fill(self, outputs: Outputs, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means) -> None:
         """Queue the kernel on ``outputs`` and on tensors that are ``addressable``."""
         c, device = self.config, q.device
@@ -272,6 +280,11 @@ def quantize_fused(
     launch = find_launch(q.dtype, k.shape[3], v.shape[3], k.shape[1], quantization, q.device)
     q8, k8, vt8 = launch(q, k, v, quantization.seed, means)
     return q8, k8, vt8
+
+
+def mean_of_values(v: Tensor) -> Tensor:
+    """``quantization_rules.mean_worth_subtracting`` on a Hopper GPU, of values that pass ``why_not_fused``."""
+    return value_mean.find(v)(addressable(v))
 
 
 def addressable(x: Tensor) -> Tensor:

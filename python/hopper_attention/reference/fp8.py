@@ -12,6 +12,7 @@ from hopper_attention.autocast import without_autocast
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization_rules import (
     check_sources,
+    mean_worth_subtracting,
     quantize_by_torch,
     quantize_with,
     to_e4m3,
@@ -184,5 +185,5 @@ def attention_fp8_per_tensor(
     """
     baseline = Fp8Quantization(rotate=False, granularity="tensor", smooth_v=False)
     c = with_numbers(baseline, check_sources(q, k, v))
-    parts = quantize_with(quantize_by_torch, q, k, v, c)
+    parts = quantize_with(quantize_by_torch, mean_worth_subtracting, q, k, v, c)
     return attention_tiled_fp8(parts, causal=causal, softmax_scale=softmax_scale, p_exponent=0)[0]

@@ -1,0 +1,39 @@
+"""Compile the kernel of the mean of V, for any sizes and strides, with or without a GPU."""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.arguments import compile_for_torch, strided, words
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.problem import VARLEN
+from hopper.mean.config import CHUNK, ValueMeanConfig
+from hopper.mean.kernel import PackedValueMeanKernel, ValueMeanKernel
+
+
+def compile_value_mean(config: ValueMeanConfig, options: str = ""):
+    """Compile the kernel of ``config`` for sm_90a.
+
+    Returns a TVM FFI function ``fn(v, mean)`` that launches on torch's current stream.
+
+    - v (b, s, h, dv) in the config's dtype, dv a multiple of 8, the last stride 1, other strides in multiples of 8
+      elements, 16-byte aligned.
+    - mean float32 (b, h, dv): what to subtract from the columns of each head; 0 where there are no keys.
+
+    With the layout "varlen" it is ``fn(v, mean, cu_seqlens_k, seqused_k)``: b of v is 1 and s are the rows of all
+    sequences, cu_seqlens_k int32 (batch + 1,), seqused_k int32 (batch,) or (0,), and mean (batch + 1, h, dv). Rows
+    behind the last sequence are taken for one more.
+
+    The next kernel of the stream may start before this one ends, if it is launched with ``use_pdl=True``. What callers
+    must check: no size is 0, and ``count_mean_ctas`` is at most ``MAX_CTAS``.
+    """
+    b, s, h, entries = (cute.sym_int() for _ in range(4))
+    dv = cute.sym_int(divisibility=CHUNK)
+    is_packed = config.layout == VARLEN
+    sizes = cute.sym_int(), cute.sym_int()
+    return compile_for_torch(
+        PackedValueMeanKernel(config) if is_packed else ValueMeanKernel(config),
+        strided(DSL_DTYPES[config.dtype], (b, s, h, dv), CHUNK),
+        strided(Float32, (entries if is_packed else b, h, dv), 1),
+        *(words(size) for size in sizes if is_packed),
+        options=options,
+    )

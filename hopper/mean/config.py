@@ -1,0 +1,125 @@
+"""What the kernel of the mean of V is built from, and numbers of its rule, as data. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES
+
+FEWEST_GROUPS, GROUPS, GROUP_KEYS = 3, 16, 32
+"""Fewest and most groups that the keys are cut into, and fewest keys of a group where there are more."""
+
+OUTLYING = 16.0
+"""Median distances from the median beyond which the mean of a group does not count."""
+
+STEP_EXPONENT, CHANCE = -6, 4.0
+"""A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
+so many standard errors."""
+
+COLUMNS = 64
+"""Of a head, that are taken at once: 128 bytes of a row."""
+
+CHUNK = 8
+"""Columns that a thread loads at once: 16 bytes."""
+
+WARPS, WARP_THREADS = 16, 32
+THREADS = WARPS * WARP_THREADS
+CTAS_PER_SM = 2
+
+LANES_OF_ROW = COLUMNS // CHUNK
+ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
+CLUSTERS = 1, 8
+ENOUGH_CTAS = 128
+"""With so many CTAs there is work for a GPU."""
+
+MAX_CTAS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ValueMeanConfig:
+    """Everything that is fixed when the kernel is compiled: the dtype of V, how many CTAs share the keys of some
+    columns, and how sequences lie, "dense" or "varlen"."""
+
+    dtype: str
+    cluster: int
+    layout: str = DENSE
+
+    @property
+    def groups(self) -> int:
+        """Of a CTA."""
+        return GROUPS // self.cluster
+
+    @property
+    def warps_of_group(self) -> int:
+        return WARPS // self.groups
+
+    @property
+    def loads(self) -> int:
+        """Rows that a thread has under way, as many as there are registers for."""
+        return 8 if self.layout == DENSE else 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Sums of warps, first rows of groups, and what the cluster sends."""
+        return 4 * COLUMNS * (2 * WARPS + self.groups + 2 * GROUPS)
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels."""
+        layout = "" if self.layout == DENSE else f"_{self.layout}"
+        return f"hopper_value_mean_{SHORT_NAMES[self.dtype]}_c{self.cluster}{layout}"
+
+
+def select_value_mean_config(
+    dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE
+) -> ValueMeanConfig:
+    """The config for so many sequences: a CTA for some columns of a head where that keeps a GPU busy."""
+    has_enough = count_mean_ctas(sequences, kv_heads, head_dim_v, 1) >= ENOUGH_CTAS
+    config = ValueMeanConfig(dtype, CLUSTERS[0] if has_enough else CLUSTERS[-1], layout)
+    validate_value_mean_config(config)
+    return config
+
+
+def validate_value_mean_config(config: ValueMeanConfig) -> None:
+    """Raise ValueError for a config that no kernel can be built from."""
+    for name, allowed in (("dtype", DTYPES), ("cluster", CLUSTERS), ("layout", LAYOUTS)):
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(str, allowed))}")
+
+
+def groups_of(
+    keys: Any, least: Callable[[Any, Any], Any] = min, most: Callable[[Any, Any], Any] = max
+) -> tuple[Any, Any]:
+    """How many groups ``keys`` keys, one or more, are cut into, and the keys of each. What is left over is behind the
+    last group and does not count. ``least`` and ``most`` of two numbers are the DSL's where a kernel asks."""
+    groups = least(least(most(keys // GROUP_KEYS, FEWEST_GROUPS), GROUPS), keys)
+    return groups, keys // groups
+
+
+def count_mean_ctas(sequences: int, kv_heads: int, head_dim_v: int, cluster: int) -> int:
+    """CTAs of a launch."""
+    return sequences * kv_heads * -(-head_dim_v // COLUMNS) * cluster
+
+
+def sorting_pairs(count: int) -> Iterator[tuple[int, int]]:
+    """Places whose values are put into order, one pair behind the other, until all ``count``, a power of two, are in
+    order: Batcher's odd-even merge sort."""
+    size = 1
+    while size < count:
+        distance = size
+        while distance:
+            for first in range(distance % size, count - distance, 2 * distance):
+                for low in range(first, min(first + distance, count - distance)):
+                    if low // (2 * size) == (low + distance) // (2 * size):
+                        yield low, low + distance
+            distance //= 2
+        size *= 2
+
+
+def shipped_value_mean_configs() -> tuple[ValueMeanConfig, ...]:
+    """Every config that ``select_value_mean_config`` can return."""
+    return tuple(ValueMeanConfig(*fields) for fields in product(DTYPES, CLUSTERS, LAYOUTS))

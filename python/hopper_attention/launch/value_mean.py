@@ -1,0 +1,71 @@
+"""Calls the kernel of the mean of V, ``hopper.mean``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.problem import DENSE, VARLEN
+from hopper.mean.config import CLUSTERS, MAX_CTAS, count_mean_ctas, select_value_mean_config
+from hopper_attention import compile_cache, device_memory
+from hopper_attention._kernels import Kernel
+from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+from hopper_attention.layout import new_layout
+from hopper_attention.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class ValueMeanLauncher(Launcher):
+    """Finds what ``quantization_rules.mean_worth_subtracting`` does, of V of a dtype."""
+
+    kernel: Kernel
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """float32 (b, hk, dv) of v (b, s, hk, dv), which is ``addressable``; no size is 0."""
+        if self.device_index != torch.cuda.current_device():
+            mean: Tensor = self.call_there(v)
+            return mean
+        batch, _, kv_heads, head_dim_v = v.shape
+        mean = device_memory.empty_on_gpu(*new_layout((batch, kv_heads, head_dim_v)), torch.float32)
+        self.fill(v, mean)
+        return mean
+
+    def fill(self, v: Tensor, mean: Tensor) -> None:
+        """The same into ``mean``, on the current GPU, which is that of this launcher."""
+        self.kernel(v, mean)
+
+    def fill_packed(self, v: Tensor, lengths: Lengths, mean: Tensor) -> None:
+        """That of each sequence of v (1, total, hk, dv) into mean (batch + 1, hk, dv); its last entry is of the rows
+        behind the last sequence."""
+        used = device_memory.no_lengths(v.device) if lengths.seqused_k is None else lengths.seqused_k
+        self.kernel(v, mean, lengths.cu_seqlens_k, used)
+
+
+def find(v: Tensor) -> ValueMeanLauncher:
+    """The launcher for v (b, s, hk, dv); compiles or loads its kernel the first time."""
+    batch, _, kv_heads, head_dim_v = v.shape
+    return _find(v.dtype, batch, kv_heads, head_dim_v, DENSE, v.device)
+
+
+def find_packed(v: Tensor, sequences: int) -> ValueMeanLauncher:
+    """The same of packed v (total, hk, dv), where those behind the last are one of the sequences."""
+    _, kv_heads, head_dim_v = v.shape
+    return _find(v.dtype, sequences, kv_heads, head_dim_v, VARLEN, v.device)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def _find(
+    dtype: torch.dtype, sequences: int, kv_heads: int, head_dim_v: int, layout: str, device: torch.device
+) -> ValueMeanLauncher:
+    config = select_value_mean_config(DTYPE_NAMES[dtype], sequences, kv_heads, head_dim_v, layout)
+    return ValueMeanLauncher(index_of(device), compile_cache.get_quantize(config))
+
+
+def why_too_many(sequences: int, kv_heads: int, head_dim_v: int) -> str:
+    """What keeps the kernel from values of these sizes; empty if nothing does."""
+    ctas = count_mean_ctas(sequences, kv_heads, head_dim_v, CLUSTERS[0])
+    return f"the mean of V takes {ctas} CTAs, of which there may be {MAX_CTAS}" if ctas > MAX_CTAS else ""

@@ -1,0 +1,158 @@
+"""The kernel of the mean of V: run from PTX on NumPy it finds what its twin in PyTorch does."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.mean.config import (
+    GROUPS,
+    ValueMeanConfig,
+    count_mean_ctas,
+    groups_of,
+    select_value_mean_config,
+    shipped_value_mean_configs,
+    sorting_pairs,
+    validate_value_mean_config,
+)
+from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.packed_quantization import packed_mean_worth_subtracting
+from hopper_attention.quantization_rules import mean_worth_subtracting
+from tests.compile_pool import usage_of_each
+from tests.cute_kernels.packing import Packing
+from tests.hopper.on_numpy import Arguments, program_of
+from tests.hopper.test_fp8_packed import lengths_of
+
+COMPILED = shipped_value_mean_configs()
+
+
+def mean_on_numpy(v: Tensor, cluster: int) -> Tensor:
+    batch, keys, heads, columns = v.shape
+    mean = torch.full((batch, heads, columns), math.nan)
+    arguments = Arguments()
+    arguments.tensor(v, (batch, keys, heads, columns), v.stride()[:-1])
+    arguments.tensor(mean, (batch, heads, columns), mean.stride()[:-1])
+    config = ValueMeanConfig(DTYPE_NAMES[v.dtype], cluster)
+    grid = count_mean_ctas(batch, heads, columns, cluster), 1, 1
+    arguments.launch(program_of(config), grid, cluster=cluster)
+    return mean
+
+
+def draw(batch: int, keys: int, heads: int, columns: int) -> Tensor:
+    """N(m, 1), where m is chance, small or large by the column, between other elements."""
+    generator = torch.Generator().manual_seed(keys)
+    v = torch.randn(batch, keys, 2 * heads, columns, generator=generator)
+    offsets = torch.tensor([0.0, 0.5, -3.0, 0.0, 1.0, 40.0, -0.25, 0.0])
+    return (v + offsets.repeat(columns // 8))[:, :, ::2]
+
+
+def packed_mean_on_numpy(v: Tensor, packing: Packing, cluster: int) -> Tensor:
+    total, heads, columns = v.shape
+    mean = torch.full((packing.sequences, heads, columns), math.nan)
+    arguments = Arguments()
+    arguments.tensor(v[None], (1, total, heads, columns), v[None].stride()[:-1])
+    arguments.tensor(mean, tuple(mean.shape), mean.stride()[:-1])
+    for numbers in (packing.cu_seqlens_k, packing.seqused_k):
+        arguments.tensor(torch.tensor(numbers, dtype=torch.int32), (len(numbers),), ())
+    config = ValueMeanConfig(DTYPE_NAMES[v.dtype], cluster, "varlen")
+    grid = count_mean_ctas(packing.sequences, heads, columns, cluster), 1, 1
+    arguments.launch(program_of(config), grid, cluster=cluster)
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "columns", "dtype", "cluster"),
+    [
+        (1, 1500, 1, 64, torch.bfloat16, 8),
+        (1, 1500, 1, 64, torch.bfloat16, 1),
+        (1, 70, 2, 80, torch.float16, 1),
+        (2, 1, 1, 16, torch.bfloat16, 8),
+        (1, 2, 1, 16, torch.bfloat16, 1),
+    ],
+)
+def test_kernel_finds_what_its_twin_does(
+    batch: int, keys: int, heads: int, columns: int, dtype: torch.dtype, cluster: int
+) -> None:
+    v = draw(batch, keys, heads, columns).to(dtype)
+    found, twin = mean_on_numpy(v, cluster), mean_worth_subtracting(v)
+    assert torch.equal(found, twin)
+    assert found.any()
+
+
+@pytest.mark.parametrize(
+    ("used", "cluster"), [({}, 8), ({"seqused_q": (1, 1, 1, 1), "seqused_k": (99, 40, 0, 1)}, 1)]
+)
+def test_packed_sequences_have_what_each_has_by_itself(used: dict[str, tuple], cluster: int) -> None:
+    """Without a look at rows of no sequence, which are NaN."""
+    packing = Packing.of([(1, 700), (1, 40), (1, 0), (1, 1)], (0, 50), **used)
+    v = draw(1, packing.total_k, 1, 16)[0].bfloat16()
+    sequences = range(packing.sequences - 1)
+    is_used = torch.zeros(packing.total_k, dtype=torch.bool)
+    for i in sequences:
+        is_used[packing.rows_k(i)] = True
+    v[~is_used] = math.nan
+    found = packed_mean_on_numpy(v, packing, cluster)
+    twin = packed_mean_worth_subtracting(v, lengths_of(packing))
+    assert torch.equal(found[:-1], twin[:-1]) and not found[-1].any()
+    for i in sequences:
+        rows = packing.rows_k(i)
+        alone = mean_worth_subtracting(v[None, rows]) if len(rows) else torch.zeros(1, 1, 16)
+        assert torch.equal(found[i : i + 1], alone)
+
+
+def test_bad_values_and_outliers() -> None:
+    v = draw(1, 1600, 1, 16)
+    v[0, 5:9, 0, 0], v[0, ::50, 0, 1], v[0, 70, 0, 2], v[0, 100:300, 0, 3] = math.nan, math.inf, -1e30, 3e4
+    v[..., 4], v[..., 5] = 3.0, torch.finfo(torch.bfloat16).max
+    v = v.bfloat16()
+    found, twin = mean_on_numpy(v, 1)[0, 0], mean_worth_subtracting(v)[0, 0]
+    assert torch.equal(found, twin)
+    assert (
+        found[0] == found[1] == 0 and abs(found[2] + 3) < 0.1 and found[4] == 3.0 and found.isfinite().all()
+    )
+
+
+def test_sorting_pairs_sort() -> None:
+    """All zeros and ones, and so everything (Knuth, volume 3, 5.3.4)."""
+    bits = torch.arange(1 << GROUPS)[:, None] >> torch.arange(GROUPS) & 1
+    columns = list(bits.to(torch.int8).unbind(1))
+    for low, high in sorting_pairs(GROUPS):
+        pair = columns[low], columns[high]
+        columns[low], columns[high] = torch.minimum(*pair), torch.maximum(*pair)
+    assert all(bool((a <= b).all()) for a, b in pairwise(columns))
+
+
+def test_kernels_compile_without_spills() -> None:
+    for config, usage in usage_of_each(COMPILED).items():
+        assert not usage.spills and usage.stack_bytes == 0, config.name
+        assert usage.registers <= 64, config.name
+
+
+def test_configs() -> None:
+    assert len({config.name for config in COMPILED}) == len(COMPILED)
+    for sequences, cluster in ((1, 8), (3, 8), (4, 1), (64, 1)):
+        config = select_value_mean_config("bfloat16", sequences, 16, 128)
+        assert config == ValueMeanConfig("bfloat16", cluster) and config in COMPILED
+        assert count_mean_ctas(sequences, 16, 80, cluster) == sequences * 32 * cluster
+    assert {n: groups_of(n) for n in (1, 2, 5, 95, 128, 512, 700)} == {
+        1: (1, 1), 2: (2, 1), 5: (3, 1), 95: (3, 31), 128: (4, 32), 512: (16, 32), 700: (16, 43)
+    }  # fmt: skip
+    for change, message in (
+        ({"dtype": "float32"}, "dtype is 'float32', allowed: float16, bfloat16"),
+        ({"cluster": 2}, "cluster is 2, allowed: 1, 8"),
+        ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate_value_mean_config(replace(COMPILED[0], **change))
+
+
+def test_the_host_does_without_the_dsl() -> None:
+    command = "import sys, hopper_attention.quantization; sys.exit('cutlass' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
