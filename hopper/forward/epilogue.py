@@ -54,7 +54,7 @@ class Epilogue(LoopInvariant):
         consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
         multiply_all(inverse_sum, self.factors)
         normalize_rows(consumer.output.acc, inverse_sum)
-        self.correction.add(consumer.output.acc, inverse_sum, head_kv, batch)
+        self.correction.add(consumer.output.acc, inverse_sum)
         self.store.lse(lse, head, seqlens, row, self.lane)
 
         is_store_warp = self.warp_in_group == 0

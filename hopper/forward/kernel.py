@@ -278,7 +278,8 @@ class ForwardKernel:
             producer = Producer(c, operands, pipes, scales)
             softmax = precision.make_softmax(scale_log2, extras, storage)
             loads = ConsumerLoads(c, producer, warp_idx)
-            self._consume(work, (operands, pipes, softmax, loads), mLSE, extras, warp_idx)
+            parts = operands, pipes, softmax, loads, precision.make_correction(extras, storage)
+            self._consume(work, parts, mLSE, warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -288,17 +289,19 @@ class ForwardKernel:
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
                 softmax = precision.make_softmax(scale_log2, extras, storage)
-                parts = operands, pipes, softmax, NoConsumerLoads()
-                self._consume(work, parts, mLSE, extras, warp_idx - WARPS_PER_WARPGROUP)
+                correction = precision.make_correction(extras, storage)
+                parts = operands, pipes, softmax, NoConsumerLoads(), correction
+                self._consume(work, parts, mLSE, warp_idx - WARPS_PER_WARPGROUP)
 
     @cute.jit
-    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, extras: tuple, warp: Int32):
+    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
-        ``parts`` are the operands, their pipelines, the softmax, and the loads that the consumers issue.
+        ``parts`` are the operands, their pipelines, the softmax, the loads that the consumers issue, and what is added
+        to O.
         """
         c = self.config
-        operands, pipes, softmax, loads = parts
+        operands, pipes, softmax, loads, correction = parts
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
@@ -311,7 +314,6 @@ class ForwardKernel:
         precision = self.parts.precision
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
-        correction = precision.make_correction(extras, lane)
         store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v)
         factors = tuple(each.factor for each in work.rules.dropout)
         epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
@@ -335,6 +337,7 @@ class ForwardKernel:
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, seqlens)
+            correction.begin(head_kv, seqlens.batch)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
@@ -381,7 +384,7 @@ class ForwardKernel:
         c = self.config
         o_elements = 0 if c.o_shares_q else cute.cosize(layouts.o.outer)
         row_stages = self.parts.kv_source.row_stages
-        scale_floats = self.parts.precision.scale_floats
+        scale_floats, mean_floats = self.parts.precision.scale_floats, self.parts.precision.mean_floats
 
         @cute.struct
         class SharedStorage:
@@ -392,6 +395,7 @@ class ForwardKernel:
             mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
             barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_floats], 16]
+            means: cute.struct.Align[cute.struct.MemRange[Float32, mean_floats], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
@@ -21,13 +21,15 @@ class SixteenBits(LoopInvariant):
     """Inputs in float16 or bfloat16, and scores in float32.
 
     ``extras`` are arguments of a launch beyond the six tensors of every forward kernel: the sinks, if there are any.
-    ``storage`` is the shared memory of ``ForwardKernel``, of which ``scale_floats`` float32 are for scales.
+    ``storage`` is the shared memory of ``ForwardKernel``, of which ``scale_floats`` float32 are for scales, and
+    ``mean_floats`` for what a warpgroup adds to O.
     """
 
     config: ForwardConfig
 
     consumer_type = Consumer
     scale_floats = 0
+    mean_floats = 0
     recomputes_addresses = False
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
@@ -45,6 +47,6 @@ class SixteenBits(LoopInvariant):
         """What the producer publishes beside each block of K."""
         return NoScales()
 
-    def make_correction(self, extras: tuple, lane: Int32) -> NoCorrection:
+    def make_correction(self, extras: tuple, storage: Any) -> NoCorrection:
         """What the epilogue adds to O."""
         return NoCorrection()

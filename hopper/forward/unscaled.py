@@ -20,5 +20,8 @@ class NoScales(LoopInvariant):
 class NoCorrection(LoopInvariant):
     """What is added to O where nothing is."""
 
-    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor, head_kv: Int32, batch: Int32):
-        """Called once a tile, with the normalised rows of O and the factors that made them so."""
+    def begin(self, head_kv: Int32, batch: Int32):
+        """Called before the first block of a tile."""
+
+    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
+        """Called at the end of the tile, with the normalised rows of O and the factors that made them so."""

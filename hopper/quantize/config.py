@@ -270,7 +270,12 @@ class QuantizeConfig:
     @property
     def smem_bytes(self) -> int:
         signs = 2 * (self.head_dim + self.head_dim_v)
-        return self.staging_bytes + self.vt.size + signs + 1024
+        return self.staging_bytes + self.vt.size + signs + 4 * self.mean_floats + 1024
+
+    @property
+    def mean_floats(self) -> int:
+        """Of the means of two items."""
+        return 2 * max(self.head_dim, self.head_dim_v) if self.smooth_k or self.smooth_v else 0
 
     @cached_property
     def ctas_per_sm(self) -> int:

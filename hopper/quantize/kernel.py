@@ -225,15 +225,18 @@ class QuantizeKernel:
         shared_signs = self._share_signs(cta, signs, (storage.signs, storage.signs_v))
         buffer = storage.buffer.get_tensor(cute.make_layout(c.vt.size // 4))
         (signs_qk, signs_v), (mean_k, mean_v) = shared_signs, means
+        means = mean_v
+        if const_expr(c.mean_floats > 0):
+            means = storage.means.get_tensor(cute.make_layout((c.mean_floats // 2, 2)))
         operand_q = RowScaledOperand if c.scales_rows else Operand
         of_q, of_k, of_v = zip(sources, data, scales, strict=True)
         largest_q, largest_k = c.largest_codes
         items = PackedItems() if const_expr(c.layout == VARLEN) else DenseItems()
         options_v = c.rotate_v, c.smooth_v, E4M3_MAX, items
         q, k, v = (
-            operand_q(c.q, *of_q, signs_qk, mean_k, c.rotate, False, largest_q, items),
-            Operand(c.k, *of_k, signs_qk, mean_k, c.rotate, c.smooth_k, largest_k, items),
-            TransposedOperand(c.v, *of_v, signs_v, mean_v, *options_v, buffer, c.vt),
+            operand_q(c.q, *of_q, signs_qk, mean_k, means, c.rotate, False, largest_q, items),
+            Operand(c.k, *of_k, signs_qk, mean_k, means, c.rotate, c.smooth_k, largest_k, items),
+            TransposedOperand(c.v, *of_v, signs_v, mean_v, means, *options_v, buffer, c.vt),
         )
         first_of_k, first_of_v, end = bounds
         half = len(divisors) // 2
@@ -245,11 +248,11 @@ class QuantizeKernel:
         turn = Int32(0)
         place = grid.place(item)
         if item < first_of_k:
-            q.start_loads(cta, place)
+            q.start_loads(cta, place, left & 1)
         elif item < first_of_v:
-            k.start_loads(cta, place)
+            k.start_loads(cta, place, left & 1)
         else:
-            v.start_loads(cta, place)
+            v.start_loads(cta, place, left & 1)
         cute.arch.cp_async_commit_group()
         while left > 0:
             words = cta.take_slots(c.elements // CHUNK)
@@ -257,18 +260,18 @@ class QuantizeKernel:
             next_place = grid.place(following)
             if left > 1:
                 if following < first_of_k:
-                    q.start_loads(cta, next_place)
+                    q.start_loads(cta, next_place, left & 1 ^ 1)
                 elif following < first_of_v:
-                    k.start_loads(cta, next_place)
+                    k.start_loads(cta, next_place, left & 1 ^ 1)
                 else:
-                    v.start_loads(cta, next_place)
+                    v.start_loads(cta, next_place, left & 1 ^ 1)
             cute.arch.cp_async_commit_group()
             if item < first_of_k:
-                turn = q.quantize(cta, words, place, turn)
+                turn = q.quantize(cta, words, place, turn, left & 1)
             elif item < first_of_v:
-                turn = k.quantize(cta, words, place, turn)
+                turn = k.quantize(cta, words, place, turn, left & 1)
             else:
-                turn = v.quantize(cta, words, place, turn)
+                turn = v.quantize(cta, words, place, turn, left & 1)
             item, place, left = following, next_place, left - 1
 
     def _grid(self, shared_out: tuple, sources: tuple, lengths: tuple) -> Grid:
@@ -306,6 +309,7 @@ class QuantizeKernel:
             amax: cute.struct.MemRange[Int32, 2 * c.warps * c.q.blocks]
             signs: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim // 2], 16]
             signs_v: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim_v // 2], 16]
+            means: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, c.mean_floats], 16]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, c.staging_bytes // 4], 128]
             buffer: cute.struct.Align[cute.struct.MemRange[Int32, c.vt.size // 4], 128]
 

@@ -22,12 +22,13 @@ from hopper.quantize.config import (
     hadamard_blocks,
     is_power_of_two,
 )
-from hopper.quantize.words import load_async, reciprocal, transpose_bytes, widen, words_at
+from hopper.quantize.words import load_async, multiply_add, reciprocal, transpose_bytes, widen, words_at
 
 CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
 SIGN = -0x80000000
 MANTISSA = 2**23 - 1
+FLOATS_PER_COPY = 4
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class Operand(LoopInvariant):
 
     ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
     e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
-    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``. The largest of the values that share a scale
+    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``, by way of ``mean_memory``
+    (columns, 2) in shared memory. The largest of the values that share a scale
     becomes ``largest``. ``items`` says what a ``place`` is. Packed sequences have a batch of 1, a mean each, and blocks
     that none of them shares with another.
     """
@@ -138,6 +140,7 @@ class Operand(LoopInvariant):
     scale: cute.Tensor
     signs: cute.Tensor
     mean: cute.Tensor
+    mean_memory: cute.Tensor
     rotate: bool
     smooth: bool
     largest: float
@@ -157,8 +160,9 @@ class Operand(LoopInvariant):
         return factor if self.rotate and len(blocks) == 1 and is_power_of_two(factor) else 1.0
 
     @cute.jit
-    def start_loads(self, cta: Cta, place: tuple):
-        """Start loading an item into the slots. Rows behind the sequence become zeros."""
+    def start_loads(self, cta: Cta, place: tuple, parity: Int32):
+        """Start loading an item into the slots, and the mean into the half of its memory that ``parity`` says. Rows
+        behind the sequence become zeros."""
         t = self.tiling
         number, head = place[:2]
         present = self.rows_present(place)
@@ -176,14 +180,25 @@ class Operand(LoopInvariant):
                 for c in cutlass.range_constexpr(t.chunks):
                     slot = cta.slots[None, cta.thread, p * t.chunks + c].iterator
                     load_async(slot, address + c * t.lanes * CHUNK_BYTES, size)
+        if const_expr(self.smooth):
+            if cta.thread < t.head_dim // FLOATS_PER_COPY:
+                first = Int64(place[2]) * self.mean.stride[0] + Int64(head) * self.mean.stride[1]
+                first = first + cta.thread * FLOATS_PER_COPY
+                half = self.mean_memory[None, parity].iterator + cta.thread * FLOATS_PER_COPY
+                load_async(half, self.mean.iterator.toint() + 4 * first, Int32(CHUNK_BYTES))
 
     @cute.jit
-    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:
+    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32, parity: Int32) -> Int32:
         """Turn the words of an item, as ``Cta.take_slots`` gives them, into e4m3 and scales, and store both.
 
-        ``turn`` is the half of ``Cta.amax`` that is free; returns the half for the next item.
+        ``turn`` is the half of ``Cta.amax`` that is free; returns the half for the next item. ``parity`` is that of
+        ``start_loads``: a barrier after the mean has been read lies between this item and the next but one.
         """
         t = self.tiling
+        mean = self.mean
+        if const_expr(self.smooth):
+            cute.arch.sync_threads()
+            mean = self.mean_memory[None, parity]
         values = cute.make_rmem_tensor((CHUNK * t.chunks, t.passes), Float32)
         amax = cute.make_rmem_tensor(t.blocks, Float32)
         amax.fill(0.0)
@@ -192,7 +207,7 @@ class Operand(LoopInvariant):
             if const_expr(not t.is_full(p)):
                 row.fill(0.0)  # else what idle warps do not set would be carried around the loop of the grid
             if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
-                self._prepare(cta, row, words, p, place)
+                self._prepare(cta, row, words, p, place, mean)
                 amax[t.block(p)] = cute.arch.fmax(amax[t.block(p)], finite_amax(row))
         cta.join(amax, turn)
         inverse = self._store_scales(cta, amax, place)
@@ -203,15 +218,29 @@ class Operand(LoopInvariant):
 
     @cute.jit
     def _prepare(
-        self, cta: Cta, row: cute.Tensor, words: cute.Tensor, p: cutlass.Constexpr[int], place: tuple
+        self,
+        cta: Cta,
+        row: cute.Tensor,
+        words: cute.Tensor,
+        p: cutlass.Constexpr[int],
+        place: tuple,
+        mean: cute.Tensor,
     ):
         """What is rounded of the row of pass ``p``, but for a factor: less the mean, rotated, in float32."""
-        self._widen(cta, row, words, p, place)
+        self._widen(cta, row, words, p, place, mean)
         if const_expr(self.rotate):
             self._rotate(cta, row)
 
     @cute.jit
-    def _widen(self, cta: Cta, row: cute.Tensor, words: cute.Tensor, p: cutlass.Constexpr[int], place: tuple):
+    def _widen(
+        self,
+        cta: Cta,
+        row: cute.Tensor,
+        words: cute.Tensor,
+        p: cutlass.Constexpr[int],
+        place: tuple,
+        mean: cute.Tensor,
+    ):
         """The row of pass ``p`` in float32, less the mean, its signs flipped."""
         t = self.tiling
         for c in cutlass.range_constexpr(t.chunks):
@@ -227,18 +256,18 @@ class Operand(LoopInvariant):
                 chunk[2 * w], chunk[2 * w + 1] = widen(word, self.source.element_type)
             if const_expr(self.smooth):
                 is_present = t.row(p, cta.warp, cta.lane) < self.rows_present(place)
-                self._subtract_mean(chunk, t.column(c, cta.lane), is_present, place)
+                self._subtract_mean(chunk, mean, t.column(c, cta.lane), is_present)
                 if const_expr(self.rotate):
                     flip_signs(chunk, flips)
 
     @cute.jit
-    def _subtract_mean(self, chunk: cute.Tensor, column: Int32, is_present: Boolean, place: tuple):
+    def _subtract_mean(self, chunk: cute.Tensor, mean: cute.Tensor, column: Int32, is_present: Boolean):
         """A chunk less the mean; a row behind the sequence stays zero."""
-        mean = cute.make_rmem_tensor(CHUNK, Float32)
-        of_head = self.mean[place[2], place[1], None]
-        cute.autovec_copy(cute.local_tile(of_head, (CHUNK,), (column // CHUNK,)), mean)
+        of_chunk = cute.make_rmem_tensor(CHUNK, Float32)
+        cute.autovec_copy(cute.local_tile(mean, (CHUNK,), (column // CHUNK,)), of_chunk)
+        factor = Float32(-1.0) if is_present else Float32(0.0)
         for i in cutlass.range_constexpr(CHUNK):
-            chunk[i] = chunk[i] - mean[i] if is_present else Float32(0.0)
+            chunk[i] = multiply_add(of_chunk[i], factor, chunk[i])
 
     @cute.jit
     def _rotate(self, cta: Cta, row: cute.Tensor):
@@ -309,13 +338,13 @@ class RowScaledOperand(Operand):
     """
 
     @cute.jit
-    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32) -> Int32:
+    def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32, parity: Int32) -> Int32:
         """As that of ``Operand``; without a barrier it takes no turn."""
         t = self.tiling
         for p in cutlass.range_constexpr(t.passes):
             if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
                 row = cute.make_rmem_tensor(CHUNK * t.chunks, Float32)
-                self._prepare(cta, row, words, p, place)
+                self._prepare(cta, row, words, p, place, self.mean)
                 inverse = self._store_scale(cta, self._join_lanes(finite_amax(row)), p, place)
                 self._put(cta, row, inverse, p, place)
         return turn

@@ -41,6 +41,13 @@ def permute(low: Int32, high: Int32, selector: int) -> Int32:
     return Int32(cute.arch.prmt(low, high, Int32(selector)))
 
 
+def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a b + c, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
 def reciprocal(x: Float32) -> Float32:
     """1 / x, correctly rounded."""
     return cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

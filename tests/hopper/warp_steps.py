@@ -58,7 +58,8 @@ def _ldmatrix(name: str, ops: list[str]) -> Step:
 
 
 def _copy(name: str, ops: list[str]) -> Step:
-    """cp.async of 16 bytes a lane, zeros where it ignores its source. Until the wait its target holds garbage."""
+    """cp.async of 16 bytes a lane, zeros where it ignores its source, if it may. Until the wait its target holds
+    garbage."""
     (to, to_offset), (source, source_offset) = address_of(ops[0]), address_of(ops[1])
     assert ".cg." in name and ops[2] == "16"
 
@@ -68,7 +69,8 @@ def _copy(name: str, ops: list[str]) -> Step:
         assert (targets % BYTES_PER_COPY == 0).all()
         cells = targets.astype(np.int64)[:, None] + of_copy
         data = np.zeros(cells.shape, np.uint8)
-        copied = np.flatnonzero(~warp.get(ops[3], np.bool_)[mask])
+        ignored = warp.get(ops[3], np.bool_)[mask] if len(ops) > 3 else np.zeros(len(cells), np.bool_)
+        copied = np.flatnonzero(~ignored)
         sources = warp.get(source, np.uint64)[mask][copied] + np.uint64(source_offset % 2**64)
         for memory, which, at in cta.places(sources, BYTES_PER_COPY):
             data[copied[which]] = memory[at[:, None] + of_copy]

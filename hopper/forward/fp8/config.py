@@ -20,6 +20,9 @@ P in the order of the accumulator."""
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
+OPERAND_ALIGNMENT = 1024
+"""Bytes, in shared memory."""
+
 MAX_PV_COLUMNS, PV_PART_COLUMNS = 128, 64
 """Columns of O up to which a second accumulator of its size finds registers, and how many there are in a part of P V
 where it does not."""
@@ -98,7 +101,13 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def smem_bytes(self) -> int:
         rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
-        return super().smem_bytes + rows
+        means = -(-self.mean_bytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
+        return super().smem_bytes + means + rows
+
+    @property
+    def mean_bytes(self) -> int:
+        """A mean of V in float32 for each consumer."""
+        return 4 * self.consumers * self.head_dim_v
 
     def validate_precision(self) -> None:
         for name in SCORE_FEATURES:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
+from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
@@ -13,38 +14,67 @@ from cute_kernels.fragments import (
     ROWS_PER_THREAD,
     as_rows,
 )
+from hopper.config import WARPGROUP_THREADS
+from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.unscaled import NoCorrection
+
+COPIED = 4
+"""Columns that a thread copies to shared memory: 16 bytes."""
 
 
 @dataclass(frozen=True)
 class MeanOfV(NoCorrection):
     """A vector for each key/value head: the mean that V was quantized without.
 
-    ``vector`` is float32 (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) to add nothing.
+    ``vector`` is float32 (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) to add nothing. A copy of that of a
+    tile's head is on its way to ``memory`` (head_dim_v, consumers) while the tile is worked on: in the epilogue nobody
+    waits for global memory. Threads from ``first_thread`` on are consumers. What only these two functions need is not
+    kept in registers.
     """
 
     vector: cute.Tensor
-    lane: Int32
+    memory: cute.Tensor
+    first_thread: int
 
     @cute.jit
-    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor, head_kv: Int32, batch: Int32):
+    def begin(self, head_kv: Int32, batch: Int32):
+        """All warps of the warpgroup have read what is written over: two barriers of the last epilogue lie between."""
+        wg, thread = self._place()
+        if thread * COPIED < self.vector.shape[2]:
+            offset = Int64(batch) * self.vector.stride[0] + Int64(head_kv) * self.vector.stride[1]
+            source = self.vector.iterator.toint() + 4 * (offset + thread * COPIED)
+            cute.arch.inline_ptx(
+                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
+                read_only_args=[self.memory[None, wg].iterator + thread * COPIED, source],
+            )
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
         """A row without keys stays 0.
 
         Columns past head_dim_v, which the store clips, take what the last group of columns does: no branch a column.
         """
         columns = self.vector.shape[2]
         if columns > 0:
-            rows = as_rows(acc)
-            of_head = self.vector[batch, head_kv, None]
+            cute.arch.cp_async_wait_group(0)
+            wg, thread = self._place()
+            sync_warpgroup(wg)
+            rows, memory = as_rows(acc), self.memory[None, wg]
             last_group = columns // COLUMNS_PER_GROUP - 1
-            groups = rows.shape[1][1]
-            pairs = cute.make_rmem_tensor((COLUMNS_PER_PAIR, groups), Float32)
-            # All loads before the first addition, or each would wait for the one before it.
-            for j in cutlass.range_constexpr(groups):
-                number = cutlass.min(last_group, j) * LANES_PER_ROW + self.lane % LANES_PER_ROW
-                cute.autovec_copy(cute.local_tile(of_head, (COLUMNS_PER_PAIR,), (number,)), pairs[None, j])
+            factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                is_empty = inverse_sum[r] == Float32(0.0)
-                for j in cutlass.range_constexpr(groups):
+                factors[r] = Float32(0.0) if inverse_sum[r] == Float32(0.0) else Float32(1.0)
+            for j in cutlass.range_constexpr(rows.shape[1][1]):
+                pair = cute.make_rmem_tensor(COLUMNS_PER_PAIR, Float32)
+                number = cutlass.min(last_group, j) * LANES_PER_ROW + thread % LANES_PER_ROW
+                cute.autovec_copy(cute.local_tile(memory, (COLUMNS_PER_PAIR,), (number,)), pair)
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
-                        rows[r, (e, j)] = rows[r, (e, j)] + (Float32(0.0) if is_empty else pairs[e, j])
+                        # An FMA, which rounds the sum alone.
+                        rows[r, (e, j)] = rows[r, (e, j)] + factors[r] * pair[e]
+
+    def _place(self) -> tuple[Int32, Int32]:
+        """(warpgroup, thread of it): read where they are asked for."""
+        thread = pin(cute.arch.thread_idx()[0], Int32) - self.first_thread
+        return thread // WARPGROUP_THREADS, thread % WARPGROUP_THREADS

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import COLUMNS_PER_GROUP
 from cute_kernels.softmax import OnlineSoftmax
-from hopper.config import WARPGROUP_ROWS
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.consumer import Consumer
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
@@ -49,6 +49,10 @@ class BlockScaled(SixteenBits):
         return SLOTS_PER_STAGE * self.config.stages * SLOT_FLOATS
 
     @property
+    def mean_floats(self) -> int:
+        return self.config.mean_bytes // 4
+
+    @property
     def recomputes_addresses(self) -> bool:
         c = self.config
         return c.softmax is Softmax.LAGGING and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
@@ -74,8 +78,11 @@ class BlockScaled(SixteenBits):
             scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit
         )
 
-    def make_correction(self, extras: tuple, lane: Int32) -> MeanOfV:
-        return MeanOfV(BlockScales(*extras).mean_v, lane)
+    def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
+        c = self.config
+        memory = storage.means.get_tensor(cute.make_layout((c.head_dim_v, c.consumers)))
+        first_thread = c.threads - WARPGROUP_THREADS * c.consumers
+        return MeanOfV(BlockScales(*extras).mean_v, memory, first_thread)
 
     def _slots(self, storage: Any) -> cute.Tensor:
         slots = SLOTS_PER_STAGE * self.config.stages
