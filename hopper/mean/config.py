@@ -15,7 +15,14 @@ FEWEST_GROUPS, GROUPS, GROUP_KEYS = 3, 16, 32
 OUTLYING = 16.0
 """Median distances from the median beyond which the mean of a group does not count."""
 
-STEP_EXPONENT, CHANCE = -6, 4.0
+FEWEST_SAMPLED, MOST_SAMPLED = 512, 16384
+"""Of so many keys the mean is that of a quarter: of fewer there would be few left, and of more it would have to be
+closer."""
+
+RUN, RUNS = 8, 4
+"""Keys that are looked at one behind the other, of so many times as many."""
+
+STEP_EXPONENT, CHANCE = -6, 3.0
 """A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
 so many standard errors."""
 
@@ -32,7 +39,7 @@ CTAS_PER_SM = 2
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
 CLUSTERS = 1, 8
-ENOUGH_CTAS = 128
+ENOUGH_CTAS = 64
 """With so many CTAs there is work for a GPU."""
 
 MAX_CTAS = 2**31 - 1
@@ -98,6 +105,22 @@ def groups_of(
     last group and does not count. ``least`` and ``most`` of two numbers are the DSL's where a kernel asks."""
     groups = least(least(most(keys // GROUP_KEYS, FEWEST_GROUPS), GROUPS), keys)
     return groups, keys // groups
+
+
+def is_sampled(keys: Any) -> Any:
+    """Whether the mean of so many keys is that of a quarter of them."""
+    return (keys >= FEWEST_SAMPLED) & (keys <= MOST_SAMPLED)
+
+
+def sample_size(length: Any) -> Any:
+    """Keys that are looked at in a group of ``length`` that is sampled."""
+    return length // (RUN * RUNS) * RUN
+
+
+def run_of(block: Any) -> Any:
+    """Which of the RUNS runs of a block is looked at: another one in the next block, so that what comes back every so
+    many keys is not met again and again."""
+    return (block + (block >> 2) + (block >> 4)) & (RUNS - 1)
 
 
 def count_mean_ctas(sequences: int, kv_heads: int, head_dim_v: int, cluster: int) -> int:

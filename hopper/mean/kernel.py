@@ -17,12 +17,17 @@ from hopper.mean.config import (
     LANES_OF_ROW,
     OUTLYING,
     ROWS_OF_WARP,
+    RUN,
+    RUNS,
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
     WARPS,
     ValueMeanConfig,
     groups_of,
+    is_sampled,
+    run_of,
+    sample_size,
     sorting_pairs,
     validate_value_mean_config,
 )
@@ -100,15 +105,17 @@ class ValueMeanKernel:
         key = offset + group * length if is_there else Int32(0)
         address = Int64(entry) * mV.stride[0] + Int64(key) * mV.stride[1] + Int64(head) * mV.stride[2]
         address = mV.iterator.toint() + 2 * (address + (column if is_there else Int32(0)))
-        rows = length if is_there else Int32(0)
-        self._add_up(address, 2 * Int64(mV.stride[1]), rows, (sums, pivots), (warp, lane))
+        samples = is_sampled(keys)
+        counted = sample_size(length) if samples else length
+        rows = counted if is_there else Int32(0)
+        self._add_up(address, 2 * Int64(mV.stride[1]), (rows, samples), (sums, pivots), (warp, lane))
         cute.arch.sync_threads()
         if const_expr(c.cluster > 1):
             cute.arch.cluster_wait()
         for i in cutlass.range_constexpr(ceil_div(c.groups * COLUMNS, THREADS)):
             index = thread + i * THREADS
             if index < c.groups * COLUMNS:
-                self._send((sums, pivots), received, (index, rank), groups, length)
+                self._send((sums, pivots), received, (index, rank), groups, counted)
         if const_expr(c.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -116,16 +123,17 @@ class ValueMeanKernel:
             cute.arch.sync_threads()
         own = first_column + thread
         if rank == 0 and thread < COLUMNS and own < mV.shape[3]:
-            mMean[sequence, head, own] = worth_subtracting(received, thread, keys)
+            mMean[sequence, head, own] = worth_subtracting(received, thread, groups * counted)
 
     def _rows(self, mV: cute.Tensor, lengths: tuple, sequence: Int32) -> tuple:
         """(entry of V that a sequence is in, its first row there, its rows)."""
         return sequence, Int32(0), Int32(mV.shape[1])
 
     @cute.jit
-    def _add_up(self, address: Int64, stride: Int64, rows: Int32, shared: tuple, place: tuple):
-        """Of the rows of a group, from byte ``address`` on: the sums of a warp, and the first row, to shared memory."""
-        (sums, pivots), (warp, lane) = shared, place
+    def _add_up(self, address: Int64, stride: Int64, counted: tuple, shared: tuple, place: tuple):
+        """Of the rows of a group, from byte ``address`` on: the sums of a warp, and the first row, to shared memory.
+        ``counted`` are the rows that are looked at, and whether there are others."""
+        (rows, samples), (sums, pivots), (warp, lane) = counted, shared, place
         warps, loads = self.config.warps_of_group, self.config.loads
         pivot_words = cute.make_rmem_tensor(WORDS, Int32)
         cute.autovec_copy(words_at(address, WORDS), pivot_words)
@@ -137,9 +145,11 @@ class ValueMeanKernel:
         for start in cutlass.range(own, rows, step * loads, unroll=1):
             loaded = cute.make_rmem_tensor((WORDS, loads), Int32)
             for i in cutlass.range_constexpr(loads):
-                row = start + i * step
+                number = start + i * step
+                block = number // RUN
+                row = (block * RUNS + run_of(block)) * RUN + number % RUN if samples else number
                 # In place of a row that is not there the first, which adds nothing.
-                row = row if row < rows else Int32(0)
+                row = row if number < rows else Int32(0)
                 cute.autovec_copy(words_at(address + Int64(row) * stride, WORDS), loaded[None, i])
             for i in cutlass.range_constexpr(loads):
                 for w in cutlass.range_constexpr(WORDS):
@@ -161,7 +171,7 @@ class ValueMeanKernel:
                 cute.autovec_copy(pivot, of_group)
 
     @cute.jit
-    def _send(self, shared: tuple, received: cute.Tensor, place: tuple, groups: Int32, length: Int32):
+    def _send(self, shared: tuple, received: cute.Tensor, place: tuple, groups: Int32, rows: Int32):
         """The mean and the variance of a column of a group, by a thread each, to the first CTA. The mean is NaN where
         the group is not there, or where one of the two is not finite."""
         (sums, pivots), (index, rank) = shared, place
@@ -171,7 +181,7 @@ class ValueMeanKernel:
         for which in cutlass.range_constexpr(2):
             for w in cutlass.range_constexpr(warps):
                 total[which] += sums[column, part * warps + w, which]
-        inverse = reciprocal(Float32(length))
+        inverse = reciprocal(Float32(rows))
         shift = total[0] * inverse
         mean = pivots[column, part] + shift
         variance = total[1] * inverse - shift * shift
@@ -216,7 +226,8 @@ class PackedValueMeanKernel(ValueMeanKernel):
 
 @cute.jit
 def worth_subtracting(received: cute.Tensor, column: Int32, keys: Int32) -> Float32:
-    """What to subtract from a column of a head of ``keys`` keys. A group whose mean is NaN does not count."""
+    """What to subtract from a column of a head, of which ``keys`` keys were looked at. A group whose mean is NaN does
+    not count."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.tilings import PACKED_SEQLEN
-from hopper.mean.config import FEWEST_GROUPS, GROUP_KEYS, GROUPS
+from hopper.mean.config import FEWEST_GROUPS, GROUP_KEYS, GROUPS, is_sampled, sample_size
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
@@ -36,6 +36,7 @@ from hopper_attention.packed_quantized import (
 )
 from hopper_attention.quantization_rules import (
     SOURCE_DTYPES,
+    keys_looked_at,
     only_numbers,
     power_of_two,
     to_e4m3,
@@ -156,14 +157,17 @@ def packed_mean_worth_subtracting(v: Tensor, lengths: Lengths) -> Tensor:
     groups = torch.minimum((keys // GROUP_KEYS).clamp(FEWEST_GROUPS, GROUPS), keys)
     length = keys // groups.clamp(min=1)
     group = places.row // length[places.sequence].clamp(min=1)
-    counts = places.is_used & (group < groups[places.sequence])
+    samples = is_sampled(keys)
+    looked_at = keys_looked_at(places.row % length[places.sequence].clamp(min=1), length[places.sequence])
+    counts = places.is_used & (group < groups[places.sequence]) & (looked_at | ~samples[places.sequence])
+    counted = torch.where(samples, sample_size(length), length)
     # What does not count is added to a group that is not there.
     group = torch.where(counts, places.sequence * GROUPS + group, batch * GROUPS).long()
     numbers = torch.arange(GROUPS, device=v.device)
     first_rows = cu_seqlens[:, None] + numbers * length[:, None]
     first = v[first_rows.clamp(0, v.shape[0] - 1).long().flatten()].float()
     differences = v.float() - first[group]
-    shape, divisor = (batch + 1, GROUPS, *v.shape[1:]), length.clamp(min=1)[:, None, None, None]
+    shape, divisor = (batch + 1, GROUPS, *v.shape[1:]), counted.clamp(min=1)[:, None, None, None]
 
     def mean_of_groups(x: Tensor) -> Tensor:
         return torch.zeros_like(first).index_add_(0, group, x).view(shape) / divisor
@@ -172,7 +176,7 @@ def packed_mean_worth_subtracting(v: Tensor, lengths: Lengths) -> Tensor:
     shift = mean_of_groups(differences)
     means = torch.where(is_there, first.view(shape) + shift, math.nan)
     variances = mean_of_groups(differences.square()) - shift * shift
-    return worth_subtracting(*only_numbers(means, variances), keys[:, None, None])
+    return worth_subtracting(*only_numbers(means, variances), (groups * counted)[:, None, None])
 
 
 def _quantize(

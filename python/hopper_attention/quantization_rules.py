@@ -31,7 +31,18 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from hopper.mean.config import CHANCE, GROUPS, OUTLYING, STEP_EXPONENT, groups_of
+from hopper.mean.config import (
+    CHANCE,
+    GROUPS,
+    OUTLYING,
+    RUN,
+    RUNS,
+    STEP_EXPONENT,
+    groups_of,
+    is_sampled,
+    run_of,
+    sample_size,
+)
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
@@ -115,7 +126,8 @@ def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
 def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     """The mean of x (b, s, hk, d), s > 0, over the keys, without outliers: float32 (b, hk, d), finite.
 
-    The keys are cut into equal segments; fewer keys than segments are left out at the end. Segments whose mean or
+    The keys are cut into equal segments; fewer keys than segments are left out at the end. Of FEWEST_SAMPLED to
+    MOST_SAMPLED keys a quarter is looked at, in short runs. Segments whose mean or
     variance is not finite, or whose mean lies far from the others', do not count; without any, the result is 0. Of many
     normal values none is left out: what lies further from their mean than this would bring back some of the sums that
     it is to keep small.
@@ -132,12 +144,14 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     not average out. A multiple of a power of two leaves them on it. The squared spread of a column is the median of the
     variances of its segments.
     """
-    return worth_subtracting(*_segments(v), v.shape[1])
+    groups, length = groups_of(v.shape[1])
+    counted = sample_size(length) if is_sampled(v.shape[1]) else length
+    return worth_subtracting(*_segments(v), groups * counted)
 
 
 def worth_subtracting(means: torch.Tensor, variances: torch.Tensor, keys: int | torch.Tensor) -> torch.Tensor:
-    """The same of the means and variances of segments, float32 (b, GROUPS, hk, d), NaN where they do not count, of so
-    many keys in all: an int, or (b, 1, 1)."""
+    """The same of the means and variances of segments, float32 (b, GROUPS, hk, d), NaN where they do not count, for
+    which so many keys were looked at: an int, or (b, 1, 1)."""
     mean = _robust_mean(means)
     squared = _median_of_numbers(variances).squeeze(1).nan_to_num()
     exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
@@ -148,17 +162,25 @@ def worth_subtracting(means: torch.Tensor, variances: torch.Tensor, keys: int | 
 
 
 def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of x (b, s, hk, d) over each segment of the keys: float32 (b, GROUPS, hk, d), both NaN
-    where one of them is not finite, and behind the last. Differences from the first key are added up, which cancels
-    less."""
+    """The mean and the variance of x (b, s, hk, d) over each segment of the keys, or a quarter of it: float32 (b,
+    GROUPS, hk, d), both NaN where one of them is not finite, and behind the last. Differences from the first key are
+    added up, which cancels less."""
     groups, length = groups_of(x.shape[1])
-    segments = x[:, : groups * length].unflatten(1, (groups, length)).float()
-    first = segments[:, :, 0]
+    segments = x[:, : groups * length].unflatten(1, (groups, length))
+    first = segments[:, :, 0].float()
+    if is_sampled(x.shape[1]):
+        segments = segments[:, :, keys_looked_at(torch.arange(length, device=x.device), length)]
     differences = segments - first.unsqueeze(2)
     shift = differences.mean(2)
     means, variances = first + shift, differences.square().mean(2) - shift * shift
     missing = 0, 0, 0, 0, 0, GROUPS - groups
     return only_numbers(*(pad(x, missing, value=math.nan) for x in (means, variances)))
+
+
+def keys_looked_at(key: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
+    """Whether keys of a segment of ``length`` that is sampled count, by their number in it."""
+    block, whole = key // (RUN * RUNS), length // (RUN * RUNS)
+    return (block < whole) & (key % (RUN * RUNS) // RUN == run_of(block))
 
 
 def only_numbers(means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from hopper.mean.config import (
     GROUPS,
+    RUN,
+    RUNS,
     ValueMeanConfig,
     count_mean_ctas,
     groups_of,
+    is_sampled,
+    run_of,
+    sample_size,
     select_value_mean_config,
     shipped_value_mean_configs,
     sorting_pairs,
@@ -24,7 +29,7 @@ from hopper.mean.config import (
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.packed_quantization import packed_mean_worth_subtracting
-from hopper_attention.quantization_rules import mean_worth_subtracting
+from hopper_attention.quantization_rules import keys_looked_at, mean_worth_subtracting
 from tests.compile_pool import assert_small
 from tests.cute_kernels.packing import Packing
 from tests.hopper.on_numpy import Arguments, program_of
@@ -71,6 +76,7 @@ def packed_mean_on_numpy(v: Tensor, packing: Packing, cluster: int) -> Tensor:
     ("batch", "keys", "heads", "columns", "dtype", "cluster"),
     [
         (1, 1500, 1, 64, torch.bfloat16, 8),
+        (1, 17000, 1, 8, torch.bfloat16, 8),
         (1, 1500, 1, 64, torch.bfloat16, 1),
         (1, 70, 2, 80, torch.float16, 1),
         (2, 1, 1, 16, torch.bfloat16, 8),
@@ -119,6 +125,18 @@ def test_bad_values_and_outliers() -> None:
     )
 
 
+def test_a_quarter_of_the_keys_is_looked_at() -> None:
+    """In runs, another one of four in the next block; kernel and twin agree on which."""
+    for length in (32, 100, 1024):
+        looked_at = keys_looked_at(torch.arange(length), length)
+        numbers = range(sample_size(length))
+        rows = [(n // RUN * RUNS + run_of(n // RUN)) * RUN + n % RUN for n in numbers]
+        assert looked_at.nonzero().flatten().tolist() == rows and len(rows) == length // 32 * 8
+    runs = [run_of(block) for block in range(64)]
+    assert all(runs.count(run) == 16 for run in range(RUNS))
+    assert [is_sampled(n) for n in (511, 512, 16384, 16385)] == [False, True, True, False]
+
+
 def test_sorting_pairs_sort() -> None:
     """All zeros and ones, and so everything (Knuth, volume 3, 5.3.4)."""
     bits = torch.arange(1 << GROUPS)[:, None] >> torch.arange(GROUPS) & 1
@@ -135,7 +153,7 @@ def test_kernels_compile_without_spills() -> None:
 
 def test_configs() -> None:
     assert len({config.name for config in COMPILED}) == len(COMPILED)
-    for sequences, cluster in ((1, 8), (3, 8), (4, 1), (64, 1)):
+    for sequences, cluster in ((1, 8), (2, 1), (64, 1)):
         config = select_value_mean_config("bfloat16", sequences, 16, 128)
         assert config == ValueMeanConfig("bfloat16", cluster) and config in COMPILED
         assert count_mean_ctas(sequences, 16, 80, cluster) == sequences * 32 * cluster

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hopper.mean.config import RUNS, is_sampled
 from hopper.quantize.config import shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
@@ -145,7 +146,9 @@ def test_the_robust_mean_is_near_the_mean(seqlen: int, dtype: torch.dtype) -> No
     if seqlen == 1:
         assert torch.equal(mean, x[:, 0].float())
     else:
-        assert spread(x, mean) < 6 * math.sqrt(31) / seqlen
+        # A sample misses the mean by chance, and what is left out at the end is less than a segment.
+        allowed = 6 / (seqlen / RUNS) ** 0.5 if is_sampled(seqlen) else 6 * math.sqrt(31) / seqlen
+        assert spread(x, mean) < allowed
     assert torch.equal(mean, robust_mean_of_keys(x))
     # Any strides.
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -154,7 +157,7 @@ def test_the_robust_mean_is_near_the_mean(seqlen: int, dtype: torch.dtype) -> No
 
 def test_the_robust_mean_of_skewed_values_is_no_median() -> None:
     """That of N(0, 1) above 0, else 0, is 0.4 and its median 0; sums of values without that would grow."""
-    x = torch.randn(1, 31 * 512, 2, 64, generator=torch.Generator().manual_seed(0)).relu()
+    x = torch.randn(1, 16 * 1536, 2, 16, generator=torch.Generator().manual_seed(0)).relu()
     assert spread(x, robust_mean_of_keys(x)) < 1e-6
 
 
