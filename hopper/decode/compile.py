@@ -1,46 +1,14 @@
 """Compile the decode kernel for any sizes and strides, with or without a GPU."""
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import (
-    VECTOR_ELEMENTS,
-    compile_for_torch,
-    mask_arguments,
-    sinks_argument,
-    strided,
-    words,
-)
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
+from hopper.decode.arguments import cache_arguments, score_arguments
 from hopper.decode.config import DecodeConfig
 from hopper.decode.kernel import DecodeKernel
-
-
-def cache_arguments(config: Any, batch: Any) -> tuple:
-    """Those from ``lengths`` to ``parts`` of a kernel that decodes, in their order."""
-    c = config
-    return (
-        words(batch),
-        strided(Int32, (batch, cute.sym_int()), 1) if c.paged else None,
-        words(batch) if c.leftpad else None,
-        words(cute.sym_int()) if c.layout == VARLEN else None,
-        strided(Float32, (cute.sym_int(), c.part_floats), 4),
-    )
-
-
-def score_arguments(config: Any) -> tuple:
-    """Those from ``softmax_scale`` to ``sinks``."""
-    c = config
-    return (
-        Float32(0.0),
-        Int32(0) if c.limits_splits else None,
-        *mask_arguments(c),
-        Float32(0.0) if c.softcap else None,
-        sinks_argument(c),
-    )
 
 
 def compile_decode(config: DecodeConfig, options: str = ""):

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
-from hopper.decode.compile import cache_arguments, score_arguments
+from hopper.decode.arguments import cache_arguments, score_arguments
 from hopper.mla.config import MlaConfig
 from hopper.mla.kernel import MlaKernel
 
