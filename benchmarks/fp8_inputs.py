@@ -8,7 +8,6 @@ Peers take turns in rounds, launches rotate over inputs that exceed the L2 cache
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,14 @@ import torch
 
 from hopper_attention.experiments.bench.checks import compute_row_oracles
 from hopper_attention.experiments.bench.fp8_peers import FP8_PEERS
-from hopper_attention.experiments.bench.machine import (
-    describe_machine,
-    find_commit,
-    find_gauge,
-    repository_root,
-    today,
-)
 from hopper_attention.experiments.bench.peers import Peer, Setting
 from hopper_attention.experiments.bench.results import OURS, OURS_DROP_IN
-from hopper_attention.experiments.bench.run import count_input_sets
+from hopper_attention.experiments.bench.run import count_input_sets, describe_place
 from hopper_attention.experiments.bench.spec import Problem, parse_shapes
-from hopper_attention.experiments.bench.timing import Effort, plan_turn, play_rounds, stopwatch_for
+from hopper_attention.experiments.bench.timing import Effort, seconds_in_turns, stopwatch_for
 from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
 from hopper_attention.experiments.families.page import KIND
-from hopper_attention.experiments.reports import SCHEMA, dump_rows, write_text
+from hopper_attention.experiments.reports import dump_rows, write_text
 
 PEERS = {"ours": OURS, "drop_in": OURS_DROP_IN, "fa3": "fa3"}
 PROBLEMS = (
@@ -58,16 +50,12 @@ def measure(problem: Problem, family: Family, peers: dict[str, Peer], setting: S
         draw_family(family, problem, seed, setting.device)
         for seed in range(count_input_sets(problem, l2_bytes, 2))
     ]
-    launches, errors, turns = {}, {}, {}
+    launches, errors = {}, {}
     for name, peer in peers.items():
         prepared = [peer.prepare(problem, inputs, setting) for inputs in sets]
         launches[name] = [each.launch for each in prepared]
         errors[name] = relative_error(problem, sets[0], prepared[0].read(prepared[0].launch()))
-        turns[name] = plan_turn(launches[name], stopwatch.calibrate(launches[name]), effort)
-    taken = play_rounds(
-        turns, effort.max_rounds, lambda _, turn: stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
-    )
-    us = {name: 1e6 * statistics.median(i.seconds for i in intervals) for name, intervals in taken.items()}
+    us = {name: 1e6 * s for name, s in seconds_in_turns(launches, stopwatch, effort).items()}
     return {"problem": problem.name, "family": family.name, "us": us, "error": errors}
 
 
@@ -96,11 +84,7 @@ def main(arguments: list[str]) -> int:
             shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())
             print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
     head = {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "date": today(),
-        "commit": find_commit(repository_root()),
-        "machine": describe_machine(setting.device, find_gauge(setting.device)),
+        **describe_place(KIND, setting.device),
         "method": {
             "rounds": "7 in turns, bursts of 5 ms, device time, inputs that rotate through memory",
             "error": "of two heads, evenly spaced rows",

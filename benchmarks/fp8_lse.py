@@ -10,7 +10,6 @@ exact one as well.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,17 +22,11 @@ import torch
 from hopper.config import TWO_CONSUMERS
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.compile_cache import get_forward
-from hopper_attention.experiments.bench.machine import (
-    describe_machine,
-    find_commit,
-    find_gauge,
-    repository_root,
-    today,
-)
+from hopper_attention.experiments.bench.run import describe_place
 from hopper_attention.experiments.bench.spec import Problem, parse_shapes
-from hopper_attention.experiments.bench.timing import Effort, plan_turn, play_rounds, stopwatch_for
+from hopper_attention.experiments.bench.timing import Effort, seconds_in_turns, stopwatch_for
 from hopper_attention.experiments.families.draws import FAMILIES, draw_family
-from hopper_attention.experiments.reports import SCHEMA, dump_rows, write_text
+from hopper_attention.experiments.reports import dump_rows, write_text
 from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, attend, problem_of
@@ -133,11 +126,8 @@ def measure(problem: Problem, family: Any, device: str, with_variants: bool) -> 
         for name, call in calls.items()
         if name != "without"
     }
-    turns = {name: plan_turn([call], stopwatch.calibrate([call]), effort) for name, call in calls.items()}
-    taken = play_rounds(
-        turns, effort.max_rounds, lambda _, turn: stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
-    )
-    us = {name: 1e6 * statistics.median(i.seconds for i in intervals) for name, intervals in taken.items()}
+    seconds = seconds_in_turns({name: [call] for name, call in calls.items()}, stopwatch, effort)
+    us = {name: 1e6 * s for name, s in seconds.items()}
     return {"problem": problem.name, "family": family.name, "us": us, "lse": errors}
 
 
@@ -162,11 +152,7 @@ def main(arguments: list[str]) -> int:
             )
             print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
     head = {
-        "schema": SCHEMA,
-        "kind": "fp8_lse",
-        "date": today(),
-        "commit": find_commit(repository_root()),
-        "machine": describe_machine("cuda", find_gauge("cuda")),
+        **describe_place("fp8_lse", "cuda"),
         "method": {
             "lse": "largest and RMS difference from float64, 128 rows of two heads",
             "rounds": "5 in turns",

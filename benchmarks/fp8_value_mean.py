@@ -10,7 +10,6 @@ head_dim = 2048, with and without in turns.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +20,9 @@ import torch
 from torch import Tensor
 
 from hopper_attention import Fp8Quantization, flash_attn_fp8_func, quantize_qkv
-from hopper_attention.experiments.bench.machine import (
-    describe_machine,
-    find_commit,
-    find_gauge,
-    repository_root,
-    today,
-)
-from hopper_attention.experiments.bench.timing import Effort, plan_turn, play_rounds, stopwatch_for
-from hopper_attention.experiments.reports import SCHEMA, dump_rows, write_text
+from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.bench.timing import Effort, seconds_in_turns, stopwatch_for
+from hopper_attention.experiments.reports import dump_rows, write_text
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.launch.quantize import mean_of_values
 from hopper_attention.reference import attention_naive
@@ -105,11 +98,8 @@ def measure_times(keys: int, head_dim: int, causal: bool) -> dict[str, Any]:
         "mean": partial(mean_of_values, v),
     }
     effort, stopwatch = Effort(max_rounds=7), stopwatch_for("cuda")
-    turns = {name: plan_turn([call], stopwatch.calibrate([call]), effort) for name, call in calls.items()}
-    taken = play_rounds(
-        turns, effort.max_rounds, lambda _, turn: stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
-    )
-    us = {name: 1e6 * statistics.median(i.seconds for i in intervals) for name, intervals in taken.items()}
+    seconds = seconds_in_turns({name: [call] for name, call in calls.items()}, stopwatch, effort)
+    us = {name: 1e6 * s for name, s in seconds.items()}
     return {"keys": keys, "head_dim": head_dim, "causal": causal, "us": us}
 
 
@@ -142,11 +132,7 @@ def main(arguments: list[str]) -> int:
                 mask = "causal" if causal else "full"
                 print(f"d{head_dim} {keys:6} {mask:6} us: {shown}  with / without {ratio:.3f}", flush=True)
     head = {
-        "schema": SCHEMA,
-        "kind": "fp8_value_mean",
-        "date": today(),
-        "commit": find_commit(repository_root()),
-        "machine": describe_machine("cuda", find_gauge("cuda")),
+        **describe_place("fp8_value_mean", "cuda"),
         "method": {
             "errors": f"{QUERIES} queries, {HEADS} heads; RMS of the difference from float64 over that of the output",
             "us": "median of 7 rounds in turns",

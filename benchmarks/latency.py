@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from hopper_attention.experiments.bench.latency import Calls, parse_small_shapes, run_latency
-from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, Setting, parse_peers
+from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, PEERS, Setting, parse_peers
 from hopper_attention.experiments.bench.tables import latency_table
 from hopper_attention.experiments.bench.targets import latency_targets
 from hopper_attention.experiments.reports import dump_figures, write_text
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
     figures = run_latency(
         parse_small_shapes(options.shapes),
-        parse_peers(options.peers),
+        parse_peers(options.peers, PEERS),
         Setting(options.device, options.fa3_library),
         Calls(options.calls, options.rounds),
         first_calls=options.first_calls,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from hopper.forward.tilings import ONE_PAGE, select_paged_config
 from hopper_attention import device_memory, flash_attn_func
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.experiments.bench.peers import Inputs, Setting, call_of_fa3, why_no_fa3
-from hopper_attention.experiments.bench.timing import Effort, Launch, plan_turn, play_rounds, stopwatch_for
+from hopper_attention.experiments.bench.timing import Effort, Launch, seconds_in_turns, stopwatch_for
 from hopper_attention.launch.base import count_ctas
 from hopper_attention.launch.packed_forward import find_planner
 from hopper_attention.launch.paged_forward import PagedForwardLauncher, page_rows_of, paged_forward
@@ -116,15 +115,11 @@ def run(shape: Shape, page_sizes: list[int], tiles: list[int], setting: Setting,
     for launch in launches.values():
         torch.testing.assert_close(launch(), wanted, rtol=0.02, atol=0.02)
     stopwatch = stopwatch_for("cuda")
-    turns = {name: plan_turn([each], stopwatch.calibrate([each]), effort) for name, each in launches.items()}
-    taken = play_rounds(
-        turns, effort.max_rounds, lambda _, turn: stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
-    )
+    taken = seconds_in_turns({name: [each] for name, each in launches.items()}, stopwatch, effort)
     print(
         f"{shape.batch} x {shape.queries} queries on {shape.keys} keys, {shape.heads}/{shape.kv_heads} heads"
     )
-    for name, intervals in taken.items():
-        seconds = statistics.median(interval.seconds for interval in intervals)
+    for name, seconds in taken.items():
         print(f"  {name:24} {seconds * 1e6:9.1f} us {shape.flops / seconds * 1e-12:7.1f} TFLOP/s")
 
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hopper_attention.experiments.bench.peers import Inputs, Peer, Setting, inspect_peers, parse_peers
+from hopper_attention.experiments.bench.peers import PEERS, Inputs, Peer, Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.bench.run import describe_error, describe_run
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.targets import rmse_targets
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=120)
 
     setting = Setting(options.device, options.fa3_library)
-    peers = parse_peers(options.peers)
+    peers = parse_peers(options.peers, PEERS)
     infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
     experiment = RmseExperiment(

@@ -83,6 +83,20 @@ def poisoned_results(q: Tensor, head_dim_v: int, dtype: torch.dtype) -> list[Ten
     return [out, torch.full((1, HEADS, q.shape[1]), math.nan), torch.zeros(2, dtype=torch.int32)]
 
 
+def _faults(
+    inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, causal: bool, qv: Tensor | None = None
+) -> list[str]:
+    """What is wrong with the results of a kernel of 16 bits."""
+    oracle, oracle_lse = attention_naive(*inputs, causal=causal, qv=qv)
+    plain = attention_standard(*inputs, causal=causal, qv=qv)
+    rounding = torch.finfo(out.dtype).eps / 2 * oracle.abs().max().item()
+    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
+    error = (out.double() - oracle).abs().max().item()
+    # "not <=" so that a NaN, which is an unwritten element, counts as wrong.
+    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
+    return wrong + _lse_faults(lse, oracle_lse, 2e-4)
+
+
 def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
     """Run the kernel once; returns what is wrong with its output, empty if nothing is."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
@@ -95,15 +109,7 @@ def run_case(config: ForwardConfig | AmpereForwardConfig, device: str) -> str:
         get_forward(config)(*on_gpu, scale, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:])
-
-    oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal)
-    plain = attention_standard(q, k, v, causal=config.causal)
-    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
-    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
-    error = (out.double() - oracle).abs().max().item()
-    # "not <=" so that a NaN, which is an unwritten element, counts as wrong.
-    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
-    return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+    return "; ".join(_faults((q, k, v), out, lse, config.causal) + _counter_faults(counter))
 
 
 def run_wide_case(config: WideForwardConfig, device: str) -> str:
@@ -118,13 +124,7 @@ def run_wide_case(config: WideForwardConfig, device: str) -> str:
     get_forward(config)(*on_gpu, scale, *[None] * 8, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[4:] if tensor is not None)
-    oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal, qv=qv)
-    plain = attention_standard(q, k, v, causal=config.causal, qv=qv)
-    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
-    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
-    error = (out.double() - oracle).abs().max().item()
-    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
-    return "; ".join(wrong + _lse_faults(lse, oracle_lse, 2e-4) + _counter_faults(counter))
+    return "; ".join(_faults((q, k, v), out, lse, config.causal, qv=qv) + _counter_faults(counter))
 
 
 def paged_configs() -> tuple[ForwardConfig, ...]:
@@ -159,13 +159,7 @@ def run_paged_case(config: ForwardConfig, device: str) -> str:
     options = tuple(lengths), config.head_dim**-0.5, MaskSpec(config.causal), NO_SCORES, (out, lse)
     launch(q[0].to(device), *caches, (table[None].to(device), None), *options)
     torch.cuda.synchronize()
-    oracle, oracle_lse = attention_naive(q, k, v, causal=config.causal)
-    plain = attention_standard(q, k, v, causal=config.causal)
-    rounding = torch.finfo(q.dtype).eps / 2 * oracle.abs().max().item()
-    allowed = 2 * (plain.double() - oracle).abs().max().item() + rounding
-    error = (out.cpu()[None].double() - oracle).abs().max().item()
-    wrong = [f"error {error:.2e}, allowed {allowed:.2e}"] if not error <= allowed else []
-    return "; ".join(wrong + _lse_faults(lse.cpu()[None], oracle_lse, 2e-4))
+    return "; ".join(_faults((q, k, v), out.cpu()[None], lse.cpu()[None], config.causal))
 
 
 def wide_configs() -> tuple[WideForwardConfig, ...]:

@@ -31,7 +31,7 @@ from hopper_attention.experiments.bench.config_peers import (
     variant_peer,
     why_invalid,
 )
-from hopper_attention.experiments.bench.peers import Setting, parse_peers
+from hopper_attention.experiments.bench.peers import PEERS, Setting, parse_peers
 from hopper_attention.experiments.bench.results import Cell, Failed, ForwardReport, dump_forward
 from hopper_attention.experiments.bench.run import CellLostError, exit_with_lost_gpu, run_forward
 from hopper_attention.experiments.bench.spec import Problem
@@ -144,7 +144,7 @@ def tune(options: argparse.Namespace, console: Console) -> int:
     if options.compile_only:
         return 1 if failures else 0
     setting = Setting("cuda", options.fa3_library)
-    others = [peer for peer in parse_peers(options.peers) if not peer.why_unavailable(setting)]
+    others = [peer for peer in parse_peers(options.peers, PEERS) if not peer.why_unavailable(setting)]
     effort = Effort(options.measure_ms / 1e3, min(3, options.rounds), options.rounds, options.budget)
     cells: list[Cell] = []
     for variants in all_variants:

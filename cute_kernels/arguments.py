@@ -1,10 +1,14 @@
 """The arguments that kernels are compiled for: tensors of free sizes and strides, without a GPU."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.problem import VARLEN
 from cute_kernels.user_functions import UserFunctions
 
 VECTOR_ELEMENTS = 8
@@ -23,6 +27,70 @@ def strided(dtype: type[cutlass.Numeric], shape: tuple, divisibility: int):
 def words(number):
     """A vector of int32 of so many elements."""
     return make_fake_tensor(Int32, (number,), (1,), assumed_align=4)
+
+
+class AttentionShapes(NamedTuple):
+    """Of q, k, v and out; ``rows`` are the sizes that come before those of rows in an LSE."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    out: tuple
+    rows: tuple
+
+
+def attention_shapes(layout: str, in_pages: bool = False) -> AttentionShapes:
+    """Of sequences of one length, with a batch, or of packed ones; ``in_pages`` k and v are (pages, page_size, ...)."""
+    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
+    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
+    batch = () if layout == VARLEN else (b,)
+    keys = (sk, cute.sym_int()) if in_pages else (*batch, sk)
+    return AttentionShapes(
+        (*batch, sq, h, d), (*keys, hk, d), (*keys, hk, dv), (*batch, sq, h, dv), (*batch, h)
+    )
+
+
+def forward_tensors(config: Any, in_pages: bool = False) -> tuple:
+    """q, k, v, out and lse."""
+    shapes = attention_shapes(config.layout, in_pages)
+    tensors = (strided(DSL_DTYPES[config.dtype], shape, VECTOR_ELEMENTS) for shape in shapes[:4])
+    return *tensors, strided(Float32, (*shapes.rows, cute.sym_int()), 1)
+
+
+def backward_tensors(config: Any, sums_of_dq: bool = True) -> tuple:
+    """q, k, v, dout, lse, delta, dq, dk, dv and counter; dq float32 sums, or without ``sums_of_dq`` like q."""
+    dtype, shapes = DSL_DTYPES[config.dtype], attention_shapes(config.layout)
+    padded, tiles = (cute.sym_int() for _ in range(2))
+    q, k, v, dout, dk, dv = (
+        strided(dtype, shape, VECTOR_ELEMENTS) for shape in (*shapes[:4], shapes.k, shapes.v)
+    )
+    lse, delta = (strided(Float32, (*shapes.rows, padded), 4) for _ in range(2))
+    if sums_of_dq:
+        dq = strided(Float32, (*shapes.rows, tiles, config.dq_parts, config.dq_words), 4)
+    else:
+        dq = strided(dtype, shapes.q, VECTOR_ELEMENTS)
+    return q, k, v, dout, lse, delta, dq, dk, dv, words(cute.sym_int())
+
+
+def mask_arguments(config: Any) -> tuple:
+    """The sides of a window and the keys of a chunk, None for what the config has no use for."""
+    sides = (Int32(0), Int32(0)) if config.window else (None, None)
+    return *sides, Int32(0) if config.chunk else None
+
+
+def plan_arguments(config: Any) -> tuple:
+    """A plan and its number of sequences, or None twice."""
+    return (plan_argument(), Int32(0)) if config.layout == VARLEN else (None, None)
+
+
+def slopes_argument(config: Any):
+    """float32 (b, h) of ALiBi, or None."""
+    return strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if config.alibi else None
+
+
+def sinks_argument(config: Any):
+    """float32 (h,), or None."""
+    return strided(Float32, (cute.sym_int(),), 1) if config.sinks else None
 
 
 CAPTURED_DTYPES = {

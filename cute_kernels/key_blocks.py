@@ -92,6 +92,12 @@ class KeyBlocks(LoopInvariant):
     def left_masked(self) -> Any:
         return self.block_range.left_masked_end(self.m_block, self.seqlens)
 
+    def right_masked(self, unmasked: Any) -> Any:
+        """Blocks behind the first one visited that hold a key behind the last that some row sees."""
+        if self.window.has_left:
+            unmasked = maximum(unmasked, self.begin)
+        return maximum(self.last - unmasked, 0)
+
     @property
     def last(self) -> Any:
         return self.end - 1

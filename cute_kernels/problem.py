@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cute_kernels.user_functions import UserFunctions
+from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
 DTYPES = ("float16", "bfloat16")
 SHORT_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
@@ -39,13 +39,49 @@ def cover_head_dims(native: tuple[tuple[int, int], ...], head_dim: int, head_dim
     return min(fits, key=sum)
 
 
-def check_chunk(window: bool, chunk: bool) -> None:
-    """Raise ValueError for a config with a chunk but without the window that it is part of."""
-    if chunk and not window:
+class WithLayout(Protocol):
+    """What the configs of all kernels of attention have."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def window(self) -> bool: ...
+
+    @property
+    def chunk(self) -> bool: ...
+
+    @property
+    def layout(self) -> str: ...
+
+
+def check_layout(config: WithLayout) -> None:
+    """Raise ValueError for a config of an unknown layout, or of a chunk without the window that it is part of."""
+    if config.layout not in LAYOUTS:
+        raise ValueError(f"layout is {config.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    if config.chunk and not config.window:
         raise ValueError("window is False, allowed with chunk=True: True")
 
 
-class WithBlockLists(Protocol):
+def check_kind(config: WithLayout) -> None:
+    """``check_layout``, and that the dtype is one of 16 bits."""
+    if config.dtype not in DTYPES:
+        raise ValueError(f"dtype is {config.dtype!r}, allowed: {', '.join(DTYPES)}")
+    check_layout(config)
+
+
+def feature_names(config: WithLayout) -> list[str]:
+    """Parts of a kernel's name: those for a window, a chunk, a layout, and what is done to scores and P."""
+    functions: UserFunctions = getattr(config, "functions", NO_FUNCTIONS)
+    names = ["window"] if config.window else []
+    names += ["chunk"] if config.chunk else []
+    names += [] if config.layout == DENSE else [config.layout]
+    names += [name for name in SCORE_FEATURES if getattr(config, name, False)]
+    names += [functions.name] if functions else []
+    return names + (["listed"] if getattr(config, "block_lists", False) else [])
+
+
+class WithBlockLists(WithLayout, Protocol):
     """What of a config decides on whether its kernel can go by lists of blocks."""
 
     @property
@@ -53,12 +89,6 @@ class WithBlockLists(Protocol):
 
     @property
     def causal(self) -> bool: ...
-
-    @property
-    def window(self) -> bool: ...
-
-    @property
-    def layout(self) -> str: ...
 
     @property
     def functions(self) -> UserFunctions: ...

@@ -12,13 +12,12 @@ from cute_kernels import problem
 from cute_kernels.problem import (
     DENSE,
     DTYPES,
-    LAYOUTS,
     MAX_HEAD_DIM,
-    SCORE_FEATURES,
     SHORT_NAMES,
     VARLEN,
     check_block_lists,
-    check_chunk,
+    check_layout,
+    feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
@@ -181,12 +180,7 @@ class ForwardConfig:
         parts += ["late"] if self.late_rescale else []
         parts += [] if self.warp_specialized else ["nows"]
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
-        parts += ["window"] if self.window else []
-        parts += ["chunk"] if self.chunk else []
-        parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
-        parts += [self.functions.name] if self.functions else []
-        parts += ["listed"] if self.block_lists else []
+        parts += feature_names(self)
         parts += [f"pages{self.page_box}"] if self.page_box else []
         return "_".join(parts)
 
@@ -215,9 +209,7 @@ def validate_forward_config(config: ForwardConfig) -> None:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.ctas_per_sm < 1:
         raise ValueError(f"ctas_per_sm is {c.ctas_per_sm}, allowed: 1 or more")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_layout(c)
     if not c.is_plain and not c.warp_specialized:
         raise ValueError(
             f"warp_specialized is {c.warp_specialized}, allowed with a window, with packed sequences and where scores "

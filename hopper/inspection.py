@@ -37,6 +37,11 @@ class ResourceUsage:
     code: str = ""
 
     @property
+    def local_bytes(self) -> int:
+        """Of memory that stands for registers: the stack, and what is spilled and read back."""
+        return self.stack_bytes + self.spill_store_bytes + self.spill_load_bytes
+
+    @property
     def spills(self) -> bool:
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
 

@@ -77,7 +77,21 @@ ADDED = [*_sizes("attention_chunk"), ("scores", Scores)]
 """What came to a struct after its first version."""
 
 
-class ForwardParams(ctypes.Structure):
+class _Sized(ctypes.Structure):
+    """One whose macro sets its size and nothing else."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(**{"struct_size": ctypes.sizeof(self)} | fields)
+
+
+class _Windowed(_Sized):
+    """One whose macro sets the sides of a window too."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(**{"window_left": -1, "window_right": -1} | fields)
+
+
+class ForwardParams(_Windowed):
     """``ha_forward_params``, as its macro initialises it."""
 
     name = "forward"
@@ -94,13 +108,8 @@ class ForwardParams(ctypes.Structure):
         *ADDED,
     ]
 
-    def __init__(self, **fields: object) -> None:
-        super().__init__(
-            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
-        )
 
-
-class VarlenParams(ctypes.Structure):
+class VarlenParams(_Windowed):
     """``ha_varlen_params``, as its macro initialises it."""
 
     name = "varlen"
@@ -116,13 +125,8 @@ class VarlenParams(ctypes.Structure):
         ("fp8_two_level", ctypes.c_int),
     ]
 
-    def __init__(self, **fields: object) -> None:
-        super().__init__(
-            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
-        )
 
-
-class DecodeParams(ctypes.Structure):
+class DecodeParams(_Windowed):
     """``ha_decode_params``, as its macro initialises it."""
 
     name = "decode"
@@ -146,13 +150,8 @@ class DecodeParams(ctypes.Structure):
         ("cache_leftpad", ctypes.c_void_p),
     ]
 
-    def __init__(self, **fields: object) -> None:
-        super().__init__(
-            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
-        )
 
-
-class PagedParams(ctypes.Structure):
+class PagedParams(_Windowed):
     """``ha_paged_params``, as its macro initialises it."""
 
     name = "paged"
@@ -169,18 +168,6 @@ class PagedParams(ctypes.Structure):
         *ADDED,
         *LAST[-4:],
     ]
-
-    def __init__(self, **fields: object) -> None:
-        super().__init__(
-            **{"struct_size": ctypes.sizeof(self), "window_left": -1, "window_right": -1} | fields
-        )
-
-
-class _Sized(ctypes.Structure):
-    """One whose macro sets its size and nothing else."""
-
-    def __init__(self, **fields: object) -> None:
-        super().__init__(**{"struct_size": ctypes.sizeof(self)} | fields)
 
 
 class AppendParams(_Sized):

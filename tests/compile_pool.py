@@ -28,6 +28,13 @@ def usage_of_each(configs: Sequence[Any]) -> dict[Any, ResourceUsage]:
     return {config: compiled.get(config) or known[config.name] for config in configs}
 
 
+def assert_small(configs: Sequence[Any]) -> None:
+    """That kernels which only move data keep all that they have in few registers."""
+    for config, usage in usage_of_each(configs).items():
+        assert usage.local_bytes == 0, config.name
+        assert usage.registers <= 64, config.name
+
+
 def kept_usage(config: Any) -> ResourceUsage:
     """Compiled once for all workers and runs of the tests."""
     text = kept("usage", config, lambda c: json.dumps(astuple(resource_usage(c))))

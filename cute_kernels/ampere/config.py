@@ -12,13 +12,12 @@ from functools import lru_cache
 from cute_kernels.problem import (
     DENSE,
     DTYPES,
-    LAYOUTS,
     MAX_HEAD_DIM,
-    SCORE_FEATURES,
     SHORT_NAMES,
     check_block_lists,
-    check_chunk,
+    check_kind,
     cover_head_dims,
+    feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
@@ -146,13 +145,7 @@ class AmpereForwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}s{self.stages}c{self.ctas_per_sm}"]
         parts += ["qreg"] if self.q_in_registers else []
         parts += [] if self.fused_exponentials else ["apart"]
-        parts += ["window"] if self.window else []
-        parts += ["chunk"] if self.chunk else []
-        parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
-        parts += [self.functions.name] if self.functions else []
-        parts += ["listed"] if self.block_lists else []
-        return "_".join(parts)
+        return "_".join(parts + feature_names(self))
 
 
 def swizzle_span(head_dim: int) -> int:
@@ -163,13 +156,9 @@ def swizzle_span(head_dim: int) -> int:
 def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
     """Raise ValueError naming the first field that no kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.arch not in ARCHS:
         raise ValueError(f"arch is {c.arch!r}, allowed: {', '.join(ARCHS)}")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     check_block_lists(c)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(c, name)
@@ -192,11 +181,16 @@ def validate_ampere_forward_config(config: AmpereForwardConfig) -> None:
             )
     if not 2 <= c.stages <= 8:
         raise ValueError(f"stages is {c.stages}, allowed: 2 to 8")
-    smem = ARCHS[c.arch]
-    if c.smem_bytes > smem.cta or c.ctas_per_sm * (c.smem_bytes + RESERVED_BYTES) > smem.sm:
+    check_smem(c.arch, c.smem_bytes, c.ctas_per_sm)
+
+
+def check_smem(arch: str, smem_bytes: int, ctas_per_sm: int) -> None:
+    """Raise ValueError for CTAs that a GPU of ``arch`` has not shared memory enough for."""
+    smem = ARCHS[arch]
+    if smem_bytes > smem.cta or ctas_per_sm * (smem_bytes + RESERVED_BYTES) > smem.sm:
         raise ValueError(
-            f"{c.ctas_per_sm} CTAs of {c.smem_bytes} bytes of shared memory, allowed on {c.arch}: {smem.cta} "
-            f"each and {smem.sm} in all, of which {RESERVED_BYTES} a CTA are reserved"
+            f"{ctas_per_sm} CTAs of {smem_bytes} bytes of shared memory, allowed on {arch}: {smem.cta} each and "
+            f"{smem.sm} in all, of which {RESERVED_BYTES} a CTA are reserved"
         )
 
 

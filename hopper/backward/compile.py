@@ -1,20 +1,17 @@
 """Compile a backward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.arguments import (
-    VECTOR_ELEMENTS,
+    backward_tensors,
     captured_arguments,
     compile_for_torch,
+    mask_arguments,
     philox_argument,
-    plan_argument,
+    plan_arguments,
     query_lists_argument,
-    strided,
-    words,
+    slopes_argument,
 )
-from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
 from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
@@ -47,8 +44,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     the sequences are not.
     """
     c, scale = config, Float32(0.0)
-    is_paired, is_packed = isinstance(c, PairedBackwardConfig), c.layout == VARLEN
-    tensors = _packed_tensors(c) if is_packed else _dense_tensors(c)
+    is_paired, tensors = isinstance(c, PairedBackwardConfig), backward_tensors(c, not c.strips)
     ctas = (Int32(1),) if c.is_persistent else ()
     if c.is_plain:
         kernel = (PairedBackwardKernel if is_paired else BackwardKernel)(c)
@@ -58,62 +54,13 @@ def compile_backward(config: BackwardConfig, options: str = ""):
         (GeneralPairedBackwardKernel if is_paired else general)(c),
         *tensors,
         scale,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
-        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        *mask_arguments(c),
+        *plan_arguments(c),
         Float32(0.0) if c.softcap else None,
-        strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
+        slopes_argument(c),
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
         *([query_lists_argument()] if c.block_lists else []),
         *ctas,
         options=options,
-    )
-
-
-def _dense_tensors(config: BackwardConfig) -> tuple:
-    """q, k, v, dout, lse, delta, dq, dk, dv and counter of sequences of one length."""
-    dtype = DSL_DTYPES[config.dtype]
-    b, sq, sk, h, hk, padded, tiles = (cute.sym_int() for _ in range(7))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-
-    def dense(seqlen, heads, columns):
-        return strided(dtype, (b, seqlen, heads, columns), VECTOR_ELEMENTS)
-
-    return (
-        dense(sq, h, d),
-        dense(sk, hk, d),
-        dense(sk, hk, dv),
-        dense(sq, h, dv),
-        strided(Float32, (b, h, padded), 4),
-        strided(Float32, (b, h, padded), 4),
-        dense(sq, h, d)
-        if config.strips
-        else strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
-        dense(sk, hk, d),
-        dense(sk, hk, dv),
-        words(cute.sym_int()),
-    )
-
-
-def _packed_tensors(config: BackwardConfig) -> tuple:
-    """The same of packed sequences."""
-    dtype = DSL_DTYPES[config.dtype]
-    total_q, total_k, h, hk, padded, tiles = (cute.sym_int() for _ in range(6))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-
-    def packed(total, heads, columns):
-        return strided(dtype, (total, heads, columns), VECTOR_ELEMENTS)
-
-    return (
-        packed(total_q, h, d),
-        packed(total_k, hk, d),
-        packed(total_k, hk, dv),
-        packed(total_q, h, dv),
-        strided(Float32, (h, padded), 4),
-        strided(Float32, (h, padded), 4),
-        strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
-        packed(total_k, hk, d),
-        packed(total_k, hk, dv),
-        words(cute.sym_int()),
     )

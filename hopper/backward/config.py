@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_block_lists, check_chunk
+from cute_kernels.problem import (
+    DENSE,
+    DTYPES,
+    SHORT_NAMES,
+    check_block_lists,
+    check_kind,
+    feature_names,
+)
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 from hopper.config import (
     BARRIER_BYTES,
@@ -189,13 +196,8 @@ class BackwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += ["ordered"] if self.ordered else []
-        parts += ["window"] if self.window else []
-        parts += ["chunk"] if self.chunk else []
-        parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in ("softcap", "alibi", "dropout") if getattr(self, name)]
-        parts += [self.functions.name] if self.functions else []
+        parts += feature_names(self)
         parts += ["strips"] if self.strips else []
-        parts += ["listed"] if self.block_lists else []
         return "_".join(parts)
 
 
@@ -267,8 +269,6 @@ class PairedBackwardConfig(BackwardConfig):
 def validate_backward_config(config: BackwardConfig) -> None:
     """Raise ValueError naming the first field that no backward kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.head_dim not in NATIVE_HEAD_DIMS or c.head_dim_v != c.head_dim:
         raise ValueError(
             f"head_dim is {c.head_dim} and head_dim_v {c.head_dim_v}, allowed: the same, one of {NATIVE_HEAD_DIMS}"
@@ -289,9 +289,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"tile_m is {c.tile_m}, allowed with a user's functions: {WARPGROUP_ROWS}")
     if c.stages < 2 or ((is_paired or c.ordered) and c.stages > 2):
         raise ValueError(f"stages is {c.stages}, allowed: {'2' if is_paired or c.ordered else '2 or more'}")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     check_block_lists(c)
     if c.strips and (c.chunk or c.ordered or not c.window or c.layout != DENSE or is_paired):
         raise ValueError(

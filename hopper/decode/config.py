@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from cute_kernels.problem import DENSE, SHORT_NAMES, check_kind
 from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
 
 WARP_THREADS = 32
@@ -160,11 +160,7 @@ class DecodeConfig:
 def validate_decode_config(config: DecodeConfig) -> None:
     """Raise ValueError naming the first field that no kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     if c.cache_dtype not in ("", E4M3):
         raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
     if c.tile_m not in TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]:

@@ -151,9 +151,7 @@ class Consumer(LoopInvariant):
         self.v.pipe.consumer_wait(state)
         keys = seqlen_k - block * self.config.tile_n
         if keys < self.config.tile_n:
-            clear_rows(
-                self.v.smem, self.config, 2 * BOX_COLUMNS, cutlass.max(keys, 0), state.index, self.thread
-            )
+            clear_rows(self.v.smem, 2 * BOX_COLUMNS, cutlass.max(keys, 0), (state.index,), self.thread)
         issue_gemm(self.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
 
     @cute.jit

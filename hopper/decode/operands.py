@@ -39,29 +39,26 @@ class Keys(LoopInvariant):
 
 @cute.jit
 def clear_rows(
-    stages: cute.Tensor,
-    config: DecodeConfig,
-    row_bytes: cutlass.Constexpr[int],
-    first: Int32,
-    stage: Int32,
-    thread: Int32,
+    values: cute.Tensor, row_bytes: cutlass.Constexpr[int], first: Int32, stages: tuple, thread: Int32
 ):
-    """Zero the rows of V from ``first`` on: what is in a cache behind the last key may be NaN, which P = 0 does not
-    hide. Swizzling moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
-    words_of_row, rows = row_bytes // 4, config.tile_n
-    words_of_stage = rows * config.head_dim_v * stages.element_type.width // 32
+    """Zero the rows from ``first`` on in some stages of V, (tile_n, columns, stages), by the 128 threads of the only or
+    first consumer warpgroup. What is in a cache behind the last key may be NaN, which P = 0 does not hide. Swizzling
+    moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
+    rows, columns, num_stages = (cute.size(values, mode=[mode]) for mode in range(3))
+    words_of_row, words_of_stage = row_bytes // 4, rows * columns * values.element_type.width // 32
     words = cute.make_tensor(
-        cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), Int32),
+        cute.recast_ptr(values.iterator, cute.make_swizzle(0, 4, 3), Int32),
         cute.make_layout(
-            (words_of_row, rows, words_of_stage // (words_of_row * rows), config.stages),
+            (words_of_row, rows, words_of_stage // (words_of_row * rows), num_stages),
             stride=(1, words_of_row, words_of_row * rows, words_of_stage),
         ),
     )
     for row in cutlass.range(
         first + thread // words_of_row, rows, WARPGROUP_THREADS // words_of_row, unroll=1
     ):
-        for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
-            words[thread % words_of_row, row, part, stage] = Int32(0)
+        for stage in stages:
+            for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
+                words[thread % words_of_row, row, part, stage] = Int32(0)
     cute.arch.fence_view_async_shared()
     sync_consumers()
 

@@ -270,7 +270,7 @@ class SwappedConsumer(LoopInvariant):
         self.v.pipe.consumer_wait(state)
         keys = seqlen_k - block * c.tile_n
         if keys < c.tile_n:
-            clear_rows(self.v.smem, c, self.values.width, cutlass.max(keys, 0), state.index, self.thread)
+            clear_rows(self.v.smem, self.values.width, cutlass.max(keys, 0), (state.index,), self.thread)
         words = cute.recast_tensor(self.tOrV, Int32)
         line, matrix = self.lane % 8, self.lane // 8
         key = 16 * (matrix // 2) + 8 * (line % 2) + 4 * (matrix % 2) + line // 2

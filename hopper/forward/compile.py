@@ -4,12 +4,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.arguments import (
-    VECTOR_ELEMENTS,
     captured_arguments,
     compile_for_torch,
+    forward_tensors,
     key_lists_argument,
+    mask_arguments,
     philox_argument,
-    plan_argument,
+    plan_arguments,
+    sinks_argument,
+    slopes_argument,
     strided,
     words,
 )
@@ -51,20 +54,18 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     c, scale, ctas = config, Float32(0.0), Int32(0)
     if c.is_plain:
         kernel = ForwardKernel(c, parts)
-        return compile_for_torch(kernel, *_dense_tensors(c), words(2), scale, ctas, options=options)
-    is_packed = c.layout == VARLEN
+        return compile_for_torch(kernel, *forward_tensors(c), words(2), scale, ctas, options=options)
     return compile_for_torch(
         GeneralForwardKernel(c, parts),
-        *(_packed_tensors(c) if is_packed else _dense_tensors(c)),
+        *forward_tensors(c, in_pages=c.page_box > 0),
         words(2),
         scale,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
-        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        *mask_arguments(c),
+        *plan_arguments(c),
         *((_page_table(), words(cute.sym_int())) if c.page_box else (None, None)),
         Float32(0.0) if c.softcap else None,
-        strided(Float32, (cute.sym_int(), cute.sym_int()), 1) if c.alibi else None,
-        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        slopes_argument(c),
+        sinks_argument(c),
         *((philox_argument(), Int32(0)) if c.dropout else (None, None)),
         *captured_arguments(c.functions),
         *([key_lists_argument()] if c.block_lists else []),
@@ -76,27 +77,6 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 def _page_table():
     """int32 (b, pages of a sequence)."""
     return strided(Int32, (cute.sym_int(), cute.sym_int()), 1)
-
-
-def _dense_tensors(config: ForwardConfig) -> tuple:
-    """q, k, v, out and lse of sequences of one length."""
-    dtype = DSL_DTYPES[config.dtype]
-    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    shapes = (b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv), (b, sq, h, dv)
-    tensors = (strided(dtype, shape, VECTOR_ELEMENTS) for shape in shapes)
-    return *tensors, strided(Float32, (b, h, cute.sym_int()), 1)
-
-
-def _packed_tensors(config: ForwardConfig) -> tuple:
-    """The same of packed sequences; with ``page_box`` K and V are (pages, page_size, hk, ...)."""
-    dtype = DSL_DTYPES[config.dtype]
-    total_q, total_k, h, hk = (cute.sym_int() for _ in range(4))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    keys = (total_k, cute.sym_int()) if config.page_box else (total_k,)
-    shapes = (total_q, h, d), (*keys, hk, d), (*keys, hk, dv), (total_q, h, dv)
-    tensors = (strided(dtype, shape, VECTOR_ELEMENTS) for shape in shapes)
-    return *tensors, strided(Float32, (h, cute.sym_int()), 1)
 
 
 def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
@@ -128,9 +108,8 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     return compile_for_torch(
         GeneralFp8ForwardKernel(c),
         *plain,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
-        *((plan_argument(), Int32(0)) if is_packed else (None, None)),
+        *mask_arguments(c),
+        *plan_arguments(c),
         Int32(0),
         options=options,
     )

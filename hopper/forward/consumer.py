@@ -83,7 +83,7 @@ class Consumer(LoopInvariant):
         self._first_scores(scores, blocks.last, kv_state)
         n_block = blocks.end - 2
         if const_expr(blocks.window.has_right):
-            for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
+            for _ in cutlass.range(blocks.right_masked(unmasked), unroll=1):
                 kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
         if const_expr(blocks.window.has_left):
@@ -101,12 +101,6 @@ class Consumer(LoopInvariant):
         self.output.collect()
         kv_state.advance()
         return kv_state
-
-    def _right_masked(self, blocks: KeyBlocks, unmasked: Int32) -> Int32:
-        """Blocks behind the first one visited that hold a key behind the last that some row sees."""
-        if blocks.window.has_left:
-            unmasked = cutlass.max(unmasked, blocks.begin)
-        return cutlass.max(blocks.last - unmasked, 0)
 
     @cute.jit
     def _blocks_within(
@@ -197,7 +191,7 @@ class Consumer(LoopInvariant):
         kv_state = self._sequential_block(scores, blocks.last, kv_state, True, True)
         n_block = blocks.end - 2
         if const_expr(blocks.window.has_right):
-            for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
+            for _ in cutlass.range(blocks.right_masked(unmasked), unroll=1):
                 kv_state = self._sequential_block(scores, n_block, kv_state, True, False)
                 n_block -= 1
         if const_expr(blocks.window.has_left):

@@ -3,9 +3,10 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided, words
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
+from hopper.decode.arguments import cache_arguments, score_arguments
 from hopper.mla.config import MlaConfig
 from hopper.mla.kernel import MlaKernel
 
@@ -32,17 +33,8 @@ def compile_mla(config: MlaConfig, options: str = ""):
         *caches,
         strided(dtype, (*rows, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (h, sq) if is_packed else (b, h, sq), 1),
-        words(b),
-        strided(Int32, (b, cute.sym_int()), 1) if c.paged else None,
-        words(b) if c.leftpad else None,
-        words(cute.sym_int()) if is_packed else None,
-        strided(Float32, (cute.sym_int(), c.part_floats), 4),
-        Float32(0.0),
-        Int32(0) if c.limits_splits else None,
-        *((Int32(0), Int32(0)) if c.window else (None, None)),
-        Int32(0) if c.chunk else None,
-        Float32(0.0) if c.softcap else None,
-        strided(Float32, (cute.sym_int(),), 1) if c.sinks else None,
+        *cache_arguments(c, b),
+        *score_arguments(c),
         Int32(0),
         options=options,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SHORT_NAMES, check_chunk
+from cute_kernels.problem import DENSE, SHORT_NAMES, check_kind
 from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS, Registers
 from hopper.decode.config import BOX_ROWS, box_rows_of
 
@@ -126,11 +126,7 @@ class MlaConfig:
 def validate_mla_config(config: MlaConfig) -> None:
     """Raise ValueError naming the first field that no kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     if c.head_dim_v not in STAGES:
         raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
     if c.tile_n not in (32, 64):

@@ -5,9 +5,8 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
-from cutlass.utils import hopper_helpers
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread
@@ -24,18 +23,16 @@ from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
 from hopper.decode.softmax import RowSoftmax
-from hopper.forward.operands import Mmas
 from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
 from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
 from hopper.mla.scores import MlaScores, PartScores
-from hopper.mla.values import MlaValues
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
-from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
+from hopper.wide.exchange import Exchange, WideBarrier, arrive, sync_cluster, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
-
-ONE_WARPGROUP = (1, 1, 1)
+from hopper.wide.products import tiled_mmas, values_mma
+from hopper.wide.values import ValuesConsumer
 
 
 class MlaKernel:
@@ -168,7 +165,7 @@ class MlaKernel:
         smem = self._tensors(storage)
         pipes = self._make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
-        self._sync_cluster()
+        sync_cluster(c.cluster)
 
         # As in the decode kernel: what puts parts together reads lengths before it waits for this kernel.
         cute.arch.griddepcontrol_wait()
@@ -198,17 +195,17 @@ class MlaKernel:
             if warp < WARPS_PER_WARPGROUP:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
-                consumer = MlaScores(c, self._tiled_mmas(), smem, pipes, exchange, softmax)
+                consumer = MlaScores(c, tiled_mmas(c, self.dtype), smem, pipes, exchange, softmax)
                 targets = chunks_of(smem.q, c.head_dim), chunks_of(smem.qv[0], c.head_dim_v)
                 loads = Queries(c, queries, targets, place[2], warp_in_group * cute.arch.WARP_SIZE + lane)
                 self._score(work, consumer, results, loads, softcaps, place)
             else:
-                mma = self._pv_mma(warpgroup.OperandSource.SMEM)
-                values_consumer = MlaValues(c, mma, smem.v, exchanged, pipes, exchange)
+                mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
+                values_consumer = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values_consumer, results, place)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
-            self._sync_cluster()
+            sync_cluster(c.cluster)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -229,14 +226,6 @@ class MlaKernel:
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
         combine.run(by_tile, row, cute.arch.grid_dim()[1], (columns * COLUMNS_OF_A_CTA,))
-
-    @cute.jit
-    def _sync_cluster(self):
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
     @cute.jit
     def _score(
@@ -278,7 +267,7 @@ class MlaKernel:
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
-    def _sum_values(self, work: Work, consumer: MlaValues, results: MlaResults, place: tuple):
+    def _sum_values(self, work: Work, consumer: ValuesConsumer, results: MlaResults, place: tuple):
         """The second consumer warpgroup: the same tiles."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         consumer.exchange.prime()
@@ -289,7 +278,7 @@ class MlaKernel:
             parts = work.parts(start, blocks)
             count = parts.begin(work.cta + 1) - parts.begin(work.cta)
             if count > 0:
-                state = consumer.attend_to_part(count, state)
+                state = consumer.attend(count, state)
                 factors = consumer.receive_inverse_sum()
                 rows = self._rows(work, sequence, tile, place)
                 results.leave_columns(consumer.acc, SECOND_HALF, factors, rows, parts)
@@ -363,23 +352,3 @@ class MlaKernel:
             p: cute.struct.Align[cute.struct.MemRange[dtype, WARPGROUP_ROWS * c.tile_n], 1024]
 
         return SharedStorage
-
-    def _tiled_mmas(self) -> Mmas:
-        """Of the first consumer warpgroup: S from shared memory, and P V with P in registers."""
-        keys, dtype = OperandMajorMode.K, self.dtype
-        tile = WARPGROUP_ROWS, self.config.tile_n
-        qk = hopper_helpers.make_trivial_tiled_mma(dtype, dtype, keys, keys, Float32, ONE_WARPGROUP, tile)
-        return Mmas(qk, self._pv_mma(warpgroup.OperandSource.RMEM))
-
-    def _pv_mma(self, source: warpgroup.OperandSource) -> cute.TiledMma:
-        """P V in half of the columns."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            ONE_WARPGROUP,
-            (WARPGROUP_ROWS, self.config.half),
-            a_source=source,
-        )

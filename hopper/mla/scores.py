@@ -11,18 +11,14 @@ from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.score_tile import SoftCap
-from hopper.config import WARPGROUP_THREADS
 from hopper.decode.config import BOX_COLUMNS
 from hopper.decode.masks import RowMask
-from hopper.forward.barriers import sync_warpgroup
+from hopper.decode.operands import clear_rows
 from hopper.forward.operands import Mmas
 from hopper.mla.config import MlaConfig
 from hopper.wide.exchange import WideBarrier, arrive
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WideTensors
 from hopper.wide.scores import ScoresConsumer
-
-WORDS_PER_BOX_ROW = BOX_COLUMNS // 2
-"""32-bit words of a row of a box: one for each lane of a warp."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class MlaScores(ScoresConsumer):
 
     def __init__(self, config: MlaConfig, mmas: Mmas, smem: WideTensors, *others: Any):
         super().__init__(config, mmas, smem, *others)
-        self.sV, self.thread = smem.v, self.exchange.thread
+        self.sV = smem.v
 
     def clear(self):
         """Once, before the first tile."""
@@ -67,7 +63,9 @@ class MlaScores(ScoresConsumer):
         if keys < self.config.tile_n:
             for pipe in self.pipes.v:
                 pipe.consumer_wait(state)
-            self._clear_values(cutlass.max(keys, 0), state.index)
+            # The other warpgroup reads V behind barriers that come after this.
+            both = state.index, SECOND_HALF * self.config.stages + state.index
+            clear_rows(self.sV, 2 * BOX_COLUMNS, cutlass.max(keys, 0), both, self.exchange.thread)
         self._first_block(scores, end - 1, state)
         for step in cutlass.range(end - first - 1, unroll=1):
             state = self._next_block(scores, end - 2 - step, state, True)
@@ -126,25 +124,3 @@ class MlaScores(ScoresConsumer):
         self._copy_p()
         if const_expr(not is_first):
             self.softmax.rescale_if_needed(self.acc)
-
-    @cute.jit
-    def _clear_values(self, keys: Int32, stage: Int32):
-        """Zero the rows of V from ``keys`` on, which may hold NaN, as ``Consumer`` of the decode kernel does, before a
-        product reads the block. The other warpgroup reads it behind barriers that come after this."""
-        c = self.config
-        parts = c.half // BOX_COLUMNS
-        box = WORDS_PER_BOX_ROW * c.tile_n
-        words = cute.make_tensor(
-            cute.recast_ptr(self.sV.iterator, cute.make_swizzle(0, 4, 3), Int32),
-            cute.make_layout(
-                (WORDS_PER_BOX_ROW, c.tile_n, parts, 2 * c.stages),
-                stride=(1, WORDS_PER_BOX_ROW, box, box * parts),
-            ),
-        )
-        warps = WARPGROUP_THREADS // WORDS_PER_BOX_ROW
-        for row in cutlass.range(keys + self.thread // WORDS_PER_BOX_ROW, c.tile_n, warps, unroll=1):
-            for half in (FIRST_HALF, SECOND_HALF):
-                for part in cutlass.range_constexpr(parts):
-                    words[self.thread % WORDS_PER_BOX_ROW, row, part, half * c.stages + stage] = Int32(0)
-        cute.arch.fence_view_async_shared()
-        sync_warpgroup(FIRST_HALF)

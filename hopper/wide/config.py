@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, SCORE_FEATURES, SHORT_NAMES, check_chunk
+from cute_kernels.problem import (
+    DENSE,
+    SHORT_NAMES,
+    check_kind,
+    feature_names,
+)
 from hopper.config import (
     BARRIER_BYTES,
     SMEM_BYTES,
@@ -61,6 +66,7 @@ class WideForwardConfig:
 
     head_dim = HEAD_DIM
     dropout = False
+    holds_values = True
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2
@@ -101,21 +107,13 @@ class WideForwardConfig:
         parts += ["causal" if self.causal else "full", f"m{self.tile_m}n{self.tile_n}s{self.stages}"]
         parts += [f"r{self.registers.consumer}_{self.registers.producer}"]
         parts += [f"c{self.cluster}"] if self.cluster > 1 else []
-        parts += ["window"] if self.window else []
-        parts += ["chunk"] if self.chunk else []
-        parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in SCORE_FEATURES if getattr(self, name)]
-        return "_".join(parts)
+        return "_".join(parts + feature_names(self))
 
 
 def validate_wide_config(config: WideForwardConfig) -> None:
     """Raise ValueError naming the first field that no kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     if c.head_dim_v not in STAGES:
         raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
     if c.tile_n % 16 or not 16 <= c.tile_n <= 64:

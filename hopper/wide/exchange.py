@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD, first_row_of_thread
@@ -27,6 +27,16 @@ def arrive(barrier: WideBarrier) -> None:
 
 def wait(barrier: WideBarrier) -> None:
     cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_cluster(ctas: cutlass.Constexpr[int]):
+    """Barrier among all threads of a cluster, or of a CTA without one."""
+    if const_expr(ctas > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
 
 
 class Exchange(LoopInvariant):

@@ -8,9 +8,8 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
-from cutlass.utils import hopper_helpers
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import ROW_STRIDE, ROWS_PER_THREAD, first_column_of_thread, first_row_of_thread
@@ -22,19 +21,18 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.batch import DenseBatch, PackedBatch
-from hopper.forward.operands import Mmas, Work
+from hopper.forward.operands import Work
 from hopper.forward.precision import SixteenBits
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.config import CONSUMERS, WideForwardConfig, validate_wide_config
 from hopper.wide.epilogue import WideEpilogue
-from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
+from hopper.wide.exchange import Exchange, WideBarrier, arrive, sync_cluster, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
 from hopper.wide.producer import DenseLoads, WideProducer
+from hopper.wide.products import tiled_mmas, values_mma
 from hopper.wide.scores import ScoresConsumer
 from hopper.wide.tiles import ClaimedTiles, DealtTiles
 from hopper.wide.values import ValuesConsumer
-
-ONE_WARPGROUP = (1, 1, 1)
 
 
 class WideLayouts(NamedTuple):
@@ -214,7 +212,7 @@ class WideForwardKernel:
         tiles = self._make_tiles(tile_counter, storage, lane)
         pipes = self._make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
-        self._sync_cluster()
+        sync_cluster(c.cluster)
         rank = (
             cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(c.cluster > 1) else 0
         )
@@ -237,27 +235,19 @@ class WideForwardKernel:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             warp = warp_idx % WARPS_PER_WARPGROUP
             exchange = Exchange(exchanged, warp, lane)
-            mmas = self._tiled_mmas()
+            mmas = tiled_mmas(c, self.dtype)
             epilogue = WideEpilogue(c, store, pipes, mmas.pv, place, warp, lane)
             if warp_idx < 2 * WARPS_PER_WARPGROUP:
                 softmax = self.precision.make_softmax(scale_log2, sinks, storage)
                 consumer = ScoresConsumer(c, mmas, smem, pipes, exchange, softmax)
                 self._score(work, consumer, epilogue)
             else:
-                mma = self._pv_mma(warpgroup.OperandSource.SMEM)
+                mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
                 values = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values, epilogue)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
-            self._sync_cluster()
-
-    @cute.jit
-    def _sync_cluster(self):
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            sync_cluster(c.cluster)
 
     def _make_tiles(self, tile_counter: cute.Tensor, storage, lane: Int32) -> ClaimedTiles | DealtTiles:
         if self.config.cluster > 1:
@@ -310,7 +300,7 @@ class WideForwardKernel:
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             blocks = work.key_blocks(m_block, head, batch)
-            kv_state = consumer.attend(blocks, kv_state)
+            kv_state = consumer.attend(blocks.count, kv_state)
             inverse_sum = consumer.receive_inverse_sum()
             seqlens = work.seqlens.of(batch)
             epilogue.finish(SECOND_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
@@ -378,23 +368,3 @@ class WideForwardKernel:
             p: cute.struct.Align[cute.struct.MemRange[dtype, sizes.p], 1024]
 
         return SharedStorage
-
-    def _tiled_mmas(self) -> Mmas:
-        """Of the first consumer warpgroup: S from shared memory, and P V with P in registers."""
-        keys, dtype = OperandMajorMode.K, self.dtype
-        tile = WARPGROUP_ROWS, self.config.tile_n
-        qk = hopper_helpers.make_trivial_tiled_mma(dtype, dtype, keys, keys, Float32, ONE_WARPGROUP, tile)
-        return Mmas(qk, self._pv_mma(warpgroup.OperandSource.RMEM))
-
-    def _pv_mma(self, source: warpgroup.OperandSource) -> cute.TiledMma:
-        """P V in half of the columns."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            ONE_WARPGROUP,
-            (WARPGROUP_ROWS, self.config.half),
-            a_source=source,
-        )

@@ -66,7 +66,7 @@ class ScoresConsumer(LoopInvariant):
         self._first_block(scores, blocks.last, state)
         n_block = blocks.end - 2
         if const_expr(blocks.window.has_right):
-            for _ in cutlass.range(self._right_masked(blocks, unmasked), unroll=1):
+            for _ in cutlass.range(blocks.right_masked(unmasked), unroll=1):
                 state = self._next_block(scores, n_block, state, True)
                 n_block -= 1
         if const_expr(blocks.window.has_left):
@@ -87,12 +87,6 @@ class ScoresConsumer(LoopInvariant):
         self.pipes.v[FIRST_HALF].consumer_release(state)
         state.advance()
         return state
-
-    def _right_masked(self, blocks: KeyBlocks, unmasked: Int32) -> Int32:
-        """Blocks behind the first one visited that hold a key behind the last that some row sees."""
-        if blocks.window.has_left:
-            unmasked = cutlass.max(unmasked, blocks.begin)
-        return cutlass.max(blocks.last - unmasked, 0)
 
     @cute.jit
     def _first_block(self, scores: ScoreTile, n_block: Int32, state: PipelineState):

@@ -1,29 +1,29 @@
 """The second consumer warpgroup: the second half of the columns of O, from P that the first one makes."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_rows
 from hopper.forward.output import make_accumulator
 from hopper.wgmma import issue_gemm, keep_descriptor
-from hopper.wide.config import WideForwardConfig
 from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
 from hopper.wide.operands import SECOND_HALF, WidePipelines, WideSmem
 from hopper.wide.scores import values_operand
 
 
 class ValuesConsumer(LoopInvariant):
-    """P V of every block, issued when the scores of the block that is visited next are nearly done. ``acc`` is the
-    second half of the columns of O."""
+    """P V of every block. With ``holds_values`` it is issued when the scores of the block that is visited next are
+    nearly done. ``acc`` is the second half of the columns of O."""
 
     def __init__(
         self,
-        config: WideForwardConfig,
+        config: Any,
         mma: cute.TiledMma,
         sV: cute.Tensor,
         smem: WideSmem,
@@ -37,14 +37,16 @@ class ValuesConsumer(LoopInvariant):
         self.acc = make_accumulator(mma, config.half)
 
     @cute.jit
-    def attend(self, blocks: KeyBlocks, state: PipelineState) -> PipelineState:
-        """Leave half of one tile's O, not yet normalised, in ``acc``. Returns the state of the pipeline after it."""
+    def attend(self, blocks: Int32, state: PipelineState) -> PipelineState:
+        """Leave half of O of so many key blocks in ``acc``, not normalised. Returns the state of the pipeline behind
+        them."""
         self.acc.fill(0.0)
-        for _ in cutlass.range(blocks.count, unroll=1):
+        for _ in cutlass.range(blocks, unroll=1):
             wait(WideBarrier.WRITTEN)
             self._shrink()
             self.pipe.consumer_wait(state)
-            wait(WideBarrier.SCORED)
+            if const_expr(self.config.holds_values):
+                wait(WideBarrier.SCORED)
             stage = SECOND_HALF * self.config.stages + state.index
             issue_gemm(self.mma, self.acc, self.tOrP, self.tOrV[None, None, None, stage], True)
             warpgroup.wait_group(0)

@@ -8,6 +8,7 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from hopper_attention import _kernels
+from hopper_attention.notices import warn_once
 
 HOPPER_CAPABILITY = (9, 0)
 """wgmma exists on sm_90a alone: neither older nor newer GPUs run these kernels."""
@@ -45,6 +46,11 @@ class Choice:
     backend: str
     reason: str
     advice: str = ""
+
+    def advise(self, what: str) -> None:
+        """Warn once how ``what`` would be faster, if it can be."""
+        if self.advice:
+            warn_once(f"{what} on {WITHOUT_KERNEL[self.backend]}: {self.reason}; {self.advice}")
 
 
 @dataclass(frozen=True)

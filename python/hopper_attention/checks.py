@@ -130,6 +130,14 @@ def check_head_dims(head_dim: int, head_dim_v: int) -> None:
             )
 
 
+def check_is_dense(name: str, vector: TensorSpec) -> None:
+    """That the numbers of a vector lie side by side."""
+    if vector.shape[0] > 1 and vector.strides[0] != 1:
+        raise ValueError(
+            f"{name} has stride {vector.strides[0]}, allowed: 1, as it is not copied; use {name}.contiguous()"
+        )
+
+
 def check_heads(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")

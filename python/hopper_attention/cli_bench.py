@@ -222,7 +222,7 @@ def latency(
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.latency import Calls, parse_small_shapes, run_latency
-        from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, Setting, parse_peers
+        from hopper_attention.experiments.bench.peers import DEFAULT_PEERS, PEERS, Setting, parse_peers
         from hopper_attention.experiments.bench.tables import latency_table
         from hopper_attention.experiments.bench.targets import latency_targets
         from hopper_attention.experiments.bench.words import latency_problems
@@ -230,7 +230,7 @@ def latency(
         from hopper_attention.experiments.tables import target_table
 
         problems = parse_small_shapes(shapes)
-        rows = parse_peers(peers or ",".join(DEFAULT_PEERS))
+        rows = parse_peers(peers, PEERS, DEFAULT_PEERS)
         setting = Setting(where, fa3_library)
         console = console_for(json_path)
         with progress_bar() as bar:
@@ -266,7 +266,7 @@ def scaling(
     scaling_<gpu>.json, page: scaling.md."""
     with one_line_errors():
         where = device_to_measure(device)
-        from hopper_attention.experiments.bench.peers import Setting, parse_peers
+        from hopper_attention.experiments.bench.peers import PEERS, Setting, parse_peers
         from hopper_attention.experiments.bench.run import CellLostError
         from hopper_attention.experiments.bench.timing import Effort
         from hopper_attention.experiments.scaling.run import (
@@ -280,7 +280,7 @@ def scaling(
         from hopper_attention.experiments.scaling.tables import scaling_problems, scaling_table
 
         spec = Scaling(parse_lengths(lengths), tokens, heads, head_dim, causal=causal)
-        rows = parse_peers(peers or DEFAULT_PEERS)
+        rows = parse_peers(peers or DEFAULT_PEERS, PEERS)
         setting = Setting(where, fa3_library)
         console = console_for(json_path)
         latest: list[ScalingReport] = []
@@ -320,20 +320,23 @@ def features(
     Report: features_<gpu>.json, page: features.md."""
     with one_line_errors():
         where = device_to_measure(device)
-        from hopper_attention.experiments.bench.peers import Setting
+        from hopper_attention.experiments.bench.peers import Setting, parse_peers
         from hopper_attention.experiments.bench.timing import Effort
-        from hopper_attention.experiments.features.peers import parse_feature_peers
+        from hopper_attention.experiments.features.peers import DEFAULT_FEATURE_PEERS, FEATURE_PEERS
         from hopper_attention.experiments.features.results import (
             FeatureReport,
             dump_features,
             feature_targets,
         )
         from hopper_attention.experiments.features.run import WorkloadLostError, run_features
-        from hopper_attention.experiments.features.spec import pick_workloads
-        from hopper_attention.experiments.features.tables import feature_problems, feature_table
+        from hopper_attention.experiments.features.spec import WORKLOADS
+        from hopper_attention.experiments.features.tables import feature_table
         from hopper_attention.experiments.tables import target_table
+        from hopper_attention.experiments.workloads.spec import pick_workloads
+        from hopper_attention.experiments.workloads.tables import failures_of
 
-        workloads, rows = pick_workloads(only), parse_feature_peers(peers)
+        workloads = pick_workloads(only, WORKLOADS)
+        rows = parse_peers(peers, FEATURE_PEERS, DEFAULT_FEATURE_PEERS)
         setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
         console = console_for(json_path, WIDE_PIPE)
         latest: list[FeatureReport] = []
@@ -351,7 +354,7 @@ def features(
         targets = feature_targets(report)
         if targets:
             console.print(target_table(targets))
-        show_problems(feature_problems(report), console)
+        show_problems(failures_of(report), console)
         if plot != NO_FILE and report.cells:
             from hopper_attention.experiments.features.plot import plot_features
 
@@ -378,19 +381,20 @@ def serving(
     and host time. Report, written after each workload: serving_<gpu>.json, page: serving.md."""
     with one_line_errors():
         where = device_to_measure(device)
-        from hopper_attention.experiments.bench.peers import Setting
+        from hopper_attention.experiments.bench.peers import Setting, parse_peers
         from hopper_attention.experiments.bench.timing import Effort
         from hopper_attention.experiments.features.run import WorkloadLostError
         from hopper_attention.experiments.reports import write_text
         from hopper_attention.experiments.serving import spec
-        from hopper_attention.experiments.serving.peers import parse_serving_peers
+        from hopper_attention.experiments.serving.peers import DEFAULT_SERVING_PEERS, SERVING_PEERS
         from hopper_attention.experiments.serving.results import ServingReport, dump_serving, serving_targets
         from hopper_attention.experiments.serving.run import run_serving
         from hopper_attention.experiments.serving.tables import host_table, serving_problems, serving_table
         from hopper_attention.experiments.tables import target_table
+        from hopper_attention.experiments.workloads.spec import pick_workloads
 
-        workloads = spec.pick_workloads(only, spec.ALL_WORKLOADS if every else spec.WORKLOADS)
-        rows = parse_serving_peers(peers)
+        workloads = pick_workloads(only, spec.ALL_WORKLOADS if every else spec.WORKLOADS)
+        rows = parse_peers(peers, SERVING_PEERS, DEFAULT_SERVING_PEERS)
         setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
         console = console_for(json_path, WIDE_PIPE)
         latest: list[ServingReport] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from cute_kernels.problem import DENSE, VARLEN
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import (
     SWAPPED_TILE_M,
@@ -46,6 +49,15 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
+    rows = shape.rows_a_kv_head
+    if rows > WARPGROUP_ROWS:
+        return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
+    return why_not_boxes(call, _box_rows(call))
+
+
+def why_not_boxes(call: CacheCall, box_rows: int | None) -> str:
+    """What keeps a kernel that loads a cache in boxes of ``box_rows`` from a call, whatever its sizes."""
+    shape = call.shape
     if call.scores.has_alibi:
         return "there are alibi_slopes"
     if not shape.has_keys or not shape.has_queries:
@@ -53,12 +65,9 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
     if shape.has_leftpad and pages_of(call)[1] > 1:
         # A box that begins at any row of a page may end in another one.
         return "there is a leftpad, which its kernel takes for caches of one page a sequence"
-    rows = shape.rows_a_kv_head
-    if rows > WARPGROUP_ROWS:
-        return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
     if any(repair_for(cache) is Repair.COPY for cache in shape.caches):
         return "TMA cannot address the strides of the cache"
-    if _box_rows(call) is None:
+    if box_rows is None:
         return f"no 8 rows of a page of {shape.page_size} lie together at multiples of 8"
     return ""
 
@@ -72,20 +81,28 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         shape.head_dim_v,
         call.mask.causal,
         *pages_of(call),
-        rows=shape.rows_a_kv_head,
-        window=call.mask.has_window,
-        chunk=call.mask.attention_chunk > 0,
-        layout="varlen" if shape.is_packed_q else "dense",
-        paged=shape.is_paged or shape.has_batch_idx,
-        leftpad=shape.has_leftpad,
-        limits_splits=call.num_splits > 0,
-        softcap=call.scores.has_softcap,
-        sinks=call.scores.has_sinks,
+        **fields_of(call),
         cache_dtype=_cache_dtype(call),
         e4m3_queries=shape.dtype == FP8_DTYPE,
     )
     assert config is not None
     return config
+
+
+def fields_of(call: CacheCall) -> dict[str, Any]:
+    """What decides on a kernel that decodes beside dtypes, head_dims and pages."""
+    shape = call.shape
+    return {
+        "rows": shape.rows_a_kv_head,
+        "window": call.mask.has_window,
+        "chunk": call.mask.attention_chunk > 0,
+        "layout": VARLEN if shape.is_packed_q else DENSE,
+        "paged": shape.is_paged or shape.has_batch_idx,
+        "leftpad": shape.has_leftpad,
+        "limits_splits": call.num_splits > 0,
+        "softcap": call.scores.has_softcap,
+        "sinks": call.scores.has_sinks,
+    }
 
 
 def pages_of(call: CacheCall) -> tuple[int, int]:

@@ -457,10 +457,7 @@ def _check_vector(name: str, spec: TensorSpec, wanted: str, count: int | None = 
     if len(spec.shape) != 1 or (count is not None and spec.shape[0] != count):
         numbers = "" if count is None else f", ({count},)"
         raise ValueError(f"{name} has shape {tuple(spec.shape)}, allowed: {wanted}{numbers}")
-    if spec.shape[0] > 1 and spec.strides[0] != 1:
-        raise ValueError(
-            f"{name} has stride {spec.strides[0]}, allowed: 1, as it is not copied; use {name}.contiguous()"
-        )
+    checks.check_is_dense(name, spec)
 
 
 def check_lists(k_cache: Any, seqlen_new: Any, lists: dict[str, Any]) -> None:

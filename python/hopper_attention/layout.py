@@ -106,6 +106,13 @@ def make_packed_addressable(tensor: Tensor) -> Tensor:
     return make_addressable(tensor.unsqueeze(0)).squeeze(0)
 
 
+def lies_in_vectors(x: Tensor, elements: int) -> bool:
+    """Whether rows of ``x`` can be moved so many elements at a time."""
+    *strides, last = x.stride()
+    in_vectors = not any(n % elements for n in (x.shape[-1], *strides))
+    return last == 1 and in_vectors and not x.data_ptr() % (elements * x.element_size())
+
+
 def copy_reason(spec: TensorSpec, address: int) -> str:
     """Why a tensor is copied before a launch; empty if it is not."""
     if _has_gaps(spec):

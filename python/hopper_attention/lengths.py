@@ -139,10 +139,7 @@ def _check_vector(name: str, spec: TensorSpec, device_of_q: torch.device) -> Non
     if len(spec.shape) != 1:
         raise ValueError(f"{name} has shape {tuple(spec.shape)}, allowed: one dimension, {COUNTS[name]}")
     checks.check_device(name, spec.device, device_of_q)
-    if spec.shape[0] > 1 and spec.strides[0] != 1:
-        raise ValueError(
-            f"{name} has stride {spec.strides[0]}, allowed: 1, as it is not copied; use {name}.contiguous()"
-        )
+    checks.check_is_dense(name, spec)
 
 
 def _check_counts(counts: dict[str, int]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hopper_attention.checks import TensorSpec
+from hopper_attention.checks import TensorSpec, check_heads
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def fit_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> At
     batch, seqlen_q, heads, head_dim = q
     _, seqlen_k, kv_heads, _ = k
     head_dim_v = v[3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
+    check_heads(heads, kv_heads)
     if k != (batch, seqlen_k, kv_heads, head_dim):
         raise ValueError(
             f"k has shape {tuple(k)}, allowed with q {tuple(q)}: ({batch}, seqlen_k, kv_heads, {head_dim})"

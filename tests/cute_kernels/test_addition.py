@@ -12,7 +12,7 @@ from cute_kernels.addition.config import THREADS, VECTOR, AdditionConfig, valida
 from hopper_attention import compile_cache
 from hopper_attention.launch import addition
 from hopper_attention.launch.addition import add_parts
-from tests.compile_pool import usage_of_each
+from tests.compile_pool import assert_small
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.python.fake_gpu import forget_launchers, pretend
 
@@ -83,9 +83,7 @@ COMPILED = [AdditionConfig("sm_80", "float16", 2), AdditionConfig("sm_90a", "bfl
 
 
 def test_kernels_compile_without_spills() -> None:
-    for config, usage in usage_of_each(COMPILED).items():
-        assert not usage.spills and usage.stack_bytes == 0, config.name
-        assert usage.registers <= 64, config.name
+    assert_small(COMPILED)
 
 
 def test_configs() -> None:

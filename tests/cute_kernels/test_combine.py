@@ -19,7 +19,7 @@ from cute_kernels.combine.config import (
 )
 from hopper.compile import arch_of
 from hopper_attention.reference.combine import combine_parts
-from tests.compile_pool import usage_of_each
+from tests.compile_pool import assert_small
 from tests.hopper.on_numpy import Arguments, program_of
 
 INF = math.inf
@@ -131,9 +131,7 @@ COMPILED = [
 
 
 def test_kernels_compile_without_spills() -> None:
-    for config, usage in usage_of_each(COMPILED).items():
-        assert not usage.spills and usage.stack_bytes == 0, config.name
-        assert usage.registers <= 64, config.name
+    assert_small(COMPILED)
 
 
 def test_configs() -> None:

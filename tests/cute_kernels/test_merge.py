@@ -13,7 +13,7 @@ from cute_kernels.merge.config import WARPS, MergeConfig, validate_merge_config
 from hopper.compile import arch_of
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.reference.tiles import Span
-from tests.compile_pool import usage_of_each
+from tests.compile_pool import assert_small
 from tests.hopper.on_numpy import Arguments, program_of
 
 INF = math.inf
@@ -110,9 +110,7 @@ COMPILED = [
 
 
 def test_kernels_compile_without_spills() -> None:
-    for config, usage in usage_of_each(COMPILED).items():
-        assert not usage.spills and usage.stack_bytes == 0, config.name
-        assert usage.registers <= 64, config.name
+    assert_small(COMPILED)
 
 
 def test_configs() -> None:

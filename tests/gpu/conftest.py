@@ -203,8 +203,14 @@ def judge() -> Check:
 
 @pytest.fixture
 def backend() -> str:
-    """What ``attend`` and ``check`` run; a module overrides this to run its tests on several."""
+    """What ``attend`` and ``check`` run, unless a module has ``BACKENDS`` that its tests run on."""
     return "hopper"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    backends = getattr(metafunc.module, "BACKENDS", None)
+    if backends and "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", backends)
 
 
 Attend = Callable[..., Any]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hopper_attention import flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.reference import attention_naive
 
@@ -77,4 +79,26 @@ def find_gradient_errors(
         # "not <=", so that NaN counts as wrong.
         if not error <= budget:
             wrong.append(f"{name}: error {error:.3e}, allowed {budget:.3e}")
+    return wrong
+
+
+def find_errors_of_call(
+    inputs, causal: bool, window: tuple[int, int], chunk: int = 0, *, same_bits: bool, **others: Any
+) -> list[str]:
+    """The same of ``flash_attn_func`` with gradients of out and LSE; with ``same_bits`` they must be those of another
+    call too. ``others`` are further arguments."""
+    q = inputs.q
+    dout = torch.randn(*q.shape, device="cuda").to(q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device="cuda")
+    options = {"causal": causal, "window_size": window, "attention_chunk": chunk} | others
+
+    def differentiate() -> Gradients:
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        results = flash_attn_func(*leaves, return_attn_probs=True, **options)
+        return torch.autograd.grad(results, leaves, (dout, dlse))
+
+    ours = differentiate()
+    wrong = find_gradient_errors(inputs, ours, dout, causal, dlse, window, chunk)
+    if same_bits and not all(map(torch.equal, ours, differentiate())):
+        wrong.append("other bits the second time")
     return wrong

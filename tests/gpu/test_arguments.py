@@ -18,6 +18,7 @@ from hopper_attention.checks import LARGEST_SCALE
 from hopper_attention.reference import attention_naive
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Largest relative error of one rounding."""
@@ -27,11 +28,6 @@ E4M3_HALF_STEP = 2.0**-4
 
 def gpu_multiprocessors() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

@@ -15,11 +15,7 @@ from hopper_attention.launch.backward import run_backward
 from tests.gpu.gradients import find_gradient_errors
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+BACKENDS = ("hopper", "ampere")
 
 
 @pytest.fixture

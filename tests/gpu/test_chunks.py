@@ -7,24 +7,19 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from hopper_attention import flash_attn_func, flash_attn_varlen_func
 from tests.gpu.conftest import Inputs
-from tests.gpu.gradients import find_gradient_errors
+from tests.gpu.gradients import find_errors_of_call, find_gradient_errors
 from tests.python.varlen_cases import offsets
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
 SEQLENS = ((1, 239), (113, 203), (203, 113), (1023, 1024), (2100, 1700))
 CHUNKS = (1, 7, 64, 100, 128, 1000)
 WINDOWS = ((-1, -1), (50, 20))
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,12 +50,6 @@ def test_keys_of_other_chunks_are_never_read(draw, backend: str) -> None:
     assert torch.equal(flash_attn_func(x.q, x.k, x.v, **options), exact)
 
 
-def gradients_through(x: Inputs, dout: Tensor, dlse: Tensor, **options: object) -> tuple[Tensor, ...]:
-    leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
-    out, lse = flash_attn_func(*leaves, return_attn_probs=True, **options)
-    return torch.autograd.grad((out, lse), leaves, (dout, dlse))
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> None:
@@ -70,14 +59,8 @@ def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> No
     for number, (dtype, seqlens, (chunk, window)) in enumerate(cases):
         causal = number % 2 == 0
         x = draw(dtype, 1, seqlens, (4, 2), head_dim)
-        dout = torch.randn(*x.q.shape, device="cuda").to(dtype)
-        dlse = torch.randn(1, 4, seqlens[0], device="cuda")
-        options = {"causal": causal, "window_size": window, "attention_chunk": chunk, "backend": backend}
-        ours = gradients_through(x, dout, dlse, deterministic=deterministic, **options)
-        wrong = find_gradient_errors(x, ours, dout, causal, dlse, window, chunk)
-        if deterministic:
-            again = gradients_through(x, dout, dlse, deterministic=True, **options)
-            wrong += [] if all(map(torch.equal, ours, again)) else ["other bits the second time"]
+        options = {"backend": backend, "deterministic": deterministic}
+        wrong = find_errors_of_call(x, causal, window, chunk, same_bits=deterministic, **options)
         if wrong:
             failures[dtype, seqlens, causal, chunk, window] = wrong
     assert failures == {}

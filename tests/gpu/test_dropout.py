@@ -16,15 +16,11 @@ from hopper_attention.reference import attention_naive, attention_standard, drop
 from tests.python.varlen_cases import CASES
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
 CUDA = torch.device("cuda")
 SEED = 5
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def seeded(function: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from hopper_attention import explain
 from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
 ODD_LENGTHS = ((1, 1), (1, 239), (113, 203), (799, 3), (1023, 1024), (4224, 4224))
@@ -18,11 +19,6 @@ HEADS = ((4, 4), (4, 2), (4, 1))
 """Query and KV heads: multi-head, grouped, multi-query."""
 
 HEAD_DIM_PAIRS = ((8, 256), (40, 72), (64, 128), (96, 64), (128, 64), (192, 128), (256, 8), (248, 136))
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def test_the_hopper_kernel_is_what_runs_by_default(draw) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,34 +22,25 @@ from hopper_attention.packed_quantization import from_packed_descales, resolve_l
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference import attention_naive
+from tests.gpu import test_varlen
 from tests.gpu.test_fp8 import rms
 from tests.gpu.test_fp8_windows import compare
 from tests.python.test_packed_quantization import NAMES
 from tests.python.varlen_cases import CASES, Case, offsets
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (True, (100, 0)), (False, (50, 90)))
 
 
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def on_gpu(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], dict[str, Any]]:
     """q, k and v, NaN in rows of no sequence, and the lengths by name."""
-    lengths = [x.cuda() if isinstance(x, Tensor) else x for x in case.lengths]
-    return [x.cuda() for x in case.tensors(dtype, seed=seed)], dict(zip(NAMES, lengths, strict=True))
+    tensors, lengths = test_varlen.on_gpu(case, dtype, seed)
+    return tensors, dict(zip(NAMES, lengths, strict=True))
 
 
-def random_case(seed: int, head_dim: int, longest: int = 1500) -> Case:
-    rng = random.Random(seed)
-    rooms = [[rng.choice((0, 1, rng.randrange(200), rng.randrange(longest))) for _ in range(7)] for _ in "qk"]
-    used = [[rng.randrange(room + 1) for room in of] if rng.random() < 0.4 else None for of in rooms]
-    heads = rng.choice(((4, 4), (4, 2), (6, 1)))
-    rows = [tuple(x) if x is not None else None for x in (*rooms, *used)]
-    return Case(*rows, behind=rng.choice((0, 0, 77)), heads=heads, head_dims=(head_dim, head_dim))
+random_case = partial(test_varlen.random_case, sequences=7)
 
 
 def wrong_of(

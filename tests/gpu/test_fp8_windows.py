@@ -20,15 +20,11 @@ from tests.hopper.fp8_errors import EXACT_LSE_ROUNDING, LAGGING_LSE_ROUNDING, em
 from tests.hopper.fp8_sums import allowed_lse_error, split_product, wgmma_product
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 SEQLENS = ((1, 239), (113, 203), (203, 113), (1023, 1024), (900, 1500))
 WINDOWS = ((0, 0), (63, 0), (128, 0), (500, 0), (0, 1), (100, 30), (7, 400), (-1, 3), (200, -1))
 LSE_16_BITS = 5e-4
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def find_differences(

@@ -33,15 +33,11 @@ from tests.gpu.test_memory import (
 )
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 RELAYS = (heads_first, with_gap, with_odd_stride, misaligned, inside_nan)
 DQ_ORDER = 2e-3
 """Relative difference of two runs of dQ, whose sums come in another order."""
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture(autouse=True)

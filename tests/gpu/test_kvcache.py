@@ -15,6 +15,7 @@ from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
 from tests.python.test_kvcache import LAYOUTS, SCORES
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 LONG = CacheCase(
     lengths=(150, 0, 277, 64),
@@ -25,11 +26,6 @@ LONG = CacheCase(
     page_size=16,
 )
 NEW = replace(LONG, new=(3, 1, 2, 3), packed_new=True, rotary_dim=64)
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def on(device: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hopper_attention.launch.quantize import (
 from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, TransposedV, quantize_qkv
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
-from tests.gpu.test_memory import needs_memory
+from tests.gpu.test_memory import needs_memory, with_gap
 
 fused_qkv = partial(quantize_qkv, backend="fused")
 
@@ -184,13 +184,6 @@ def test_values_that_are_no_numbers_or_hardly_any(draw, dtype: torch.dtype, rota
         assert find_differences(q, k, v, c) == []
         assert find_differences(q, k, -v.sign(), c) == []
         assert find_differences(q * math.nan, k * 0, v * 0, c) == []
-
-
-def with_gap(x: Tensor) -> Tensor:
-    """The same values, rows of heads 8 elements apart, NaN between them."""
-    wide = torch.full((*x.shape[:3], x.shape[3] + 8), math.nan, dtype=x.dtype, device=x.device)
-    wide[..., : x.shape[3]] = x
-    return wide[..., : x.shape[3]]
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -16,14 +16,10 @@ from tests.gpu.conftest import LSE_TOLERANCE
 from tests.python.varlen_cases import CASES
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
 RULES = ("softcap", "alibi", "sinks", "softcap sinks", "softcap alibi sinks")
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def rules_of(names: str, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.gpu.conftest import LSE_TOLERANCE
 from tests.python.varlen_cases import CASES
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 LENGTH = 1100
 
@@ -56,11 +57,6 @@ def documents(heads: int, batch: int) -> Mods:
 
 
 KINDS = {"everything": everything, "relative bias": relative_bias, "documents": documents}
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def off(ours: Tensor, exact: Tensor) -> float:

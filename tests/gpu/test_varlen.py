@@ -15,13 +15,9 @@ from tests.gpu.gradients import find_gradient_errors
 from tests.python.varlen_cases import CASES, Case, offsets
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def on_gpu(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], list[object]]:
@@ -52,9 +48,12 @@ def test_small_batches(judge, backend: str, name: str, causal: bool) -> None:
         assert errors_of(CASES[name], dtype, backend, judge, causal) == []
 
 
-def random_case(seed: int, head_dim: int, longest: int = 1500) -> Case:
+def random_case(seed: int, head_dim: int, longest: int = 1500, sequences: int = 9) -> Case:
     rng = random.Random(seed)
-    rooms = [[rng.choice((0, 1, rng.randrange(200), rng.randrange(longest))) for _ in range(9)] for _ in "qk"]
+    rooms = [
+        [rng.choice((0, 1, rng.randrange(200), rng.randrange(longest))) for _ in range(sequences)]
+        for _ in "qk"
+    ]
     used = [[rng.randrange(room + 1) for room in of] if rng.random() < 0.4 else None for of in rooms]
     heads = rng.choice(((4, 4), (4, 2), (6, 1)))
     rows = [tuple(x) if x is not None else None for x in (*rooms, *used)]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from hopper_attention import flash_attn_func
 from tests.gpu.conftest import Inputs
-from tests.gpu.gradients import find_gradient_errors
+from tests.gpu.gradients import find_errors_of_call, find_gradient_errors
 
 pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "ampere")
 
 DTYPES = (torch.float16, torch.bfloat16)
 SEQLENS = ((1, 239), (113, 203), (203, 113), (1023, 1024), (2100, 1700))
 WINDOWS = ((0, 0), (1, 0), (63, 0), (128, 0), (500, 0), (0, 1), (100, 30), (7, 400), (-1, 3), (200, -1))
-
-
-@pytest.fixture(params=("hopper", "ampere"))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,12 +64,6 @@ def test_the_sides_are_no_part_of_a_kernel(draw, backend: str) -> None:
     )
 
 
-def gradients_through(x: Inputs, dout: Tensor, dlse: Tensor, **options: object) -> tuple[Tensor, ...]:
-    leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
-    out, lse = flash_attn_func(*leaves, return_attn_probs=True, **options)
-    return torch.autograd.grad((out, lse), leaves, (dout, dlse))
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> None:
@@ -83,15 +72,8 @@ def test_gradients(draw, backend: str, head_dim: int, deterministic: bool) -> No
         for seqlens in ((113, 203), (203, 113), (1023, 1024), (300, 2500), (2500, 300)):
             for causal, window in ((True, (100, 0)), (True, (500, 0)), (False, (30, 77)), (False, (0, 200))):
                 x = draw(dtype, 1, seqlens, (4, 2), head_dim)
-                dout = torch.randn(*x.q.shape, device="cuda").to(dtype)
-                dlse = torch.randn(1, 4, seqlens[0], device="cuda")
-                options = {"causal": causal, "window_size": window, "backend": backend}
-                ours = gradients_through(x, dout, dlse, deterministic=deterministic, **options)
-                wrong = find_gradient_errors(x, ours, dout, causal, dlse, window)
-                if deterministic:
-                    again = gradients_through(x, dout, dlse, deterministic=True, **options)
-                    if not all(map(torch.equal, ours, again)):
-                        wrong.append("other bits the second time")
+                options = {"backend": backend, "deterministic": deterministic}
+                wrong = find_errors_of_call(x, causal, window, same_bits=deterministic, **options)
                 if wrong:
                     failures[dtype, seqlens, causal, window] = wrong
     assert failures == {}
@@ -105,15 +87,7 @@ def test_gradients_of_narrow_windows(draw, head_dim: int) -> None:
         for seqlens in ((1, 1), (129, 129), (1000, 1000), (960, 1280), (5000, 5000)):
             for causal, window in ((True, (127, 0)), (True, (128, 0)), (True, (0, 0)), (False, (60, 64))):
                 x = draw(dtype, 2, seqlens, (3, 3), head_dim)
-                dout = torch.randn(*x.q.shape, device="cuda").to(dtype)
-                dlse = torch.randn(2, 3, seqlens[0], device="cuda")
-                options = {"causal": causal, "window_size": window}
-                ours = gradients_through(x, dout, dlse, **options)
-                wrong = find_gradient_errors(x, ours, dout, causal, dlse, window)
-                if seqlens[1] > 1 and not all(
-                    map(torch.equal, ours, gradients_through(x, dout, dlse, **options))
-                ):
-                    wrong.append("other bits the second time")
+                wrong = find_errors_of_call(x, causal, window, same_bits=seqlens[1] > 1)
                 if wrong:
                     failures[dtype, seqlens, causal, window] = wrong
     assert failures == {}

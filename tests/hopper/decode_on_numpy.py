@@ -100,38 +100,87 @@ def decode_on_numpy(
     Of ``rules`` softcap and sinks are taken. ``filled`` are rows of the cache that the kernel is told of, where they
     are not those of ``cache``.
     """
-    q = queries.q
     cache = cache if config.paged else in_order(cache)
-    out = torch.full((*q.shape[:-1], cache.v.shape[3]), math.nan, dtype=dtype or q.dtype)
-    lse = torch.full(queries.lse_shape, math.nan)
-    parts = torch.full((PARTS_PER_CTA * launch.ctas, config.part_floats), math.nan)
-    kernel, combine = programs_of(config)
-    pads = cache.leftpad.tolist() if config.leftpad else [0] * len(cache.rows)
-    filled = filled or tuple(n + pad for n, pad in zip(cache.lengths, pads, strict=True))
-    lists = queries, cache, torch.tensor(filled, dtype=torch.int32), launch.max_splits, sides
-    outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *descales.v
-
-    arguments = Arguments()
-    arguments.add(*_maps(config, cache))
-    arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)]
-    add_tensors(arguments, q, *([cache.table] if config.paged else []))
-    add_lists(arguments, config, *lists)
-    add_tensors(arguments, *outputs)
-    add_parts(arguments, parts)
-    arguments.add((rules.softcap or softmax_scale) * LOG2_E)
-    if rules.softcap:
-        arguments.add(softmax_scale / rules.softcap)
-    add_tensors(arguments, *descales.q, *descales.k)
-    arguments.launch(kernel, (launch.ctas, 1, 1), launch.timing)
-
-    arguments = Arguments()
-    add_tensors(arguments, q)
-    add_lists(arguments, config, *lists)
-    add_tensors(arguments, *outputs)
-    add_parts(arguments, parts)
-    arguments.add(launch.ctas)
-    arguments.launch(combine, (combining_ctas(config, queries, cache, launch), launch.row_ctas, 1))
+    out = torch.full((*queries.q.shape[:-1], cache.v.shape[3]), math.nan, dtype=dtype or queries.q.dtype)
+    step = Step(config, queries, cache, launch, sides, rules, filled, descales)
+    lse = step.run(_maps(config, cache), (queries.q,), out, softmax_scale)
     return out, lse
+
+
+@dataclass(frozen=True)
+class Step:
+    """What ``decode_on_numpy`` and ``mla_on_numpy`` run: the kernel, and then the one that puts parts together."""
+
+    config: DecodeConfig | MlaConfig
+    queries: Queries
+    cache: Cache
+    launch: Launch
+    sides: tuple[int, ...]
+    rules: Rules
+    filled: tuple[int, ...] = ()
+    descales: Descales = Descales()
+
+    def run(
+        self,
+        maps: list[TensorMap],
+        given: tuple[Tensor, ...],
+        out: Tensor,
+        softmax_scale: float,
+        cluster: int = 1,
+        columns: int = 1,
+    ) -> Tensor:
+        """lse; ``given`` are the tensors of queries, ``columns`` the CTAs that share out those of a row."""
+        c, cache, launch, rules = self.config, self.cache, self.launch, self.rules
+        lse = torch.full(self.queries.lse_shape, math.nan)
+        parts = torch.full((PARTS_PER_CTA * launch.ctas, c.part_floats), math.nan)
+        outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *self.descales.v
+        kernel, combine = programs_of(c)
+
+        arguments = Arguments()
+        arguments.add(*maps)
+        arguments.values += [
+            struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)
+        ]
+        add_tensors(arguments, *given, *([cache.table] if c.paged else []))
+        self._add_lists_and_outputs(arguments, outputs, parts)
+        arguments.add((rules.softcap or softmax_scale) * LOG2_E)
+        if rules.softcap:
+            arguments.add(softmax_scale / rules.softcap)
+        add_tensors(arguments, *self.descales.q, *self.descales.k)
+        arguments.launch(kernel, (cluster * launch.ctas, 1, 1), launch.timing, cluster)
+
+        arguments = Arguments()
+        add_tensors(arguments, self.queries.q)
+        self._add_lists_and_outputs(arguments, outputs, parts)
+        arguments.add(launch.ctas)
+        arguments.launch(combine, (self._combining_ctas(), launch.row_ctas, columns))
+        return lse
+
+    def _add_lists_and_outputs(
+        self, arguments: Arguments, outputs: tuple[Tensor, ...], parts: Tensor
+    ) -> None:
+        """``CacheLists`` and ``Outputs``."""
+        c, cache, packed = self.config, self.cache, self.queries.packed
+        pads = cache.leftpad.tolist() if c.leftpad else [0] * len(cache.rows)
+        filled = self.filled or [n + pad for n, pad in zip(cache.lengths, pads, strict=True)]
+        add_tensors(arguments, torch.tensor(filled, dtype=torch.int32))
+        add_tensors(arguments, *([cache.leftpad] if c.leftpad else []))
+        if packed is not None:
+            add_tensors(arguments, torch.tensor(packed.cu_seqlens, dtype=torch.int32))
+        arguments.add(cache.capacity, cache.k.shape[2])
+        if c.limits_splits:
+            arguments.add(self.launch.max_splits)
+        arguments.add(*self.sides)
+        add_tensors(arguments, *outputs)
+        arguments.tensor(parts, (parts.shape[0],), (parts.stride(0),))
+
+    def _combining_ctas(self) -> int:
+        """One for each piece, or for each tile if these are fewer: as ``DecodeKernel`` launches them."""
+        if self.queries.packed is not None:
+            return self.launch.ctas
+        kv_heads, (batch, seqlen_q) = self.cache.k.shape[2], self.queries.q.shape[:2]
+        rows = seqlen_q * self.queries.heads // kv_heads
+        return min(self.launch.ctas, batch * kv_heads * -(-rows // self.config.tile_m))
 
 
 def in_order(cache: Cache) -> Cache:
@@ -156,39 +205,7 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     return found
 
 
-def combining_ctas(config: DecodeConfig | MlaConfig, queries: Queries, cache: Cache, launch: Launch) -> int:
-    """One for each piece, or for each tile if these are fewer: as ``DecodeKernel`` launches them."""
-    if queries.packed is not None:
-        return launch.ctas
-    kv_heads, (batch, seqlen_q) = cache.k.shape[2], queries.q.shape[:2]
-    rows = seqlen_q * queries.heads // kv_heads
-    return min(launch.ctas, batch * kv_heads * -(-rows // config.tile_m))
-
-
 def add_tensors(arguments: Arguments, *tensors: Tensor) -> None:
     """Whose last strides are 1."""
     for tensor in tensors:
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
-
-
-def add_lists(
-    arguments: Arguments,
-    config: DecodeConfig | MlaConfig,
-    queries: Queries,
-    cache: Cache,
-    filled: Tensor,
-    max_splits: int,
-    sides: tuple[int, ...],
-) -> None:
-    """``CacheLists``"""
-    add_tensors(arguments, filled, *([cache.leftpad] if config.leftpad else []))
-    if queries.packed is not None:
-        add_tensors(arguments, torch.tensor(queries.packed.cu_seqlens, dtype=torch.int32))
-    arguments.add(cache.capacity, cache.k.shape[2])
-    if config.limits_splits:
-        arguments.add(max_splits)
-    arguments.add(*sides)
-
-
-def add_parts(arguments: Arguments, parts: Tensor) -> None:
-    arguments.tensor(parts, (parts.shape[0],), (parts.stride(0),))

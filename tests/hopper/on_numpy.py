@@ -129,13 +129,22 @@ class Arguments:
 
     def rules(self, rules: Rules, softmax_scale: float) -> None:
         """What a kernel without WGMMA takes of them, last."""
+        self.softcap_and_slopes(rules, softmax_scale)
+        self.sinks(rules)
+        self.dropout_and_functions(rules)
+
+    def softcap_and_slopes(self, rules: Rules, softmax_scale: float) -> None:
         if rules.softcap:
             self.add(softmax_scale / rules.softcap)
+        self.slopes(rules)
+
+    def slopes(self, rules: Rules) -> None:
         if rules.slopes is not None:
             self.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+
+    def sinks(self, rules: Rules) -> None:
         if rules.sinks is not None:
             self.tensor(rules.sinks, tuple(rules.sinks.shape), ())
-        self.dropout_and_functions(rules)
 
     def dropout_and_functions(self, rules: Rules) -> None:
         """What every kernel takes of it, behind the rest."""
@@ -147,6 +156,26 @@ class Arguments:
         if rules.lists is not None:
             self.tensor(rules.lists, tuple(rules.lists.shape)[:4], rules.lists.stride()[:3])
 
+    def packed(
+        self,
+        lse: Tensor,
+        plan: Tensor,
+        numbers: tuple[int, int],
+        softmax_scale: float,
+        sides: tuple[int, ...],
+        rules: Rules = NO_RULES,
+    ) -> None:
+        """What a kernel of packed sequences takes behind its maps, up to what is done to scores; ``numbers`` are those
+        of sequences and of the heads of a K/V head."""
+        self.values += [b"\0" * 16] * len(self.values)
+        self.tensor(lse, tuple(lse.shape[::-1]), (lse.stride(0),))
+        self.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+        self.sinks(rules)
+        self.add((rules.softcap or softmax_scale) * LOG2_E)
+        self.tensor(plan, tuple(plan.shape), ())
+        self.add(*numbers, 0, *sides)
+        self.softcap_and_slopes(rules, softmax_scale)
+
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
     ) -> None:
@@ -155,6 +184,13 @@ class Arguments:
         for z, y, x in product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
             ctas = (Cta(parameters, self.memory, (x + i, y, z), grid, timing) for i in range(cluster))
             run(program, *ctas)
+
+
+def unwritten(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of dense or packed tensors, all NaN."""
+    *batch, rows, heads, _ = q.shape
+    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=q.dtype)
+    return out, torch.full((*batch, heads, rows), math.nan)
 
 
 def forward_on_numpy(
@@ -178,14 +214,10 @@ def forward_on_numpy(
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
     arguments.values[:4] = maps
-    if rules.sinks is not None:
-        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+    arguments.sinks(rules)
     _finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
-    if rules.softcap:
-        arguments.add(softmax_scale / rules.softcap)
-    if rules.slopes is not None:
-        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
@@ -205,8 +237,7 @@ def packed_forward_on_numpy(
     """out and lse of packed q, k and v, which were NaN before; ``sequences`` counts that of rows of no sequence, and of
     ``rules`` dropout is taken."""
     c, (q, k, v) = config, tensors
-    out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    out, lse = unwritten(q, v)
     arguments = Arguments()
     arguments.add(
         ragged_map(q, WARPGROUP_ROWS, c.head_dim),
@@ -214,12 +245,7 @@ def packed_forward_on_numpy(
         ragged_map(v, c.tile_n, c.head_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    arguments.values += [b"\0" * 16] * 4
-    arguments.tensor(lse, (q.shape[0], q.shape[1]), (lse.stride(0),))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
-    arguments.add(softmax_scale * LOG2_E)
-    arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
@@ -237,8 +263,7 @@ def ampere_forward_on_numpy(
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the kernel of ``config`` without WGMMA leaves them; ``sides`` are those of its window."""
     batch, seqlen_q, heads, _ = q.shape
-    out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
-    lse = torch.full((batch, heads, seqlen_q), math.nan)
+    out, lse = unwritten(q, v)
     arguments = Arguments()
     for tensor in (q, k, v, out):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
@@ -506,8 +531,7 @@ def _launch_strips(
 def _add_rules(arguments: Arguments, rules: Rules) -> None:
     if rules.softcap:
         arguments.add(rules.softcap)
-    if rules.slopes is not None:
-        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.slopes(rules)
     arguments.dropout_and_functions(rules)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
-from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of, ragged_map
+from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, program_of, ragged_map, unwritten
 from tests.plans import Packed, plan_of
 
 
@@ -70,14 +69,6 @@ class Cache:
         return self.table.shape[1] * self.k.shape[1]
 
 
-def pack_divisor(value: int) -> list[bytes]:
-    """A number to divide by, with the multiplier and the shifts that do it, and once more as it is."""
-    log2 = (value - 1).bit_length()
-    multiplier = (((1 << log2) - value) << 32) // value + 1
-    packed = struct.pack("<IIBB2x", value, multiplier, min(log2, 1), max(log2 - 1, 0))
-    return [packed, struct.pack("<i", value)]
-
-
 def paged_forward_on_numpy(
     config: ForwardConfig,
     q: Tensor,
@@ -91,8 +82,7 @@ def paged_forward_on_numpy(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of packed q, which were NaN before; of ``rules`` all but dropout and functions are taken."""
     c, (k, v), batch = config, (cache.k, cache.v), len(cache.rows)
-    out = torch.full((*q.shape[:2], v.shape[3]), math.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    out, lse = unwritten(q, v)
     keys = Packed.of((cache.capacity,) * batch)
     plan = plan_of(rows_q, replace(keys, used=cache.lengths), c.tile_m)
     arguments = Arguments()
@@ -102,21 +92,10 @@ def paged_forward_on_numpy(
         ragged_map(v[0], c.page_box, c.head_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    arguments.values += [b"\0" * 16] * 4
-    arguments.tensor(lse, (q.shape[0], q.shape[1]), (lse.stride(0),))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
-    if rules.sinks is not None:
-        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
-    arguments.add((rules.softcap or softmax_scale) * LOG2_E)
-    arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(batch + 1, q.shape[1] // k.shape[2], 0, *sides)
-    if rules.softcap:
-        arguments.add(softmax_scale / rules.softcap)
-    if rules.slopes is not None:
-        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.packed(lse, plan, (batch + 1, q.shape[1] // k.shape[2]), softmax_scale, sides, rules)
     arguments.tensor(cache.table, tuple(cache.table.shape), cache.table.stride()[:1])
     arguments.tensor(cache.leftpad, tuple(cache.leftpad.shape), ())
     arguments.add(k.shape[0], k.stride(0) // k.stride(1))
-    arguments.values += pack_divisor(k.shape[1])
+    arguments.divisors(k.shape[1])
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse

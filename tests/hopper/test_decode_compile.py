@@ -28,6 +28,7 @@ from hopper.decode.config import (
 from hopper.decode.kernel import DecodeKernel
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
+from tests.hopper.docstrings import table, value
 from tests.hopper.wgmma_hazards import find_hazards
 from tests.ptx import compile_ptx, ptx_of
 
@@ -70,7 +71,7 @@ def usages() -> dict[DecodeConfig, ResourceUsage]:
 def test_kernels_compile_without_spills(config: DecodeConfig, usages: dict[Any, ResourceUsage]) -> None:
     """And leave room for the kernel that puts parts together, which waits beside them."""
     usage = usages[config]
-    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.local_bytes == 0
     assert usage.registers * config.threads <= 65536
     if config.is_widened:
         r = REGISTERS_WIDENED
@@ -108,24 +109,6 @@ def test_kernels_wait_for_what_is_before_them() -> None:
     assert "st.global" in after and "ld.global.v4" in after
 
 
-def table(header: str) -> list[list[str]]:
-    """Rows of the docstring's table whose first column is ``header``."""
-    lines = [line.strip() for line in (DecodeKernel.__doc__ or "").splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
-def value(cell: str, config: DecodeConfig) -> int:
-    """A cell in backticks, evaluated on a config."""
-    names = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
-    return int(eval(cell.strip("`"), {"__builtins__": {}}, names))
-
-
 OF_16_BITS = DecodeConfig("float16", 64, 128, False, 32, 3, 8)
 OF_8_BITS = replace(OF_16_BITS, cache_dtype=E4M3, stages=2, raw_stages=4)
 SWAPPED = replace(OF_16_BITS, dtype="bfloat16", cache_dtype=E4M3, tile_m=8, tile_n=64)
@@ -147,7 +130,7 @@ def test_the_docstring_says_what_the_kernel_makes(
     for kind, found in ((PipelineTmaAsync, filled_by_tma), (PipelineAsync, filled_by_warps)):
         monkeypatch.setattr(kind, "create", recording(kind.create, found))
     kernel = compile_ptx(config).split(".visible .entry")[-2]
-    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
+    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table(DecodeKernel, "pipeline")]
     wide, raw = expected[:2], expected[2:]
     assert filled_by_tma == (raw if config.is_widened else wide)
     assert filled_by_warps == [(n, None, warps) for n, _, warps in wide] * config.is_widened
@@ -156,7 +139,7 @@ def test_the_docstring_says_what_the_kernel_makes(
     assert set(re.findall(r"bar\.sync\s+([^;]*);", kernel)) == {"0", "1, 128"}
     shared_out = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel)}
     assert shared_out == (set(REGISTERS_WIDENED.values()) if config.is_widened else set())
-    last = int(table("role")[-1][3 - 1 - (not config.is_widened)].split(", ")[-1])
+    last = int(table(DecodeKernel, "role")[-1][3 - 1 - (not config.is_widened)].split(", ")[-1])
     assert last < config.threads // 32 <= last + 3
 
 

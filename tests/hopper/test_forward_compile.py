@@ -18,6 +18,7 @@ from hopper.forward.kernel import ForwardKernel
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
+from tests.hopper.docstrings import table, value
 from tests.hopper.wgmma_hazards import find_hazards
 from tests.ptx import compile_ptx, ptx_of
 
@@ -37,7 +38,7 @@ def usages() -> dict[ForwardConfig, ResourceUsage]:
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_shipped_config_compiles_without_spills(config, usages):
     usage = usages[config]
-    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.local_bytes == 0
     assert registers_suffice(config, usage)
 
 
@@ -67,26 +68,8 @@ NOT_PLAIN = [
 @pytest.mark.parametrize("config", NOT_PLAIN, ids=lambda config: config.name)
 def test_kernels_that_are_not_plain_compile_without_spills(config, usages):
     usage = usages[config]
-    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.local_bytes == 0
     assert registers_suffice(config, usage)
-
-
-def table(header: str) -> list[list[str]]:
-    """Rows of the docstring's table whose first column is ``header``."""
-    lines = [line.strip() for line in (ForwardKernel.__doc__ or "").splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
-def value(cell: str, config: ForwardConfig) -> int:
-    """A cell in backticks, evaluated on a config."""
-    names = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
-    return eval(cell.strip("`"), {"__builtins__": {}}, names)
 
 
 @pytest.fixture(params=[(64, False), (128, True)], ids=["d64", "d128-causal"])
@@ -116,13 +99,13 @@ def traced(request, monkeypatch):
 
 def test_docstring_tables_are_what_the_kernel_makes(traced):
     config, pipelines, registers = traced
-    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table("pipeline")]
+    expected = [tuple(value(cell, config) for cell in row[1:4]) for row in table(ForwardKernel, "pipeline")]
     assert sorted(pipelines) == sorted(expected)
-    assert registers == [value(row[2], config) for row in table("role")]
+    assert registers == [value(row[2], config) for row in table(ForwardKernel, "role")]
 
 
 def test_docstring_table_of_named_barriers():
-    rows = table("named barrier")
+    rows = table(ForwardKernel, "named barrier")
     assert [row[0].partition(" ")[0] for row in rows] == [barrier.name for barrier in NamedBarrier]
     for row, barrier in zip(rows, NamedBarrier, strict=True):
         assert value(row[1], shipped_forward_configs()[0]) == barrier

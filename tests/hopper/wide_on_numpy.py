@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from hopper.config import WARPGROUP_ROWS
 from hopper.wide.config import WideForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
-from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of, ragged_map, row_map
+from tests.hopper.on_numpy import (
+    LOG2_E,
+    NO_RULES,
+    Arguments,
+    Rules,
+    program_of,
+    ragged_map,
+    row_map,
+    unwritten,
+)
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -27,19 +34,15 @@ def wide_on_numpy(
     """out and lse of (q, k, v, qv), NaN where the kernel writes nothing, by ``ctas`` clusters."""
     q, k, v, _ = inputs
     batch, seqlen_q, heads, _ = q.shape
-    out = torch.full((batch, seqlen_q, heads, v.shape[3]), math.nan, dtype=q.dtype)
-    lse = torch.full((batch, heads, seqlen_q), math.nan)
+    out, lse = unwritten(q, v)
     arguments = _maps(config, (*inputs, out), row_map)
+    arguments.values += [b"\0" * 16] * len(arguments.values)
     arguments.tensor(lse, (seqlen_q, heads, batch), (lse.stride(1), lse.stride(0)))
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
-    if rules.sinks is not None:
-        arguments.tensor(rules.sinks, tuple(rules.sinks.shape), ())
+    arguments.sinks(rules)
     arguments.add((rules.softcap or softmax_scale) * LOG2_E, seqlen_q, k.shape[1])
     arguments.add(heads // k.shape[2], heads, *sides)
-    if rules.softcap:
-        arguments.add(softmax_scale / rules.softcap)
-    if rules.slopes is not None:
-        arguments.tensor(rules.slopes, tuple(rules.slopes.shape), rules.slopes.stride()[:1])
+    arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
     return out, lse
 
@@ -56,14 +59,9 @@ def packed_wide_on_numpy(
 ) -> tuple[Tensor, Tensor]:
     """The same of packed tensors; ``sequences`` counts that of rows of no sequence."""
     q, k, v, _ = inputs
-    out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    out, lse = unwritten(q, v)
     arguments = _maps(config, (*inputs, out), ragged_map)
-    arguments.tensor(lse, (q.shape[0], q.shape[1]), (lse.stride(0),))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
-    arguments.add(softmax_scale * LOG2_E)
-    arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(sequences, q.shape[1] // k.shape[1], 0, *sides)
+    arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
     arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
     return out, lse
 
@@ -80,5 +78,4 @@ def _maps(config: WideForwardConfig, tensors: tuple[Tensor, ...], map_of) -> Arg
     maps += [map_of(qv, WARPGROUP_ROWS, c.half)] if c.qv else []
     arguments = Arguments()
     arguments.add(*maps)
-    arguments.values += [b"\0" * 16] * len(maps)
     return arguments

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch._C._dynamo import guards
 
 from hopper_attention import (
+    compile_cache,
     dense_again,
     device_memory,
     fp8_at_once,
@@ -45,6 +46,7 @@ from hopper_attention.launch import (
     varlen,
 )
 
+Serving = TypeVar("Serving", bound=Any)
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
 
@@ -131,3 +133,12 @@ def forget_launchers() -> None:
         for function in vars(module).values():
             if hasattr(function, "cache_clear") and not isinstance(function, type):
                 function.cache_clear()
+
+
+def serve_by(kernel: Serving, monkeypatch: pytest.MonkeyPatch, launch: ModuleType) -> Iterator[Serving]:
+    """For a fixture: that serving kernels of a launcher's module are what ``kernel.get`` gives for a config."""
+    pretend(monkeypatch, launch)
+    monkeypatch.setattr(compile_cache, "get_serving", kernel.get)
+    monkeypatch.setattr(launch, "index_of", lambda device: 0)
+    yield kernel
+    forget_launchers()

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.append.config import AppendConfig
-from hopper_attention import compile_cache
 from hopper_attention.backends import Target
 from hopper_attention.launch import append as launch
 from hopper_attention.launch.append import append, append_facts, why_not_append
 from hopper_attention.reference.append import Rotation, append_to_cache, rotate_queries
-from tests.python.fake_gpu import H200, forget_launchers, pretend
+from tests.python.fake_gpu import H200, pretend, serve_by
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -60,12 +59,7 @@ class StandIn:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    pretend(monkeypatch, launch)
-    monkeypatch.setattr(compile_cache, "get_serving", stand_in.get)
-    monkeypatch.setattr(launch, "index_of", lambda device: 0)
-    yield stand_in
-    forget_launchers()
+    yield from serve_by(StandIn(), monkeypatch, launch)
 
 
 def tensors(dtype: torch.dtype = BF16, cache: torch.dtype = BF16, pages: int = 4) -> tuple[Tensor, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.problem import ENTRY_BITS, HIDDEN, PARTLY_SEEN, SEEN
 from cute_kernels.query_range import ListedQueries
-from hopper_attention import compile_cache, flash_attn_func
+from hopper_attention import flash_attn_func
 from hopper_attention.block_masks import BlockTable, is_divided
-from hopper_attention.launch import backward, forward
-from tests.python.fake_gpu import forget_launchers, pretend
 
 BLOCKS = [(128, 128), (64, 256), (100, 96), (32, 48)]
 LENGTHS = [(330, 400), (64, 129), (1, 1)]
@@ -83,17 +80,6 @@ def test_those_of_a_forward_kernel_have_the_same_tiles() -> None:
             assert entries[:count] == expected
             # One is visited all the same.
             assert count or entries[0] & ((1 << ENTRY_BITS) - 1) == HIDDEN
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Configs of kernels on a Hopper GPU by name, and what they are called with."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    for name in ("get_forward", "get_backward"):
-        monkeypatch.setattr(compile_cache, name, lambda config: lambda *a: calls.append((config, a)))
-    yield calls
-    forget_launchers()
 
 
 def mask_of_documents(documents: Tensor, block: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,25 @@ from torch import Tensor
 
 from cute_kernels.window import NO_LIMIT
 from hopper_attention import (
-    compile_cache,
     explain,
     explain_varlen,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
-from hopper_attention.launch import backward, forward
+from hopper_attention.launch import backward
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MaskSpec
 from hopper_attention.reference import attention_tiled, tiled_forward
-from hopper_attention.reference.tiles import Mask, Span
-from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from hopper_attention.reference.tiles import Mask
+from tests.python.dense_cases import (
+    assert_defined,
+    assert_nan_reaches,
+    assert_tiles_hold,
+    by_definition,
+    sees,
+)
+from tests.python.fake_gpu import SMS
 
 OPS = torch.ops.hopper_attention
 CHUNKS = (1, 7, 64, 100, 128, 1000)
@@ -46,32 +51,6 @@ def qkv(
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def sees(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> Tensor:
-    """Boolean (seqlen_q, seqlen_k), every pair, with a division that rounds down."""
-    own = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    j = torch.arange(seqlen_k)
-    left, right = window[0], 0 if causal else window[1]
-    seen = torch.div(own, chunk, rounding_mode="floor") == torch.div(j, chunk, rounding_mode="floor")
-    if left >= 0:
-        seen &= j >= own - left
-    if right >= 0:
-        seen &= j <= own + right
-    return seen
-
-
-def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> tuple:
-    """out and LSE in float64 of the pairs that are seen; out is 0 and LSE the sink, or -inf, where there is none."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks[:, None])
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return (p @ v).transpose(1, 2), lse
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(1, 1), (4, 3), (16, 16)])
 def test_tiles_hold_every_pair_that_is_seen_and_skip_the_others(
@@ -80,20 +59,7 @@ def test_tiles_hold_every_pair_that_is_seen_and_skip_the_others(
     for (sq, sk), chunk in itertools.product(((1, 9), (9, 1), (13, 13), (9, 21), (21, 9)), (1, 2, 5, 16, 64)):
         for window in ((-1, -1), (3, -1), (2, 4)):
             mask, wanted = Mask(sq, sk, causal, *window, chunk), sees(sq, sk, causal, window, chunk)
-            by_queries, by_keys = torch.zeros_like(wanted), torch.zeros_like(wanted)
-            for at in range(0, sq, tile_m):
-                rows = Span(at, min(at + tile_m, sq))
-                for cols in mask.key_tiles(rows, tile_n):
-                    assert wanted[rows.slice, cols.slice].any()
-                    visible = mask.visible(rows, cols, 1, torch.device("cpu"))
-                    by_queries[rows.slice, cols.slice] = True if visible is None else visible
-            for at in range(0, sk, tile_n):
-                cols = Span(at, min(at + tile_n, sk))
-                for rows in mask.query_tiles(cols, tile_m):
-                    assert wanted[rows.slice, cols.slice].any()
-                    visible = mask.visible(rows, cols, 1, torch.device("cpu"))
-                    by_keys[rows.slice, cols.slice] = True if visible is None else visible
-            assert torch.equal(by_queries, wanted) and torch.equal(by_keys, wanted)
+            assert_tiles_hold(mask, wanted, tile_m, tile_n)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -103,13 +69,11 @@ def test_results_and_gradients(chunk: int, causal: bool) -> None:
     for lengths, window in CASES:
         inputs = [x.requires_grad_() for x in qkv(*lengths)]
         seen = sees(*lengths, causal, window, chunk)
-        wanted, wanted_lse = by_definition(*inputs, seen)
+        wanted, wanted_lse = exact_results = by_definition(*inputs, seen)
         sides = {"causal": causal, "window_left": window[0], "window_right": window[1]}
         out, lse = attention_tiled(*inputs, **sides, attention_chunk=chunk, tile_m=32, tile_n=16)
-        torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
+        assert_defined((out, lse), exact_results, seen)
         unseen = ~seen.any(1)
-        assert (out[:, unseen] == 0).all() and (lse[:, :, unseen] == -math.inf).all()
         dout, dlse = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, lse))
         live = dlse.masked_fill(unseen, 0.0)
         exact = torch.autograd.grad((wanted, wanted_lse.masked_fill(unseen, 0.0)), inputs, (dout, live))
@@ -127,7 +91,9 @@ def test_the_public_function_with_sinks_and_every_packed_form() -> None:
             seen = sees(*lengths, causal, (-1, -1), chunk)
             for given in (None, sinks):
                 out, lse = flash_attn_func(q, k, v, **options, sinks=given)
-                wanted, wanted_lse = by_definition(*doubles, seen, None if given is None else given.double())
+                wanted, wanted_lse = by_definition(
+                    *doubles, seen, sinks=None if given is None else given.double()
+                )
                 torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
                 torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
     q, k, v = qkv(21, 21, torch.bfloat16)
@@ -193,26 +159,10 @@ def test_a_chunk_hides_what_is_not_finite() -> None:
     options = {"attention_chunk": 10, "tile_m": 16, "tile_n": 16}
     clean = tiled_forward(q, k, v, **options)
     k[:, 20], v[:, 20] = math.nan, math.nan
-    out, lse = tiled_forward(q, k, v, **options)
-    reached = torch.zeros(40, dtype=torch.bool)
-    reached[20:30] = True
-    assert torch.isnan(out[:, reached]).all()
-    torch.testing.assert_close(out[:, ~reached], clean[0][:, ~reached])
-    torch.testing.assert_close(lse[:, :, ~reached], clean[1][:, :, ~reached])
+    assert_nan_reaches(tiled_forward(q, k, v, **options), clean, 20, 30)
 
 
 # Kernels
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Config and arguments of each kernel that is called, on a Hopper GPU by name."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    for name in ("get_forward", "get_backward"):
-        monkeypatch.setattr(compile_cache, name, lambda c: lambda *a: calls.append((c, *a)))
-    yield calls
-    forget_launchers()
 
 
 def test_chunks_reach_kernels_and_are_no_part_of_a_key(kernel_calls: list[tuple[Any, ...]]) -> None:
@@ -221,7 +171,7 @@ def test_chunks_reach_kernels_and_are_no_part_of_a_key(kernel_calls: list[tuple[
         configs = set()
         for sides, given in (((-1, -1, 7), (NO_LIMIT, NO_LIMIT, 7)), ((5, -1, 8), (5, NO_LIMIT, 8))):
             run_forward(q, k, v, 0.5, True, backend, 0, window=sides)
-            config, *arguments = kernel_calls[-1]
+            config, arguments = kernel_calls[-1]
             at = next(i for i, x in enumerate(arguments) if isinstance(x, float))
             check_options(backend, arguments[at + 1 :], given)
             configs.add(config)
@@ -231,17 +181,17 @@ def test_chunks_reach_kernels_and_are_no_part_of_a_key(kernel_calls: list[tuple[
         assert not kernel_calls[-1][0].chunk
         out, lse = torch.zeros(2, 21, 4, 32).bfloat16(), torch.zeros(2, 4, 21)
         backward.run_backward(out, q, k, v, out, lse, 0.5, True, backend=backend, window=(-1, -1, 7))
-        config, *arguments = next(call for call in reversed(kernel_calls) if getattr(call[0], "chunk", False))
+        config, arguments = next(call for call in reversed(kernel_calls) if getattr(call[0], "chunk", False))
         check_options(backend, arguments[11:], (NO_LIMIT, NO_LIMIT, 7))
 
 
-def check_options(backend: str, options: list[Any], given: tuple[int, ...]) -> None:
+def check_options(backend: str, options: tuple[Any, ...], given: tuple[int, ...]) -> None:
     """What is given behind the scale: the sides, and on Hopper None for all else but the CTAs of the grid."""
     assert tuple(options[:3]) == given
     if backend == "hopper":
         assert set(options[3:-1]) == {None} and options[-1] % SMS == 0
     else:
-        assert options[3:] == []
+        assert not options[3:]
 
 
 def test_explain_names_it() -> None:

@@ -115,7 +115,7 @@ def test_quantization_of_a_small_problem() -> None:
 def test_features_of_small_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Workload(lengths=(40, 24), heads=2, heads_kv=1, head_dim=16, is_packed=True)
     window = replace(packed, lengths=(50,), is_packed=False, window=(7, 0))
-    monkeypatch.setattr(features_spec.pick_workloads, "__defaults__", ((packed, window),))
+    monkeypatch.setattr(features_spec, "WORKLOADS", (packed, window))
     out, plot = tmp_path / "features.json", tmp_path / "features.svg"
     run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
     output = succeed("features", *run, "--inputs", "peaky").output

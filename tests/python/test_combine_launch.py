@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.combine.config import CombineConfig
-from hopper_attention import compile_cache
 from hopper_attention.backends import Target
 from hopper_attention.launch import combine as launch
 from hopper_attention.launch.combine import combine, why_not_combine
 from hopper_attention.reference.combine import combine_parts
-from tests.python.fake_gpu import H200, forget_launchers, pretend
+from tests.python.fake_gpu import H200, pretend, serve_by
 
 BF16 = torch.bfloat16
 
@@ -44,12 +43,7 @@ class StandIn:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    pretend(monkeypatch, launch)
-    monkeypatch.setattr(compile_cache, "get_serving", stand_in.get)
-    monkeypatch.setattr(launch, "index_of", lambda device: 0)
-    yield stand_in
-    forget_launchers()
+    yield from serve_by(StandIn(), monkeypatch, launch)
 
 
 def parts(*shape: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hopper_attention import explain, flash_attn_func, flash_attn_kvpacked_func
 from hopper_attention.features import resolve_mask, resolve_packed_mask
 from hopper_attention.masks import MaskSpec
+from tests.python.dense_cases import sees
 
 LENGTHS = ((1, 1), (1, 5), (5, 1), (4, 4), (3, 6), (6, 3))
 
@@ -23,36 +24,20 @@ def qkv(seqlen_q: int = 5, seqlen_k: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(s, generator=generator).half() for s in shapes)
 
 
-def brute_force(seqlen_q: int, seqlen_k: int, left: int, right: int, chunk: int) -> Tensor:
-    """Boolean (seqlen_q, seqlen_k): the keys that a query sees by FlashAttention-3's words for these arguments."""
-    seen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
-    for i in range(seqlen_q):
-        for j in range(seqlen_k):
-            own = i + seqlen_k - seqlen_q
-            in_window = (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
-            seen[i, j] = in_window and (chunk == 0 or own // chunk == j // chunk)
-    return seen
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 def test_every_window_and_chunk_is_a_mask(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
     q, k, _ = qkv(seqlen_q, seqlen_k)
-    full, triangle = (brute_force(seqlen_q, seqlen_k, -1, right, 0) for right in (-1, 0))
+    full, triangle = (sees(seqlen_q, seqlen_k, is_causal) for is_causal in (False, True))
     dense = windows = chunks = 0
     for left, right, chunk in itertools.product(range(-1, 8), range(-1, 8), (0, 1, 2, 5, 8, 2**40)):
-        wanted = brute_force(seqlen_q, seqlen_k, left, 0 if causal else right, chunk)
+        wanted = sees(seqlen_q, seqlen_k, causal, (left, right), chunk)
         options: dict[str, Any] = {"window_size": (left, right), "attention_chunk": chunk}
         mask = resolve_mask(q, k, causal, **options)
-        right_side = 0 if mask.causal else mask.window_right
-        found = brute_force(seqlen_q, seqlen_k, mask.window_left, right_side, mask.attention_chunk)
-        assert torch.equal(found, wanted), options
         of_some_length = resolve_packed_mask(causal, (left, right), chunk, seqlen_q + 1, seqlen_k + 2)
-        right_side = 0 if of_some_length.causal else of_some_length.window_right
-        left_side, chunk_side = of_some_length.window_left, of_some_length.attention_chunk
-        assert torch.equal(brute_force(seqlen_q, seqlen_k, left_side, right_side, chunk_side), wanted), (
-            options
-        )
+        for found in (mask, of_some_length):
+            seen = sees(seqlen_q, seqlen_k, found.causal, found.window, found.attention_chunk)
+            assert torch.equal(seen, wanted), options
         # A chunk may hide nothing new for another reason than that it holds all keys.
         if not mask.attention_chunk and (torch.equal(wanted, full) or torch.equal(wanted, triangle)):
             assert mask == MaskSpec(mask.causal), options

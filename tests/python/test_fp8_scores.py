@@ -29,6 +29,7 @@ from hopper_attention.masks import FULL_SIDES
 from hopper_attention.quantization import quantize_qkv
 from hopper_attention.reference import attention_naive
 from hopper_attention.scores import NO_SCORES
+from tests.python import dense_cases
 from tests.python.fake_gpu import H200, forget_launchers, pretend
 from tests.python.score_formula import COMBINATIONS, draw_scores, formula
 from tests.python.test_packed_quantization import lengths_of
@@ -48,9 +49,7 @@ NOTICE = (
 
 
 def qkv(seqlen_q: int = 45, seqlen_k: int = 33, head_dim_v: int = 24) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    shapes = (2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, head_dim_v)
-    return [torch.randn(shape, generator=generator).to(E4M3) for shape in shapes]
+    return dense_cases.qkv(seqlen_q, seqlen_k, head_dim_v, E4M3)
 
 
 def descales(batch: int = 2, kv_heads: int = 2) -> dict[str, Tensor]:

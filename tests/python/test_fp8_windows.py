@@ -14,7 +14,6 @@ from cute_kernels.window import NO_LIMIT
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper_attention import (
     Fp8Quantization,
-    compile_cache,
     explain,
     explain_fp8,
     flash_attn_fp8_func,
@@ -26,7 +25,7 @@ from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.quantized import default_block_k
 from hopper_attention.reference import attention_naive
 from hopper_attention.rotation import rotate_back
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fp8_cases import Recorder, recorded, relative, sides
 
 WINDOWS = [(40, 20), (0, 0), (30, -1), (-1, 7), (5, 0)]
 
@@ -35,14 +34,6 @@ def qkv(seqlens: tuple[int, int] = (113, 203), dtype: torch.dtype = torch.float1
     generator = torch.Generator().manual_seed(0)
     shapes = (2, seqlens[0], 4, 64), (2, seqlens[1], 2, 64), (2, seqlens[1], 2, 32)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
-
-
-def sides(window: tuple[int, int]) -> dict[str, int]:
-    return dict(zip(("window_left", "window_right"), window, strict=True))
 
 
 @pytest.mark.parametrize("seqlens", [(113, 203), (203, 113)])
@@ -102,31 +93,9 @@ def test_gradients_in_a_window(causal: bool) -> None:
         assert relative(gradient, e.double()) < limit
 
 
-class Recorder:
-    """Notes what a kernel is called with, and gives zeros."""
-
-    def __init__(self) -> None:
-        self.configs: list[Any] = []
-        self.calls: list[tuple[Any, ...]] = []
-
-    def get(self, config: Any) -> Recorder:
-        self.configs.append(config)
-        return self
-
-    def __call__(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
-        arguments[3].zero_()
-        arguments[4].zero_()
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """A Hopper GPU by name, whose tensors are the CPU's and whose kernels note their arguments."""
-    found = Recorder()
-    pretend(monkeypatch, fp8_launch)
-    monkeypatch.setattr(compile_cache, "get_forward", found.get)
-    yield found
-    forget_launchers()
+    yield from recorded(monkeypatch, fp8_launch)
 
 
 def test_the_kernel_is_given_the_sides(recorder: Recorder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,18 @@ from torch.nn.attention.flex_attention import (
 )
 
 from cute_kernels.user_functions import FLOAT, OPERATIONS, UserFunctions
-from hopper_attention import compile_cache, explain, flash_attn_func, flash_attn_varlen_func, mods
+from hopper_attention import explain, flash_attn_func, flash_attn_varlen_func, mods
 from hopper_attention.functions import trace_functions
-from hopper_attention.launch import backward, forward
 from hopper_attention.reference import attention_naive, attention_tiled
 from hopper_attention.reference.function_terms import OPERATIONS as TORCH_OPERATIONS
 from hopper_attention.reference.function_terms import work_out
 from tests.function_examples import Example, draw_example, relative_bias
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python import dense_cases
 from tests.python.varlen_cases import CASES
 
 
-def qkv(seqlen_q: int = 21, seqlen_k: int = 33, head_dim_v: int = 24, dtype=torch.bfloat16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    shapes = (2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, head_dim_v)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+def qkv(*lengths: int, head_dim_v: int = 24) -> list[Tensor]:
+    return [x.requires_grad_() for x in dense_cases.qkv(*lengths, head_dim_v=head_dim_v)]
 
 
 def close(ours: Tensor, exact: Tensor, error: float = 0.02) -> None:
@@ -201,17 +198,6 @@ def test_a_slope_of_1_is_known() -> None:
     assert not functions_of(None, lambda b, h, q, k: q > k).bends
     assert functions_of(lambda s, b, h, q, k: s * 1.5).bends
     assert functions_of(lambda s, b, h, q, k: mods.where(q > k, s, -math.inf)).bends
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Configs of kernels on a Hopper GPU by name, and what they are called with."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    for name in ("get_forward", "get_backward"):
-        monkeypatch.setattr(compile_cache, name, lambda config: lambda *a: calls.append((config, a)))
-    yield calls
-    forget_launchers()
 
 
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])

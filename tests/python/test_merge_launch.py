@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.merge.config import MergeConfig
-from hopper_attention import compile_cache
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.launch import merge as launch
 from hopper_attention.reference.tiles import Span
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import serve_by
 
 
 class StandIn:
@@ -45,12 +44,7 @@ class StandIn:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    pretend(monkeypatch, launch)
-    monkeypatch.setattr(compile_cache, "get_serving", stand_in.get)
-    monkeypatch.setattr(launch, "index_of", lambda device: 0)
-    yield stand_in
-    forget_launchers()
+    yield from serve_by(StandIn(), monkeypatch, launch)
 
 
 def parts(columns: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:

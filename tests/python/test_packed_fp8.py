@@ -13,10 +13,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from cute_kernels.window import NO_LIMIT
-from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.config import Softmax
 from hopper_attention import (
     Fp8Quantization,
-    compile_cache,
     explain_fp8,
     explain_varlen,
     flash_attn_fp8_func,
@@ -30,6 +29,7 @@ from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import packed_fp8
 from hopper_attention.launch.varlen import run_varlen
 from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fp8_cases import Recorder, recorded, relative, sides
 from tests.python.test_packed_quantization import NAMES, PACKED, lengths_of
 from tests.python.varlen_cases import CASES, Case
 
@@ -40,14 +40,6 @@ MASKS: list[tuple[bool, tuple[int, int]]] = [
     (True, (9, -1)),
 ]
 C = Fp8Quantization(block_k=32)
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
-
-
-def sides(window: tuple[int, int]) -> dict[str, int]:
-    return dict(zip(("window_left", "window_right"), window, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -197,33 +189,9 @@ def test_descales_that_do_not_fit() -> None:
 # Kernels
 
 
-class Recorder:
-    """Notes what kernels are called with, and gives zeros."""
-
-    def __init__(self) -> None:
-        self.configs: list[Any] = []
-        self.calls: list[tuple[Any, ...]] = []
-
-    def get(self, config: Any) -> Any:
-        if not isinstance(config, Fp8ForwardConfig):
-            return lambda *arguments: None
-        self.configs.append(config)
-        return self
-
-    def __call__(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
-        arguments[3].zero_()
-        arguments[4].zero_()
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """A Hopper GPU by name, whose tensors are the CPU's and whose kernels note their arguments."""
-    found = Recorder()
-    pretend(monkeypatch, fp8_launch, packed_fp8)
-    monkeypatch.setattr(compile_cache, "get_forward", found.get)
-    yield found
-    forget_launchers()
+    yield from recorded(monkeypatch, fp8_launch, packed_fp8)
 
 
 def test_what_the_kernel_is_given(recorder: Recorder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,20 +27,13 @@ from hopper_attention.launch import backward, forward, varlen
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.lengths import Lengths, rows_of_sequences
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, ScoreSpec
-from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from tests.python.dense_cases import qkv
+from tests.python.fake_gpu import SMS
 from tests.python.score_formula import COMBINATIONS, draw_scores, formula
 from tests.python.varlen_cases import CASES, Case
 
 OPS = torch.ops.hopper_attention
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 2)))
-
-
-def qkv(
-    seqlen_q: int = 21, seqlen_k: int = 33, head_dim_v: int = 24, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    shapes = (2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, head_dim_v)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def learned(scores: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +55,30 @@ def exact_gradients(
     return torch.autograd.grad(loss + sum(0.0 * x.sum() for x in leaves), leaves)
 
 
+def assert_right(
+    results: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    leaves: list[Tensor],
+    exact_leaves: list[Tensor],
+    unused: Any = (),
+) -> None:
+    """out, LSE and their gradients against the formula; what comes back to ``unused`` rows counts for nothing."""
+    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
+    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
+    right = exact_gradients(wanted, exact_leaves, dout, dlse)
+    if len(unused):
+        dout[unused] = math.nan
+    for mine, theirs in zip(torch.autograd.grad(results, leaves, (dout, dlse)), right, strict=True):
+        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
+        assert mine.dtype in (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(
+            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
+        )
+
+
 # Numbers
 
 
@@ -78,19 +95,7 @@ def test_results_and_gradients(
     exact = [x.detach().double().requires_grad_() for x in inputs]
     results = flash_attn_func(*inputs, causal=causal, window_size=window, return_attn_probs=True, **scores)
     wanted = formula(*exact, scale=32**-0.5, causal=causal, window=window, **exact_scores)
-    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
-    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
-    got = torch.autograd.grad(results, leaves_of(inputs, scores), (dout, dlse))
-    right = exact_gradients(wanted, leaves_of(exact, exact_scores), dout, dlse)
-    for mine, theirs in zip(got, right, strict=True):
-        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
-        assert mine.dtype in (torch.bfloat16, torch.float32)
-        torch.testing.assert_close(
-            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
-        )
+    assert_right(results, wanted, leaves_of(inputs, scores), leaves_of(exact, exact_scores))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -105,19 +110,8 @@ def test_sequences_of_different_lengths(case: str, name: str, mask: tuple[bool, 
     options = {"causal": causal, "window_size": window, "return_attn_probs": True}
     results = flash_attn_varlen_func(*inputs, *c.lengths, **options, **scores)
     wanted = formula_of_sequences(c, exact, causal, window, exact_scores)
-    torch.testing.assert_close(results[0].double(), wanted[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(results[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(wanted[0].shape, generator=generator).bfloat16()
-    dlse = torch.randn(wanted[1].shape, generator=generator).masked_fill(wanted[1] == -math.inf, 0.0)
-    right = exact_gradients(wanted, leaves_of(exact, exact_scores), dout, dlse)
-    dout[c.unused()[0]] = math.nan
-    got = torch.autograd.grad(results, leaves_of(inputs, scores), (dout, dlse))
-    for mine, theirs in zip(got, right, strict=True):
-        most = theirs.abs().max() if theirs.numel() else torch.zeros(())
-        torch.testing.assert_close(
-            mine.double(), theirs.double(), rtol=0.0, atol=0.02 * max(float(most), 1.0)
-        )
+    unused, _ = c.unused()
+    assert_right(results, wanted, leaves_of(inputs, scores), leaves_of(exact, exact_scores), unused)
 
 
 def formula_of_sequences(
@@ -354,16 +348,6 @@ def test_operators_check_too() -> None:
 # Kernels
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What forward kernels are called with, on a Hopper GPU by name."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: lambda *a: calls.append(a))
-    yield calls
-    forget_launchers()
-
-
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])
 def test_kernels_that_do_it_are_chosen(backend: str, name: str) -> None:
@@ -391,7 +375,7 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
         for window in ((-1, -1, 0), (5, 2, 0)):
             scores = Scores(cap, slopes, sinks)
             run_forward(*tensors, 0.5, False, backend, 0, window=window, scores=scores)
-            call = kernel_calls[-1]
+            _, call = kernel_calls[-1]
             sides = () if window == (-1, -1, 0) else window[:2]
             if backend == "hopper":
                 sides = (*(sides or (None, None)), *(None,) * 5)
@@ -404,7 +388,8 @@ def test_values_reach_a_kernel_and_are_no_part_of_a_key(
         (w, ScoreKind(True, True, True)) for w in (False, True)
     ]
     run_forward(*tensors, 0.5, False, backend, 0, scores=Scores(sinks=sinks))
-    assert kernel_calls[-1][len(kernel_calls[-1]) - len(last) - 5 :][:2] == (None, None)
+    _, call = kernel_calls[-1]
+    assert call[len(call) - len(last) - 5 :][:2] == (None, None)
     assert problems[-1].scores == ScoreKind(has_sinks=True)
 
 
@@ -461,7 +446,7 @@ def test_plain_calls_know_nothing_of_them(kernel_calls: list[Any]) -> None:
     assert Scores.of(0.0, None, None) is NO_SCORES and Scores.of(0, None, None) is NO_SCORES
     run_forward(*qkv(), None, False, None, 0)
     run_forward(*qkv(), None, False, None, 0, scores=NO_SCORES)
-    assert len(kernel_calls[0]) == len(kernel_calls[1]) == 8
+    assert len(kernel_calls[0][1]) == len(kernel_calls[1][1]) == 8
     assert forward.find_launch.cache_info().hits == 1
 
 

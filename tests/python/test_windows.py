@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,18 +24,11 @@ from hopper_attention.launch.backward import BackwardLauncher
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.masks import MAX_WINDOW_LENGTH, MaskSpec
 from hopper_attention.reference import attention_naive
-from tests.python.fake_gpu import H200, SMS, forget_launchers, pretend
+from tests.python.dense_cases import qkv
+from tests.python.fake_gpu import H200, SMS
 
 OPS = torch.ops.hopper_attention
 WINDOWS = ((4, -1), (-1, 3), (6, 0), (5, 2), (0, 0))
-
-
-def qkv(
-    seqlen_q: int = 21, seqlen_k: int = 33, head_dim_v: int = 24, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    shapes = (2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, head_dim_v)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def oracle(*tensors: Tensor, causal: bool, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -160,16 +152,6 @@ ABSENT = (None,) * 10
 """A chunk, a plan, what changes scores and dropout, of which these kernels have none."""
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What kernels are called with, on a Hopper GPU by name."""
-    calls: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, forward, backward)
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: lambda *a: calls.append(a))
-    yield calls
-    forget_launchers()
-
-
 @pytest.mark.parametrize("backend", ["hopper", "ampere"])
 def test_the_gradient_has_a_kernel_with_a_window(backend: str) -> None:
     tensors = [x.requires_grad_() for x in qkv()]
@@ -188,11 +170,11 @@ def test_sides_reach_a_kernel_and_are_no_part_of_a_key(
     run_forward(*tensors, None, False, None, 0)
     for window, sides in (((5, 2), (5, 2)), ((7, -1), (7, NO_LIMIT))):
         run_forward(*tensors, None, False, None, 0, window=(*window, 0))
-        assert kernel_calls[-1][6:] == (32**-0.5, *sides, *ABSENT, 3 * SMS)
-    assert kernel_calls[0][6:] == (32**-0.5, 3 * SMS)
+        assert kernel_calls[-1][1][6:] == (32**-0.5, *sides, *ABSENT, 3 * SMS)
+    assert kernel_calls[0][1][6:] == (32**-0.5, 3 * SMS)
     assert [p.has_window for p in problems] == [False, True]
     run_forward(*qkv(head_dim_v=264), None, True, "ampere", 0, window=(5, -1, 0))
-    assert [call[5:] for call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT)] * 2
+    assert [call[5:] for _, call in kernel_calls[-2:]] == [(32**-0.5, 5, NO_LIMIT)] * 2
 
 
 def test_sides_reach_a_backward_kernel(kernel_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,25 +11,22 @@ from torch import Tensor
 
 from hopper_attention.masks import MAX_WINDOW_LENGTH, MaskSpec, check_window_lengths
 from hopper_attention.reference import attention_naive, attention_tiled, tiled_backward, tiled_forward
-from hopper_attention.reference.tiles import Mask, Span
+from hopper_attention.reference.tiles import Mask
+from tests.python.dense_cases import (
+    assert_defined,
+    assert_nan_reaches,
+    assert_tiles_hold,
+    by_definition,
+    sees,
+)
 
 LENGTHS = ((1, 1), (1, 6), (6, 1), (5, 5), (4, 9), (9, 4))
 SIDES = (-1, 0, 1, 2, 3, 8, 100)
 CPU = torch.device("cpu")
 
 
-def brute_force(seqlen_q: int, seqlen_k: int, causal: bool, left: int, right: int) -> Tensor:
-    """Boolean (seqlen_q, seqlen_k), pair by pair."""
-    right = 0 if causal else right
-    seen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
-    for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):
-        own = i + seqlen_k - seqlen_q
-        seen[i, j] = (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
-    return seen
-
-
 def of_spec(spec: MaskSpec, seqlen_q: int, seqlen_k: int) -> Tensor:
-    return brute_force(seqlen_q, seqlen_k, spec.causal, spec.window_left, spec.window_right)
+    return sees(seqlen_q, seqlen_k, spec.causal, spec.window)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -37,14 +34,14 @@ def of_spec(spec: MaskSpec, seqlen_q: int, seqlen_k: int) -> Tensor:
 def test_the_canonical_form_hides_the_same_keys(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
     full = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     for left, right in itertools.product(SIDES, SIDES):
-        wanted = brute_force(seqlen_q, seqlen_k, causal, left, right)
+        wanted = sees(seqlen_q, seqlen_k, causal, (left, right))
         spec = MaskSpec.canonical(causal, left, right, seqlen_q, seqlen_k)
         assert torch.equal(of_spec(spec, seqlen_q, seqlen_k), wanted), (left, right)
         assert spec.window_right != 0 and not (spec.causal and spec.window_right != -1)
         # A side that is left hides something: without it there would be no window.
         for side, alone in (("left", (spec.window_left, -1)), ("right", (-1, spec.window_right))):
             if alone != (-1, -1):
-                assert not torch.equal(brute_force(seqlen_q, seqlen_k, False, *alone), full), side
+                assert not torch.equal(sees(seqlen_q, seqlen_k, False, alone), full), side
         if torch.equal(wanted, full) and not causal:
             assert spec == MaskSpec(False)
 
@@ -53,7 +50,7 @@ def test_the_canonical_form_hides_the_same_keys(seqlen_q: int, seqlen_k: int, ca
 def test_bounds_of_lengths_keep_what_a_shorter_sequence_needs(causal: bool) -> None:
     for (seqlen_q, seqlen_k), more, left, right in itertools.product(LENGTHS, (0, 3), SIDES, SIDES):
         spec = MaskSpec.canonical(causal, left, right, seqlen_q + more, seqlen_k + more)
-        wanted = brute_force(seqlen_q, seqlen_k, causal, left, right)
+        wanted = sees(seqlen_q, seqlen_k, causal, (left, right))
         assert torch.equal(of_spec(spec, seqlen_q, seqlen_k), wanted)
 
 
@@ -73,21 +70,8 @@ def test_tiles_hold_every_pair_that_is_seen_and_skip_the_others(
 ) -> None:
     for (seqlen_q, seqlen_k), left, right in itertools.product(LENGTHS, SIDES, SIDES):
         mask = Mask(seqlen_q, seqlen_k, causal, left, right)
-        wanted = brute_force(seqlen_q, seqlen_k, causal, left, right)
-        by_queries, by_keys = torch.zeros_like(wanted), torch.zeros_like(wanted)
-        for at in range(0, seqlen_q, tile_m):
-            rows = Span(at, min(at + tile_m, seqlen_q))
-            for cols in mask.key_tiles(rows, tile_n):
-                assert wanted[rows.slice, cols.slice].any()
-                visible = mask.visible(rows, cols, 1, CPU)
-                by_queries[rows.slice, cols.slice] = True if visible is None else visible
-        for at in range(0, seqlen_k, tile_n):
-            cols = Span(at, min(at + tile_n, seqlen_k))
-            for rows in mask.query_tiles(cols, tile_m):
-                assert wanted[rows.slice, cols.slice].any()
-                visible = mask.visible(rows, cols, 1, CPU)
-                by_keys[rows.slice, cols.slice] = True if visible is None else visible
-        assert torch.equal(by_queries, wanted) and torch.equal(by_keys, wanted)
+        wanted = sees(seqlen_q, seqlen_k, causal, (left, right))
+        assert_tiles_hold(mask, wanted, tile_m, tile_n)
 
 
 def draw(
@@ -99,16 +83,6 @@ def draw(
     return q, k, v
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Out and LSE of the pairs in ``seen``; 0 and -inf where there is none."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
-    p = torch.softmax(scores, -1).masked_fill(~seen, 0.0)
-    return (p @ v).transpose(1, 2), scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 7), (7, 1), (13, 13), (9, 21), (21, 9)])
@@ -118,17 +92,14 @@ def test_oracle_and_tiles_give_the_definition(
     q, k, v = draw(seqlen_q, seqlen_k, heads)
     for left, right in itertools.product((-1, 0, 1, 4, 11), (-1, 0, 2, 7)):
         sides = {"causal": causal, "window_left": left, "window_right": right, "softmax_scale": 0.3}
-        seen = brute_force(seqlen_q, seqlen_k, causal, left, right)
-        wanted, wanted_lse = by_definition(q, k, v, seen, 0.3)
-        for out, lse in (
+        seen = sees(seqlen_q, seqlen_k, causal, (left, right))
+        wanted = by_definition(q, k, v, seen, 0.3)
+        for results in (
             attention_naive(q, k, v, **sides),
             tiled_forward(q, k, v, **sides, tile_m=4, tile_n=3),
             tiled_forward(q, k, v, **sides),
         ):
-            torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
-            unseen = ~seen.any(1)
-            assert (out[:, unseen] == 0).all() and (lse[:, :, unseen] == -math.inf).all()
+            assert_defined(results, wanted, seen)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -138,7 +109,7 @@ def test_gradients_of_windows(seqlen_q: int, seqlen_k: int, causal: bool) -> Non
     for left, right in itertools.product((-1, 0, 3), (-1, 0, 2)):
         inputs = [x.requires_grad_() for x in draw(seqlen_q, seqlen_k)]
         sides = {"causal": causal, "window_left": left, "window_right": right}
-        seen = brute_force(seqlen_q, seqlen_k, causal, left, right)
+        seen = sees(seqlen_q, seqlen_k, causal, (left, right))
         out, lse = attention_naive(*inputs, **sides)
         dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
@@ -176,9 +147,4 @@ def test_what_a_window_hides_may_be_nan() -> None:
     sides = {"window_left": 6, "window_right": 3, "tile_m": 16, "tile_n": 16}
     clean = tiled_forward(q, k, v, **sides)
     k[:, 20], v[:, 20] = math.nan, math.nan
-    out, lse = tiled_forward(q, k, v, **sides)
-    reached = torch.zeros(40, dtype=torch.bool)
-    reached[17:27] = True
-    assert torch.isnan(out[:, reached]).all()
-    torch.testing.assert_close(out[:, ~reached], clean[0][:, ~reached])
-    torch.testing.assert_close(lse[:, :, ~reached], clean[1][:, :, ~reached])
+    assert_nan_reaches(tiled_forward(q, k, v, **sides), clean, 17, 27)

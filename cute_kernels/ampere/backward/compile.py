@@ -1,20 +1,11 @@
 """Compile a backward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.backward.kernel import AmpereBackwardKernel, PackedAmpereBackwardKernel
 from cute_kernels.ampere.options import option_arguments
-from cute_kernels.arguments import (
-    VECTOR_ELEMENTS,
-    compile_for_torch,
-    plan_argument,
-    query_lists_argument,
-    strided,
-    words,
-)
-from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.arguments import backward_tensors, compile_for_torch, plan_arguments, query_lists_argument
 from cute_kernels.problem import VARLEN
 
 
@@ -40,47 +31,9 @@ def compile_ampere_backward(config: AmpereBackwardConfig, options: str = ""):
     of K (``cute_kernels.plan``, with ``of_keys``); sequences int32, b + 1. dk and dv of keys behind all sequences are
     0; rows in no sequence of the plan are neither read nor written.
     """
-    tensors = packed_tensors(config) if config.layout == VARLEN else dense_tensors(config)
-    counter, scale = words(cute.sym_int()), Float32(0.0)
+    tensors, scale = backward_tensors(config), Float32(0.0)
     given = *option_arguments(config), *([query_lists_argument()] if config.block_lists else [])
     if config.layout == VARLEN:
-        kernel, plan = PackedAmpereBackwardKernel(config), (plan_argument(), Int32(0))
-        return compile_for_torch(kernel, *tensors, counter, *plan, scale, *given, options=options)
-    kernel = AmpereBackwardKernel(config)
-    return compile_for_torch(kernel, *tensors, counter, scale, *given, options=options)
-
-
-def dense_tensors(config: AmpereBackwardConfig) -> tuple:
-    """From q to dv, with a dimension for the batch."""
-    dtype = DSL_DTYPES[config.dtype]
-    b, sq, sk, h, hk, padded, tiles = (cute.sym_int() for _ in range(7))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return (
-        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
-        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
-        strided(Float32, (b, h, padded), 4),
-        strided(Float32, (b, h, padded), 4),
-        strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
-        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
-    )
-
-
-def packed_tensors(config: AmpereBackwardConfig) -> tuple:
-    """The same of packed sequences."""
-    dtype = DSL_DTYPES[config.dtype]
-    total_q, total_k, h, hk, padded, tiles = (cute.sym_int() for _ in range(6))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return (
-        strided(dtype, (total_q, h, d), VECTOR_ELEMENTS),
-        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
-        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
-        strided(Float32, (h, padded), 4),
-        strided(Float32, (h, padded), 4),
-        strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
-        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
-    )
+        kernel, plan = PackedAmpereBackwardKernel(config), plan_arguments(config)
+        return compile_for_torch(kernel, *tensors, *plan, scale, *given, options=options)
+    return compile_for_torch(AmpereBackwardKernel(config), *tensors, scale, *given, options=options)

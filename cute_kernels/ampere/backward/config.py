@@ -11,10 +11,10 @@ from cute_kernels.ampere.config import (
     HOPPER,
     LARGE,
     MMA_ROWS,
-    RESERVED_BYTES,
     SMALL,
     WARP_THREADS,
     SharedMemory,
+    check_smem,
     swizzle_span,
 )
 from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
@@ -22,12 +22,11 @@ from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, WORDS_PER_FRAGME
 from cute_kernels.problem import (
     DENSE,
     DTYPES,
-    LAYOUTS,
     MAX_HEAD_DIM,
-    SCORE_FEATURES,
     SHORT_NAMES,
     check_block_lists,
-    check_chunk,
+    check_kind,
+    feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
 
@@ -234,29 +233,19 @@ class AmpereBackwardConfig:
         parts += [f"m{self.tile_m}n{self.tile_n}w{self.warps}_{warps}_s{self.stages}c{self.ctas_per_sm}"]
         parts += [f"p{self.dq_passes}"] if self.dq_passes > 1 else []
         parts += ["ordered"] if self.ordered else []
-        parts += ["window"] if self.window else []
-        parts += ["chunk"] if self.chunk else []
-        parts += [] if self.layout == DENSE else [self.layout]
-        parts += [name for name in SCORE_FEATURES if getattr(self, name, False)]
-        parts += [self.functions.name] if self.functions else []
-        parts += ["listed"] if self.block_lists else []
-        return "_".join(parts)
+        return "_".join(parts + feature_names(self))
 
 
 def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
     """Raise ValueError naming the first field that no kernel can be built from."""
     c = config
-    if c.dtype not in DTYPES:
-        raise ValueError(f"dtype is {c.dtype!r}, allowed: {', '.join(DTYPES)}")
     if c.arch not in ARCHS:
         raise ValueError(f"arch is {c.arch!r}, allowed: {', '.join(ARCHS)}")
     if c.head_dim not in NATIVE_HEAD_DIMS or c.head_dim_v != c.head_dim:
         raise ValueError(
             f"head_dim is {c.head_dim} and head_dim_v {c.head_dim_v}, allowed: the same, one of {NATIVE_HEAD_DIMS}"
         )
-    if c.layout not in LAYOUTS:
-        raise ValueError(f"layout is {c.layout!r}, allowed: {', '.join(LAYOUTS)}")
-    check_chunk(c.window, c.chunk)
+    check_kind(c)
     check_block_lists(c)
     if c.warps not in (4, 8):
         raise ValueError(f"warps is {c.warps}, allowed: 4 or 8")
@@ -289,12 +278,7 @@ def validate_ampere_backward_config(config: AmpereBackwardConfig) -> None:
         )
     if c.stages not in (1, 2):
         raise ValueError(f"stages is {c.stages}, allowed: 1 or 2")
-    smem = ARCHS[c.arch]
-    if c.smem_bytes > smem.cta or c.ctas_per_sm * (c.smem_bytes + RESERVED_BYTES) > smem.sm:
-        raise ValueError(
-            f"{c.ctas_per_sm} CTAs of {c.smem_bytes} bytes of shared memory, allowed on {c.arch}: {smem.cta} "
-            f"each and {smem.sm} in all, of which {RESERVED_BYTES} a CTA are reserved"
-        )
+    check_smem(c.arch, c.smem_bytes, c.ctas_per_sm)
 
 
 @dataclass(frozen=True)

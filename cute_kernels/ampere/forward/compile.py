@@ -1,19 +1,11 @@
 """Compile a forward kernel for any sizes and strides, with or without a GPU."""
 
-import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.ampere.forward.kernel import AmpereForwardKernel, PackedAmpereForwardKernel
 from cute_kernels.ampere.options import option_arguments
-from cute_kernels.arguments import (
-    VECTOR_ELEMENTS,
-    compile_for_torch,
-    key_lists_argument,
-    plan_argument,
-    strided,
-)
-from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.arguments import compile_for_torch, forward_tensors, key_lists_argument, plan_arguments
 from cute_kernels.problem import VARLEN
 
 
@@ -41,39 +33,8 @@ def compile_ampere_forward(config: AmpereForwardConfig, options: str = ""):
     """
     lists = [key_lists_argument()] if config.block_lists else []
     given = *option_arguments(config, config.sinks), *lists
+    tensors, scale = forward_tensors(config), Float32(0.0)
     if config.layout == VARLEN:
-        kernel, tensors = PackedAmpereForwardKernel(config), packed_tensors(config)
-        return compile_for_torch(
-            kernel, *tensors, plan_argument(), Int32(0), Float32(0.0), *given, options=options
-        )
-    return compile_for_torch(
-        AmpereForwardKernel(config), *dense_tensors(config), Float32(0.0), *given, options=options
-    )
-
-
-def dense_tensors(config: AmpereForwardConfig) -> tuple:
-    """q, k, v, out and lse with a dimension for the batch."""
-    dtype = DSL_DTYPES[config.dtype]
-    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return (
-        strided(dtype, (b, sq, h, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (b, sk, hk, dv), VECTOR_ELEMENTS),
-        strided(dtype, (b, sq, h, dv), VECTOR_ELEMENTS),
-        strided(Float32, (b, h, cute.sym_int()), 1),
-    )
-
-
-def packed_tensors(config: AmpereForwardConfig) -> tuple:
-    """The same of packed sequences."""
-    dtype = DSL_DTYPES[config.dtype]
-    total_q, total_k, h, hk = (cute.sym_int() for _ in range(4))
-    d, dv = (cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(2))
-    return (
-        strided(dtype, (total_q, h, d), VECTOR_ELEMENTS),
-        strided(dtype, (total_k, hk, d), VECTOR_ELEMENTS),
-        strided(dtype, (total_k, hk, dv), VECTOR_ELEMENTS),
-        strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
-        strided(Float32, (h, cute.sym_int()), 1),
-    )
+        kernel, plan = PackedAmpereForwardKernel(config), plan_arguments(config)
+        return compile_for_torch(kernel, *tensors, *plan, scale, *given, options=options)
+    return compile_for_torch(AmpereForwardKernel(config), *tensors, scale, *given, options=options)

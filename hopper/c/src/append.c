@@ -3,7 +3,7 @@
 
 #include "internal.h"
 
-enum { KV_PARTS = 2, TURNED_BY_FLOAT32 = 2 };
+enum { TURNED_BY_FLOAT32 = 2 };
 
 static bool is_e4m3(const ha_append_params *p) { return p->cache_dtype == HA_FLOAT8_E4M3; }
 
@@ -31,17 +31,9 @@ static ha_status check_rotary(const ha_append_params *p) {
 }
 
 static ha_status check_cache(const ha_append_params *p) {
-  if (!is_e4m3(p) && p->cache_dtype != p->dtype) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_dtype is %d, allowed: dtype, %d, or HA_FLOAT8_E4M3",
-                   (int)p->cache_dtype, (int)p->dtype);
-  }
-  ha_status status = ha_check_range("pages", p->pages, 1, INT32_MAX);
-  if (status == HA_SUCCESS) status = ha_check_range("page_size", p->page_size, 1, MAX_SEQLEN);
-  if (status != HA_SUCCESS) return status;
-  if (p->page_table) return ha_check_range("pages_of_sequence", p->pages_of_sequence, 1, MAX_SEQLEN / p->page_size);
-  if (p->pages >= p->batch) return HA_SUCCESS;
-  return ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                 "pages is %" PRId64 ", allowed without a page_table: batch, %" PRId64 ", or more", p->pages, p->batch);
+  const cache_sizes sizes = {p->page_table, p->batch, p->pages, p->page_size, p->pages_of_sequence};
+  const ha_status status = ha_check_cache_dtype(p->dtype, p->cache_dtype);
+  return status == HA_SUCCESS ? ha_check_cache(&sizes) : status;
 }
 
 static ha_status check_counts(const ha_append_params *p) {
@@ -82,25 +74,20 @@ static ha_status check_arrays(const ha_append_params *p) {
   if (status == HA_SUCCESS && p->new_seqlens == p->cache_seqlens) {
     return ha_fail(HA_ERROR_INVALID_ARGUMENT, "new_seqlens is cache_seqlens, allowed: other memory");
   }
-  static const char DESCALES[] = "with a cache of e4m3 (batch, kv_heads) float32";
-  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("k_descale", p->k_descale, DESCALES);
-  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("v_descale", p->v_descale, DESCALES);
+  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_descales(p->k_descale, p->v_descale);
   return status;
 }
 
-/* Shape and strides of rows of a batch, or where they are packed of a batch of one. */
-static ha_status read_rows(const char *name, const ha_tensor *t, ha_dtype dtype, bool is_packed, int64_t *shape,
-                           operand *made) {
-  if (is_packed) shape[0] = 1;
-  *made = (operand){.data = t->data, .shape = shape};
-  ha_tensor of_one = *t;
+/* Append rows of a batch, or where they are packed of a batch of one. */
+static ha_status add_rows(call *c, operand rows, bool is_packed) {
+  ha_tensor given = *rows.given;
+  if (is_packed) rows.shape[0] = 1;
   /* The stride of a lone batch entry is of no matter, but has to be told from contiguous rows. */
-  if (is_packed && (t->stride_row || t->stride_head)) of_one.stride_batch = shape[1] * t->stride_row;
-  return ha_check_tensor(name, &of_one, dtype, 4, shape, made->strides);
-}
-
-static void add_operand(call *c, const operand *o, ha_dtype dtype) {
-  ha_add_tensor(c, o->data, ha_element_of(dtype), 4, o->shape, o->strides);
+  if (is_packed && (given.stride_row || given.stride_head)) given.stride_batch = rows.shape[1] * given.stride_row;
+  rows.given = &given;
+  const ha_status status = ha_check_operands(&rows, 1);
+  if (status == HA_SUCCESS) ha_add_operand(c, &rows);
+  return status;
 }
 
 static void add_words(call *c, const int32_t *data, int64_t count) {
@@ -109,24 +96,14 @@ static void add_words(call *c, const int32_t *data, int64_t count) {
 }
 
 static ha_status add_new_and_caches(call *c, const ha_append_params *p) {
-  const int64_t columns[KV_PARTS] = {p->head_dim, p->head_dim_v};
-  const ha_tensor *new[KV_PARTS] = {&p->k, &p->v}, *caches[KV_PARTS] = {&p->k_cache, &p->v_cache};
-  static const char *const NAMES[KV_PARTS] = {"k", "v"}, *const CACHES[KV_PARTS] = {"k_cache", "v_cache"};
-  for (int i = 0; i < KV_PARTS; i++) {
-    int64_t shape[] = {p->batch, p->seqlen_new, p->kv_heads, columns[i]};
-    operand rows;
-    const ha_status status = read_rows(NAMES[i], new[i], p->dtype, p->cu_seqlens_new, shape, &rows);
-    if (status != HA_SUCCESS) return status;
-    add_operand(c, &rows, p->dtype);
-  }
-  for (int i = 0; i < KV_PARTS; i++) {
-    int64_t shape[] = {p->pages, p->page_size, p->kv_heads, columns[i]};
-    operand rows;
-    const ha_status status = read_rows(CACHES[i], caches[i], p->cache_dtype, false, shape, &rows);
-    if (status != HA_SUCCESS) return status;
-    add_operand(c, &rows, p->cache_dtype);
-  }
-  return HA_SUCCESS;
+  const ha_dtype cached = p->cache_dtype;
+  operand rows[] = {{"k", &p->k, p->dtype, 4, {p->batch, p->seqlen_new, p->kv_heads, p->head_dim}, {0}},
+                    {"v", &p->v, p->dtype, 4, {p->batch, p->seqlen_new, p->kv_heads, p->head_dim_v}, {0}},
+                    {"k_cache", &p->k_cache, cached, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim}, {0}},
+                    {"v_cache", &p->v_cache, cached, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim_v}, {0}}};
+  ha_status status = HA_SUCCESS;
+  for (int i = 0; status == HA_SUCCESS && i < 4; i++) status = add_rows(c, rows[i], i < 2 && p->cu_seqlens_new);
+  return status;
 }
 
 static void add_places(call *c, const ha_append_params *p) {
@@ -156,14 +133,11 @@ static ha_status add_queries(call *c, const ha_append_params *p) {
   if (p->q_out.data == p->q.data) {
     return ha_fail(HA_ERROR_INVALID_ARGUMENT, "q_out.data is q.data, allowed: other memory");
   }
-  const ha_tensor *tensors[] = {&p->q, &p->q_out};
-  static const char *const NAMES[] = {"q", "q_out"};
+  operand rows[] = {{"q", &p->q, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim}, {0}},
+                    {"q_out", &p->q_out, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim}, {0}}};
   for (int i = 0; i < 2; i++) {
-    int64_t shape[] = {p->batch, p->seqlen_q, p->heads, p->head_dim};
-    operand rows;
-    const ha_status status = read_rows(NAMES[i], tensors[i], p->dtype, p->cu_seqlens_q, shape, &rows);
+    const ha_status status = add_rows(c, rows[i], p->cu_seqlens_q);
     if (status != HA_SUCCESS) return status;
-    add_operand(c, &rows, p->dtype);
   }
   add_words(c, p->cu_seqlens_q, p->batch + 1);
   ha_add_int(c, p->same_position ? 0 : 1);

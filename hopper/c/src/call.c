@@ -76,11 +76,13 @@ element ha_element_of(ha_dtype dtype) {
   return ELEMENTS[dtype];
 }
 
-void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
-                     const void *workspace, double scale) {
-  for (int i = 0; i < 4; i++) {
-    ha_add_tensor(c, operands[i].data, ha_element_of(dtype), dimensions, operands[i].shape, operands[i].strides);
-  }
+void ha_add_operand(call *c, const operand *o) {
+  ha_add_tensor(c, o->given->data, ha_element_of(o->dtype), o->dimensions, o->shape, o->strides);
+}
+
+void ha_add_operands(call *c, const operand operands[NUM_OPERANDS], const lse_argument *lse, const void *workspace,
+                     double scale) {
+  for (int i = 0; i < NUM_OPERANDS; i++) ha_add_operand(c, &operands[i]);
   ha_add_lse(c, lse);
   ha_add_counter(c, workspace);
   ha_add_real(c, scale);

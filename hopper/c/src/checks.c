@@ -77,6 +77,28 @@ bool ha_fits(const int64_t *sizes, int count, int64_t most) {
   return true;
 }
 
+ha_status ha_check_cache(const cache_sizes *s) {
+  ha_status status = ha_check_range("pages", s->pages, 1, INT32_MAX);
+  if (status == HA_SUCCESS) status = ha_check_range("page_size", s->page_size, 1, MAX_SEQLEN);
+  if (status != HA_SUCCESS) return status;
+  if (s->has_table) return ha_check_range("pages_of_sequence", s->pages_of_sequence, 1, MAX_SEQLEN / s->page_size);
+  if (s->pages >= s->batch) return HA_SUCCESS;
+  return ha_fail(HA_ERROR_INVALID_ARGUMENT,
+                 "pages is %" PRId64 ", allowed without a page_table: batch, %" PRId64 ", or more", s->pages, s->batch);
+}
+
+ha_status ha_check_cache_dtype(ha_dtype dtype, ha_dtype cache_dtype) {
+  if (cache_dtype == dtype || cache_dtype == HA_FLOAT8_E4M3) return HA_SUCCESS;
+  return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_dtype is %d, allowed: dtype, %d, or HA_FLOAT8_E4M3",
+                 (int)cache_dtype, (int)dtype);
+}
+
+ha_status ha_check_descales(const float *k_descale, const float *v_descale) {
+  static const char WHAT[] = "with a cache of e4m3 (batch, kv_heads) float32";
+  const ha_status status = ha_check_array("k_descale", k_descale, WHAT);
+  return status == HA_SUCCESS ? ha_check_array("v_descale", v_descale, WHAT) : status;
+}
+
 ha_status ha_check_array(const char *name, const void *data, const char *what) {
   if (!data) return ha_fail(HA_ERROR_INVALID_ARGUMENT, "%s is NULL, allowed: %s on the GPU", name, what);
   if ((uintptr_t)data % sizeof(int32_t) == 0) return HA_SUCCESS;
@@ -112,4 +134,12 @@ ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, 
     strides[i] = is_good ? stride : step;
   }
   return HA_SUCCESS;
+}
+
+ha_status ha_check_operands(operand *operands, int count) {
+  ha_status status = HA_SUCCESS;
+  for (operand *o = operands; status == HA_SUCCESS && o < operands + count; o++) {
+    status = ha_check_tensor(o->name, o->given, o->dtype, o->dimensions, o->shape, o->strides);
+  }
+  return status;
 }

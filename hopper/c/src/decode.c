@@ -3,10 +3,7 @@
 
 #include "internal.h"
 
-enum { Q, K, V, OUT, NUM_OPERANDS };
 enum { E4M3_STEP = 16 };
-
-#define DESCALES "with a cache of e4m3 (batch, kv_heads) float32"
 
 typedef struct plan {
   double scale;
@@ -36,20 +33,10 @@ static int box_of(const ha_decode_params *p) {
 }
 
 static ha_status check_cache(const ha_decode_params *p) {
-  ha_status status = ha_check_range("pages", p->pages, 1, INT32_MAX);
-  if (status == HA_SUCCESS) status = ha_check_range("page_size", p->page_size, 1, MAX_SEQLEN);
-  if (status == HA_SUCCESS && p->page_table) {
-    status = ha_check_range("pages_of_sequence", p->pages_of_sequence, 1, MAX_SEQLEN / p->page_size);
-  } else if (status == HA_SUCCESS && p->pages < p->batch) {
-    status = ha_fail(HA_ERROR_INVALID_ARGUMENT,
-                     "pages is %" PRId64 ", allowed without a page_table: batch, %" PRId64 ", or more", p->pages,
-                     p->batch);
-  }
+  const cache_sizes sizes = {p->page_table, p->batch, p->pages, p->page_size, p->pages_of_sequence};
+  ha_status status = ha_check_cache(&sizes);
+  if (status == HA_SUCCESS) status = ha_check_cache_dtype(p->dtype, p->cache_dtype);
   if (status != HA_SUCCESS) return status;
-  if (!is_e4m3(p) && p->cache_dtype != p->dtype) {
-    return ha_fail(HA_ERROR_INVALID_ARGUMENT, "cache_dtype is %d, allowed: dtype, %d, or HA_FLOAT8_E4M3",
-                   (int)p->cache_dtype, (int)p->dtype);
-  }
   if (is_e4m3(p) && (p->head_dim % E4M3_STEP || p->head_dim_v % E4M3_STEP)) {
     return ha_fail(HA_ERROR_INVALID_ARGUMENT,
                    "head_dim is %" PRId64 " and head_dim_v %" PRId64 ", allowed with a cache of e4m3: multiples of %d",
@@ -180,8 +167,7 @@ static void add_descales(call *c, const ha_decode_params *p) {
 
 static ha_status check_pointers(const ha_decode_params *p, const plan *made) {
   ha_status status = ha_check_array("cache_seqlens", p->cache_seqlens, "(batch,) int32");
-  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("k_descale", p->k_descale, DESCALES);
-  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_array("v_descale", p->v_descale, DESCALES);
+  if (status == HA_SUCCESS && is_e4m3(p)) status = ha_check_descales(p->k_descale, p->v_descale);
   if (status != HA_SUCCESS) return status;
   return ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(p, made));
 }
@@ -195,10 +181,7 @@ static ha_status launch(const ha_decode_params *p, const plan *made, const opera
   float *const memory = (float *)((char *)p->workspace + WORKSPACE_HEAD_BYTES);
   call c;
   ha_call_begin(&c, here->index);
-  for (int i = 0; i < NUM_OPERANDS; i++) {
-    const ha_dtype dtype = i == K || i == V ? p->cache_dtype : p->dtype;
-    ha_add_tensor(&c, operands[i].data, ha_element_of(dtype), 4, operands[i].shape, operands[i].strides);
-  }
+  for (int i = 0; i < NUM_OPERANDS; i++) ha_add_operand(&c, &operands[i]);
   ha_add_tensor(&c, p->lse ? p->lse : memory + parts[0] * parts[1], FLOAT32, 3, lse, NULL);
   add_tables(&c, p);
   ha_add_tensor(&c, memory, FLOAT32, 2, parts, NULL);
@@ -217,20 +200,14 @@ static ha_status run(const ha_decode_params *given, bool only_load) {
   plan made;
   ha_status status = make_plan(p, given, &made);
   if (status != HA_SUCCESS || made.is_empty) return status;
-  const int64_t shapes[NUM_OPERANDS][4] = {[Q] = {p->batch, p->seqlen_q, p->heads, p->head_dim},
-                                           [K] = {p->pages, p->page_size, p->kv_heads, p->head_dim},
-                                           [V] = {p->pages, p->page_size, p->kv_heads, p->head_dim_v},
-                                           [OUT] = {p->batch, p->seqlen_q, p->heads, p->head_dim_v}};
-  const ha_tensor *tensors[] = {[Q] = &p->q, [K] = &p->k_cache, [V] = &p->v_cache, [OUT] = &p->out};
-  static const char *const NAMES[] = {[Q] = "q", [K] = "k_cache", [V] = "v_cache", [OUT] = "out"};
-  operand operands[NUM_OPERANDS];
-  for (int i = 0; i < NUM_OPERANDS; i++) {
-    const ha_dtype dtype = i == K || i == V ? p->cache_dtype : p->dtype;
-    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    status = ha_check_tensor(NAMES[i], tensors[i], dtype, 4, shapes[i], operands[i].strides);
-    if (status != HA_SUCCESS) return status;
-  }
-  status = check_pointers(p, &made);
+  const ha_dtype cached = p->cache_dtype;
+  operand operands[] = {
+      [Q] = {"q", &p->q, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim}, {0}},
+      [K] = {"k_cache", &p->k_cache, cached, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim}, {0}},
+      [V] = {"v_cache", &p->v_cache, cached, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim_v}, {0}},
+      [OUT] = {"out", &p->out, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim_v}, {0}}};
+  status = ha_check_operands(operands, NUM_OPERANDS);
+  if (status == HA_SUCCESS) status = check_pointers(p, &made);
   device here;
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   return status == HA_SUCCESS ? launch(p, &made, operands, &here, only_load) : status;

@@ -19,7 +19,7 @@ ha_status ha_read_forward(ha_forward_params *own, const ha_forward_params *given
   return ha_read_params(own, sizeof *own, offsetof(ha_forward_params, attention_chunk), given, "HA_FORWARD_PARAMS_INIT");
 }
 
-ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made) {
+ha_status ha_check_dense(const ha_forward_params *p, problem *made) {
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX);
@@ -36,31 +36,24 @@ ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made) {
   return status;
 }
 
-ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], operand operands[4]) {
-  const int64_t sizes[4][4] = {{p->batch, p->seqlen_q, p->heads, p->head_dim},
-                               {p->batch, p->seqlen_k, p->kv_heads, p->head_dim},
-                               {p->batch, p->seqlen_k, p->kv_heads, p->head_dim_v},
-                               {p->batch, p->seqlen_q, p->heads, p->head_dim_v}};
-  const ha_tensor *tensors[] = {&p->q, &p->k, &p->v, &p->out};
-  static const char *const NAMES[] = {"q", "k", "v", "out"};
-  memcpy(shapes, sizes, sizeof sizes);
-  for (int i = 0; i < 4; i++) {
-    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    const ha_status status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 4, shapes[i], operands[i].strides);
-    if (status != HA_SUCCESS) return status;
-  }
-  return HA_SUCCESS;
+ha_status ha_read_operands(const ha_forward_params *p, operand operands[NUM_OPERANDS]) {
+  const operand expected[] = {
+      [Q] = {"q", &p->q, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim}, {0}},
+      [K] = {"k", &p->k, p->dtype, 4, {p->batch, p->seqlen_k, p->kv_heads, p->head_dim}, {0}},
+      [V] = {"v", &p->v, p->dtype, 4, {p->batch, p->seqlen_k, p->kv_heads, p->head_dim_v}, {0}},
+      [OUT] = {"out", &p->out, p->dtype, 4, {p->batch, p->seqlen_q, p->heads, p->head_dim_v}, {0}}};
+  memcpy(operands, expected, sizeof expected);
+  return ha_check_operands(operands, NUM_OPERANDS);
 }
 
-static ha_status make_plan(ha_forward_params *own, const ha_forward_params *given, dense_problem *made,
+static ha_status make_plan(ha_forward_params *own, const ha_forward_params *given, problem *made,
                            const forward_row **row) {
   ha_status status = ha_read_forward(own, given);
   if (status == HA_SUCCESS) status = ha_check_dense(own, made);
   if (status != HA_SUCCESS) return status;
   const forward_kind kind = {own->dtype, LAYOUT_DENSE, {own->head_dim, own->head_dim_v}, 0};
   *row = ha_select_forward(&kind, &made->mask, ha_most_keys(&made->mask, own->seqlen_k));
-  if (!*row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
-  return ha_check_tiles(own, (*row)->tile_m);
+  return *row ? ha_check_tiles(own, (*row)->tile_m) : HA_ERROR_NOT_SUPPORTED;
 }
 
 static kernel_choice choose(const ha_forward_params *p, const forward_row *row) {
@@ -69,14 +62,13 @@ static kernel_choice choose(const ha_forward_params *p, const forward_row *row) 
 
 static ha_status run(const ha_forward_params *given, bool only_load) {
   ha_forward_params own, *const p = &own;
-  dense_problem made;
+  problem made;
   const forward_row *row;
   ha_status status = make_plan(p, given, &made, &row);
   if (status != HA_SUCCESS || made.is_empty) return status;
-  int64_t shapes[4][4];
-  operand operands[4];
+  operand operands[NUM_OPERANDS];
   device here;
-  status = ha_read_operands(p, shapes, operands);
+  status = ha_read_operands(p, operands);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, WORKSPACE_HEAD_BYTES);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status != HA_SUCCESS) return status;
@@ -84,14 +76,11 @@ static ha_status run(const ha_forward_params *given, bool only_load) {
   const kernel_choice choice = choose(p, row);
   call c;
   ha_call_begin(&c, here.index);
-  ha_add_operands(&c, p->dtype, operands, 4, &lse, p->workspace, made.scale);
+  ha_add_operands(&c, operands, &lse, p->workspace, made.scale);
   if (choice.features || ha_has_window(&made.mask)) {
     ha_add_window(&c, &made.mask);
     ha_add_nothings(&c, PLAN_ARGUMENTS + PAGE_ARGUMENTS);
-    ha_add_softcap(&c, &p->scores);
-    ha_add_slopes(&c, &p->scores, p->batch, p->heads);
-    ha_add_sinks(&c, &p->scores, p->heads);
-    ha_add_nothings(&c, DROPOUT_ARGUMENTS);
+    ha_add_scores(&c, &p->scores, p->batch, p->heads);
   }
   ha_add_int(&c, (int64_t)here.multiprocessors * row->ctas_per_sm);
   return ha_run(choice, &c, p->stream, only_load);
@@ -103,7 +92,7 @@ ha_status ha_forward_prepare(const ha_forward_params *params) { return run(param
 
 ha_status ha_forward_kernel(const ha_forward_params *params, const char **name) {
   ha_forward_params own;
-  dense_problem made;
+  problem made;
   const forward_row *row;
   const ha_status status = make_plan(&own, params, &made, &row);
   if (status == HA_SUCCESS && name) *name = ha_name_of(choose(&own, row));
@@ -112,7 +101,7 @@ ha_status ha_forward_kernel(const ha_forward_params *params, const char **name) 
 
 ha_status ha_forward_workspace_size(const ha_forward_params *params, size_t *size) {
   ha_forward_params own;
-  dense_problem made;
+  problem made;
   const forward_row *row;
   const ha_status status = make_plan(&own, params, &made, &row);
   if (status == HA_SUCCESS && size) *size = WORKSPACE_HEAD_BYTES;

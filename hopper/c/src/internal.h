@@ -206,7 +206,7 @@ typedef struct forward_kind {
   int64_t page_rows;
 } forward_kind;
 
-/* The row for a problem with legal head_dims; `seen` are the keys that a query sees at most. */
+/* The row for a problem with legal head_dims, or NULL after ha_fail; `seen` are the keys that a query sees at most. */
 const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen);
 
 /* FP8 problems that differ in lengths alone. */
@@ -217,7 +217,7 @@ typedef struct fp8_kind {
   bool two_level;
 } fp8_kind;
 
-/* The same for FP8; NULL after ha_fail. All keys of a row with one_block are of a block. */
+/* The same for FP8. All keys of a row with one_block are of a block. */
 const fp8_row *ha_select_fp8(const fp8_kind *kind, const mask *m, bool one_block, int64_t seen);
 
 /* The name of a kernel; of one that is not built, valid until the next such call of this thread. */
@@ -275,12 +275,17 @@ void ha_add_real(call *c, double value);
 void ha_add_tensor(call *c, const void *data, element type, int dimensions, const int64_t *shape,
                    const int64_t *strides);
 
-/* A checked tensor of a kernel. */
+/* A tensor of a problem: what it has to be, and the strides that ha_check_operands finds. */
 typedef struct operand {
-  const void *data;
-  const int64_t *shape;
-  int64_t strides[MOST_DIMENSIONS];
+  const char *name;
+  const ha_tensor *given;
+  ha_dtype dtype;
+  int dimensions;
+  int64_t shape[4];
+  int64_t strides[4];
 } operand;
+
+enum { Q, K, V, OUT, NUM_OPERANDS };
 
 /* Where the LSE goes: `rows` are 0 where it is not wanted. */
 typedef struct lse_argument {
@@ -295,9 +300,12 @@ ha_status ha_run(kernel_choice choice, const call *c, void *stream, bool only_lo
 /* The element of a tensor. */
 element ha_element_of(ha_dtype dtype);
 
+/* Append a checked operand. */
+void ha_add_operand(call *c, const operand *o);
+
 /* Append q, k, v, out and lse of a 16-bit kernel, the tile counter at the start of a workspace, and the scale. */
-void ha_add_operands(call *c, ha_dtype dtype, const operand operands[4], int dimensions, const lse_argument *lse,
-                     const void *workspace, double scale);
+void ha_add_operands(call *c, const operand operands[NUM_OPERANDS], const lse_argument *lse, const void *workspace,
+                     double scale);
 
 /* Append where the LSE goes, and the tile counter. */
 void ha_add_lse(call *c, const lse_argument *lse);
@@ -316,80 +324,81 @@ ha_status ha_check_no_scores(const char *name, const ha_scores *s);
 /* What a kernel has for it. */
 unsigned ha_features_of(const ha_scores *s);
 
-/* Append softcap and sinks, and of a forward kernel slopes between them. */
 void ha_add_softcap(call *c, const ha_scores *s);
-void ha_add_slopes(call *c, const ha_scores *s, int64_t batch, int64_t heads);
 void ha_add_sinks(call *c, const ha_scores *s, int64_t heads);
+
+/* Append what a forward kernel takes: softcap, slopes, sinks, and no dropout. */
+void ha_add_scores(call *c, const ha_scores *s, int64_t batch, int64_t heads);
 
 /* ---- memory of FP8 parts (fp8_parts.c) ---- */
 
-/* What the quantizer leaves in the workspace: at which bytes, and where they end. */
-typedef struct fp8_parts {
-  size_t q, k, vt, q_scale, k_scale, v_scale, mean_v;
-  size_t end;
-  int64_t keys;     /* of V transposed, in whole steps */
-  int64_t blocks_q; /* of Q, and of K and V, that have a scale each */
-  int64_t blocks_k;
-} fp8_parts;
-
-/* Rows of Q and of K, of `batch` sequences together; heads and head_dims are those of the problem. */
+/* Sizes of Q, K and V in e4m3. Packed sequences are a batch of one. */
 typedef struct fp8_sizes {
-  int64_t rows_q, rows_k, heads, kv_heads, head_dim, head_dim_v;
-  int64_t scale_batch; /* first size of scales: batch, or 1 where sequences are packed */
-  int64_t means;       /* of V: one a sequence, and where they are packed of the rows behind the last */
+  int64_t batch, rows_q, rows_k, heads, kv_heads, head_dim, head_dim_v;
+  int64_t keys;               /* of V transposed, in whole steps */
+  int64_t blocks_q, blocks_k; /* of Q, and of K and V, that have a scale each */
+  int64_t means;              /* of V: one a sequence, and where they are packed of the rows behind the last */
 } fp8_sizes;
 
-/* Places from `begin` on; `made` has keys and blocks, of a sequence or of all that are packed. */
-void ha_place_parts(fp8_parts *made, size_t begin, const fp8_sizes *sizes);
+/* What the quantizer leaves in the workspace: at which bytes, and where they end. */
+typedef struct fp8_parts {
+  fp8_sizes sizes;
+  size_t q, k, vt, q_scale, k_scale, v_scale, mean_v;
+  size_t end;
+} fp8_parts;
+
+/* Places from `begin` on, for the sizes that `made` has. */
+void ha_place_parts(fp8_parts *made, size_t begin);
 
 int64_t ha_ceil_div(int64_t x, int64_t y);
 
-/* Append scales of Q and K, of V and of the output, and the mean of V. */
-void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes, bool one_block);
+/* That the quantizer counts these groups of rows: of Q, and of each of K and V, so many for each head. */
+ha_status ha_check_groups(int64_t heads, int64_t of_q, int64_t kv_heads, int64_t of_k);
 
-/* Append the signs of the rotation, nothing for those of V and for the mean of K, and the mean of V. */
-void ha_add_signs(call *c, const void *workspace, const fp8_row *row, const fp8_parts *x, const fp8_sizes *sizes);
+/* Append Q, K and V transposed in e4m3; with three dimensions those of packed sequences, without a batch. */
+void ha_add_codes(call *c, const void *workspace, const fp8_parts *x, int dimensions);
+
+/* Append what the quantizer writes, codes and their scales; the signs of the rotation; nothing for those of V and for the
+ * mean of K; and the mean of V. */
+void ha_add_quantized(call *c, const void *workspace, const fp8_parts *x, const fp8_row *row);
+
+/* Append scales of Q and K, of V and of the output, and the mean of V. */
+void ha_add_fp8_scales(call *c, const void *workspace, const fp8_parts *x, bool one_block);
 
 /* Append float32 (means, kv_heads, head_dim_v). */
-void ha_add_mean_v(call *c, const void *workspace, const fp8_parts *x, const fp8_sizes *sizes);
+void ha_add_mean_v(call *c, const void *workspace, const fp8_parts *x);
 
 /* The kernel that finds the mean of V; fails if it would take more CTAs than there may be. */
 ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *sizes, kernel_choice *choice);
+
+/* ---- problems ---- */
+
+/* What is known of a checked problem before its pointers are looked at. */
+typedef struct problem {
+  mask mask;
+  double scale;
+  bool is_empty;
+} problem;
 
 /* ---- problems of sequences of one length (forward.c) ---- */
 
 /* The caller's struct, with defaults for fields that it does not have. */
 ha_status ha_read_forward(ha_forward_params *own, const ha_forward_params *given);
 
-/* What is known of a checked problem before its pointers are looked at. */
-typedef struct dense_problem {
-  mask mask;
-  double scale;
-  bool is_empty;
-} dense_problem;
-
-ha_status ha_check_dense(const ha_forward_params *p, dense_problem *made);
+ha_status ha_check_dense(const ha_forward_params *p, problem *made);
 
 /* That there are no more tiles of so many queries than a kernel counts. */
 ha_status ha_check_tiles(const ha_forward_params *p, int tile_m);
 
-/* q, k, v and out of a problem; `shapes` stay with the caller. */
-ha_status ha_read_operands(const ha_forward_params *p, int64_t shapes[4][4], operand operands[4]);
+ha_status ha_read_operands(const ha_forward_params *p, operand operands[NUM_OPERANDS]);
 
 /* The GPU that is current, with sm_margin multiprocessors taken from it. */
 ha_status ha_device_with_margin(int sm_margin, device *found);
 
 /* ---- packed sequences (varlen.c) ---- */
 
-/* What is known of a checked problem before its pointers are looked at. */
-typedef struct packed_problem {
-  mask mask;
-  double scale;
-  bool is_empty;
-} packed_problem;
-
 ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given);
-ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made);
+ha_status ha_check_packed(const ha_varlen_params *p, problem *made);
 
 /* What the GPU plans: int32 on the GPU of batch + 1 starts of Q and of K, and of the keys of each sequence that count, or
  * NULL for all; and rows of Q and of K. */
@@ -407,8 +416,18 @@ ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int6
  * none. */
 int64_t ha_count_units(int64_t total, int64_t batch, int64_t rows);
 
-/* q, k, v and out of a problem, and cu_seqlens; `shapes` stay with the caller. */
-ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operand operands[4]);
+/* q, k, v and out of a problem; cu_seqlens are checked too. */
+ha_status ha_read_packed(const ha_varlen_params *p, operand operands[NUM_OPERANDS]);
+
+/* The 16-bit kernel of packed queries, whether their keys are packed or in the pages of a cache. */
+typedef struct packed_plan {
+  problem problem;
+  const forward_row *row;
+  int64_t words; /* of the plan that the GPU makes */
+} packed_plan;
+
+/* Bytes of a workspace up to the end of such a plan. */
+size_t ha_end_of_plan(int64_t words);
 
 /* Append starts of Q and K, nothing of which queries count, and which keys do. */
 void ha_add_lengths(call *c, const packed_rows *rows);
@@ -449,6 +468,20 @@ ha_status ha_check_scale(double given, int64_t head_dim, double *scale);
 
 ha_status ha_check_workspace(const void *workspace, size_t size, size_t needed);
 
+/* Sizes of a cache; without a table each sequence has a page of its own. */
+typedef struct cache_sizes {
+  bool has_table;
+  int64_t batch, pages, page_size, pages_of_sequence;
+} cache_sizes;
+
+ha_status ha_check_cache(const cache_sizes *sizes);
+
+/* That a cache is of dtype or of e4m3. */
+ha_status ha_check_cache_dtype(ha_dtype dtype, ha_dtype cache_dtype);
+
+/* Those of a cache of e4m3. */
+ha_status ha_check_descales(const float *k_descale, const float *v_descale);
+
 /* That sizes, each up to INT32_MAX, have a product of at most `most`. */
 bool ha_fits(const int64_t *sizes, int count, int64_t most);
 
@@ -459,6 +492,9 @@ ha_status ha_check_array(const char *name, const void *data, const char *what);
  * address it. `dtype` is that of its elements. */
 ha_status ha_check_tensor(const char *name, const ha_tensor *t, ha_dtype dtype, int dimensions, const int64_t *shape,
                           int64_t *strides);
+
+/* The strides of operands. */
+ha_status ha_check_operands(operand *operands, int count);
 
 enum { WORKSPACE_ALIGNMENT = 16 };
 

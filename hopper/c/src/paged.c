@@ -3,16 +3,6 @@
 
 #include "internal.h"
 
-enum { Q, K, V, OUT, NUM_OPERANDS };
-
-typedef struct plan {
-  mask mask;
-  double scale;
-  const forward_row *row;
-  int64_t words; /* of the plan that the GPU makes */
-  bool is_empty;
-} plan;
-
 static int64_t capacity_of(const ha_paged_params *p) { return p->page_size * p->pages_of_sequence; }
 
 static packed_rows rows_of(const ha_paged_params *p) {
@@ -31,11 +21,8 @@ static int64_t page_rows_of(const ha_paged_params *p) {
 }
 
 static ha_status check_cache(const ha_paged_params *p) {
-  ha_status status = ha_check_range("pages", p->pages, 1, INT32_MAX);
-  if (status == HA_SUCCESS) status = ha_check_range("page_size", p->page_size, 1, MAX_SEQLEN);
-  if (status == HA_SUCCESS) {
-    status = ha_check_range("pages_of_sequence", p->pages_of_sequence, 1, MAX_SEQLEN / p->page_size);
-  }
+  const cache_sizes sizes = {true, p->batch, p->pages, p->page_size, p->pages_of_sequence};
+  const ha_status status = ha_check_cache(&sizes);
   const int64_t rows[] = {p->batch, p->page_size, p->pages_of_sequence};
   if (status != HA_SUCCESS || ha_fits(rows, 3, MAX_PACKED_ROWS)) return status;
   return ha_fail(HA_ERROR_NOT_SUPPORTED,
@@ -44,7 +31,7 @@ static ha_status check_cache(const ha_paged_params *p) {
                  p->batch, p->pages_of_sequence, p->page_size, (int64_t)MAX_PACKED_ROWS);
 }
 
-static ha_status check_params(const ha_paged_params *p, plan *made) {
+static ha_status check_params(const ha_paged_params *p, problem *made) {
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX - 1);
@@ -61,23 +48,21 @@ static ha_status check_params(const ha_paged_params *p, plan *made) {
   return status;
 }
 
-static ha_status make_plan(ha_paged_params *own, const ha_paged_params *given, plan *made) {
+static ha_status make_plan(ha_paged_params *own, const ha_paged_params *given, packed_plan *made) {
   *own = (ha_paged_params)HA_PAGED_PARAMS_INIT;
   ha_status status = ha_read_params(own, sizeof *own, sizeof *own, given, "HA_PAGED_PARAMS_INIT");
-  if (status == HA_SUCCESS) status = check_params(own, made);
+  if (status == HA_SUCCESS) status = check_params(own, &made->problem);
   if (status != HA_SUCCESS) return status;
   const forward_kind kind = {own->dtype, LAYOUT_PAGED, {own->head_dim, own->head_dim_v}, page_rows_of(own)};
   if (!kind.page_rows) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
                    "page_size is %" PRId64 ", allowed where a sequence has several pages: multiples of 8", own->page_size);
   }
-  made->row = ha_select_forward(&kind, &made->mask, 0);
-  if (!made->row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
+  made->row = ha_select_forward(&kind, &made->problem.mask, 0);
+  if (!made->row) return HA_ERROR_NOT_SUPPORTED;
   const packed_rows rows = rows_of(own);
   return ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
 }
-
-static size_t workspace_size_of(const plan *made) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words; }
 
 /* That pages lie whole rows apart, as many in both caches: kernels count them in rows. */
 static ha_status check_pages(const ha_paged_params *p, const operand *k, const operand *v) {
@@ -103,19 +88,12 @@ static ha_status check_arrays(const ha_paged_params *p) {
   return status;
 }
 
-static kernel_choice choose(const ha_paged_params *p, const plan *made) {
+static kernel_choice choose(const ha_paged_params *p, const packed_plan *made) {
   return (kernel_choice){made->row->kernel, ha_features_of(&p->scores)};
 }
 
-static void add_operands(call *c, const ha_paged_params *p, const operand operands[NUM_OPERANDS]) {
-  for (int i = Q; i < NUM_OPERANDS; i++) {
-    const int dimensions = i == K || i == V ? 4 : 3;
-    ha_add_tensor(c, operands[i].data, ha_element_of(p->dtype), dimensions, operands[i].shape, operands[i].strides);
-  }
-}
-
-static ha_status plan_and_attend(const ha_paged_params *p, const plan *made, const operand operands[NUM_OPERANDS],
-                                 const device *here, bool only_load) {
+static ha_status plan_and_attend(const ha_paged_params *p, const packed_plan *made,
+                                 const operand operands[NUM_OPERANDS], const device *here, bool only_load) {
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
   const packed_rows rows = rows_of(p);
   const plan_place place = {p->workspace, made->words, made->row->tile_m};
@@ -124,42 +102,30 @@ static ha_status plan_and_attend(const ha_paged_params *p, const plan *made, con
   if (status != HA_SUCCESS) return status;
   call c;
   ha_call_begin(&c, here->index);
-  add_operands(&c, p, operands);
-  ha_add_lse(&c, &lse);
-  ha_add_counter(&c, p->workspace);
-  ha_add_real(&c, made->scale);
-  ha_add_window(&c, &made->mask);
+  ha_add_operands(&c, operands, &lse, p->workspace, made->problem.scale);
+  ha_add_window(&c, &made->problem.mask);
   ha_add_plan(&c, &rows, &place);
   ha_add_tensor(&c, p->page_table, INT32, 2, table, NULL);
   ha_add_tensor(&c, NULL, INT32, 1, &no_pads, NULL);
-  ha_add_softcap(&c, &p->scores);
-  ha_add_slopes(&c, &p->scores, p->batch, p->heads);
-  ha_add_sinks(&c, &p->scores, p->heads);
-  ha_add_nothings(&c, DROPOUT_ARGUMENTS);
+  ha_add_scores(&c, &p->scores, p->batch, p->heads);
   ha_add_int(&c, (int64_t)here->multiprocessors * made->row->ctas_per_sm);
   return ha_run(choose(p, made), &c, p->stream, only_load);
 }
 
 static ha_status run(const ha_paged_params *given, bool only_load) {
   ha_paged_params own, *const p = &own;
-  plan made;
+  packed_plan made;
   ha_status status = make_plan(p, given, &made);
-  if (status != HA_SUCCESS || made.is_empty) return status;
-  const int64_t shapes[NUM_OPERANDS][4] = {[Q] = {p->total_q, p->heads, p->head_dim},
-                                           [K] = {p->pages, p->page_size, p->kv_heads, p->head_dim},
-                                           [V] = {p->pages, p->page_size, p->kv_heads, p->head_dim_v},
-                                           [OUT] = {p->total_q, p->heads, p->head_dim_v}};
-  const ha_tensor *tensors[] = {[Q] = &p->q, [K] = &p->k_cache, [V] = &p->v_cache, [OUT] = &p->out};
-  static const char *const NAMES[] = {[Q] = "q", [K] = "k_cache", [V] = "v_cache", [OUT] = "out"};
-  operand operands[NUM_OPERANDS];
-  for (int i = 0; i < NUM_OPERANDS; i++) {
-    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, i == K || i == V ? 4 : 3, shapes[i], operands[i].strides);
-    if (status != HA_SUCCESS) return status;
-  }
-  status = check_pages(p, &operands[K], &operands[V]);
+  if (status != HA_SUCCESS || made.problem.is_empty) return status;
+  operand operands[] = {
+      [Q] = {"q", &p->q, p->dtype, 3, {p->total_q, p->heads, p->head_dim}, {0}},
+      [K] = {"k_cache", &p->k_cache, p->dtype, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim}, {0}},
+      [V] = {"v_cache", &p->v_cache, p->dtype, 4, {p->pages, p->page_size, p->kv_heads, p->head_dim_v}, {0}},
+      [OUT] = {"out", &p->out, p->dtype, 3, {p->total_q, p->heads, p->head_dim_v}, {0}}};
+  status = ha_check_operands(operands, NUM_OPERANDS);
+  if (status == HA_SUCCESS) status = check_pages(p, &operands[K], &operands[V]);
   if (status == HA_SUCCESS) status = check_arrays(p);
-  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
+  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, ha_end_of_plan(made.words));
   device here;
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   return status == HA_SUCCESS ? plan_and_attend(p, &made, operands, &here, only_load) : status;
@@ -171,7 +137,7 @@ ha_status ha_paged_prepare(const ha_paged_params *params) { return run(params, t
 
 ha_status ha_paged_kernel(const ha_paged_params *params, const char **name) {
   ha_paged_params own;
-  plan made;
+  packed_plan made;
   const ha_status status = make_plan(&own, params, &made);
   if (status == HA_SUCCESS && name) *name = ha_name_of(choose(&own, &made));
   return status;
@@ -179,8 +145,8 @@ ha_status ha_paged_kernel(const ha_paged_params *params, const char **name) {
 
 ha_status ha_paged_workspace_size(const ha_paged_params *params, size_t *size) {
   ha_paged_params own;
-  plan made;
+  packed_plan made;
   const ha_status status = make_plan(&own, params, &made);
-  if (status == HA_SUCCESS && size) *size = workspace_size_of(&made);
+  if (status == HA_SUCCESS && size) *size = ha_end_of_plan(made.words);
   return status;
 }

@@ -41,7 +41,7 @@ void ha_add_softcap(call *c, const ha_scores *s) {
   else ha_add_nothing(c);
 }
 
-void ha_add_slopes(call *c, const ha_scores *s, int64_t batch, int64_t heads) {
+static void add_slopes(call *c, const ha_scores *s, int64_t batch, int64_t heads) {
   if (s->alibi_slopes) {
     const int64_t shape[] = {batch, heads}, strides[] = {s->alibi_stride_batch, 1};
     ha_add_tensor(c, s->alibi_slopes, FLOAT32, 2, shape, strides);
@@ -53,4 +53,11 @@ void ha_add_slopes(call *c, const ha_scores *s, int64_t batch, int64_t heads) {
 void ha_add_sinks(call *c, const ha_scores *s, int64_t heads) {
   if (s->sinks) ha_add_tensor(c, s->sinks, FLOAT32, 1, &heads, NULL);
   else ha_add_nothing(c);
+}
+
+void ha_add_scores(call *c, const ha_scores *s, int64_t batch, int64_t heads) {
+  ha_add_softcap(c, s);
+  add_slopes(c, s, batch, heads);
+  ha_add_sinks(c, s, heads);
+  ha_add_nothings(c, DROPOUT_ARGUMENTS);
 }

@@ -59,6 +59,7 @@ const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, in
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
   }
+  if (!best) ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
   return best;
 }
 

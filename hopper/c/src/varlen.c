@@ -6,12 +6,6 @@
 
 enum { TILES_OF_QUERIES = 0 };
 
-typedef struct plan {
-  packed_problem problem;
-  const forward_row *row;
-  int64_t words; /* of the plan that the GPU makes */
-} plan;
-
 ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given) {
   *own = (ha_varlen_params)HA_VARLEN_PARAMS_INIT;
   return ha_read_params(own, sizeof *own, offsetof(ha_varlen_params, attention_chunk), given, "HA_VARLEN_PARAMS_INIT");
@@ -19,7 +13,7 @@ ha_status ha_read_varlen(ha_varlen_params *own, const ha_varlen_params *given) {
 
 int64_t ha_count_units(int64_t total, int64_t batch, int64_t rows) { return total / rows + batch + 1; }
 
-ha_status ha_check_packed(const ha_varlen_params *p, packed_problem *made) {
+ha_status ha_check_packed(const ha_varlen_params *p, problem *made) {
   const problem_sizes sizes = {p->heads, p->kv_heads, p->head_dim, p->head_dim_v};
   ha_status status = ha_check_sizes(p->dtype, &sizes);
   if (status == HA_SUCCESS) status = ha_check_range("batch", p->batch, 0, INT32_MAX - 1);
@@ -50,19 +44,19 @@ ha_status ha_count_plan(const packed_rows *rows, int64_t heads, int tile_m, int6
                  heads, rows->total_q, rows->batch, (int64_t)MAX_TILES, tile_m);
 }
 
-static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, plan *made) {
+static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, packed_plan *made) {
   ha_status status = ha_read_varlen(own, given);
   if (status == HA_SUCCESS) status = ha_check_packed(own, &made->problem);
   if (status != HA_SUCCESS) return status;
   const forward_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, 0};
   /* Lengths are not known here: tiles are the same for all. */
   made->row = ha_select_forward(&kind, &made->problem.mask, 0);
-  if (!made->row) return ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
+  if (!made->row) return HA_ERROR_NOT_SUPPORTED;
   const packed_rows rows = ha_rows_of(own);
   return ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
 }
 
-static size_t workspace_size_of(const plan *made) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words; }
+size_t ha_end_of_plan(int64_t words) { return WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)words; }
 
 void ha_add_lengths(call *c, const packed_rows *rows) {
   const int64_t ends = rows->batch + 1, none = 0, used = rows->used_k ? rows->batch : 0;
@@ -106,28 +100,23 @@ static ha_status check_lengths(const ha_varlen_params *p) {
   return status;
 }
 
-ha_status ha_read_packed(const ha_varlen_params *p, int64_t shapes[4][3], operand operands[4]) {
-  const int64_t sizes[4][3] = {{p->total_q, p->heads, p->head_dim},
-                               {p->total_k, p->kv_heads, p->head_dim},
-                               {p->total_k, p->kv_heads, p->head_dim_v},
-                               {p->total_q, p->heads, p->head_dim_v}};
-  const ha_tensor *tensors[] = {&p->q, &p->k, &p->v, &p->out};
-  static const char *const NAMES[] = {"q", "k", "v", "out"};
-  memcpy(shapes, sizes, sizeof sizes);
-  for (int i = 0; i < 4; i++) {
-    operands[i] = (operand){.data = tensors[i]->data, .shape = shapes[i]};
-    const ha_status status = ha_check_tensor(NAMES[i], tensors[i], p->dtype, 3, shapes[i], operands[i].strides);
-    if (status != HA_SUCCESS) return status;
-  }
-  return check_lengths(p);
+ha_status ha_read_packed(const ha_varlen_params *p, operand operands[NUM_OPERANDS]) {
+  const operand expected[] = {
+      [Q] = {"q", &p->q, p->dtype, 3, {p->total_q, p->heads, p->head_dim}, {0}},
+      [K] = {"k", &p->k, p->dtype, 3, {p->total_k, p->kv_heads, p->head_dim}, {0}},
+      [V] = {"v", &p->v, p->dtype, 3, {p->total_k, p->kv_heads, p->head_dim_v}, {0}},
+      [OUT] = {"out", &p->out, p->dtype, 3, {p->total_q, p->heads, p->head_dim_v}, {0}}};
+  memcpy(operands, expected, sizeof expected);
+  const ha_status status = ha_check_operands(operands, NUM_OPERANDS);
+  return status == HA_SUCCESS ? check_lengths(p) : status;
 }
 
-static kernel_choice choose(const ha_varlen_params *p, const plan *made) {
+static kernel_choice choose(const ha_varlen_params *p, const packed_plan *made) {
   return (kernel_choice){made->row->kernel, ha_features_of(&p->scores)};
 }
 
-static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, const operand operands[4],
-                                 const device *here, bool only_load) {
+static ha_status plan_and_attend(const ha_varlen_params *p, const packed_plan *made,
+                                 const operand operands[NUM_OPERANDS], const device *here, bool only_load) {
   const lse_argument lse = {p->lse, 2, {p->heads, p->total_q}};
   const packed_rows rows = ha_rows_of(p);
   const plan_place place = {p->workspace, made->words, made->row->tile_m};
@@ -135,28 +124,24 @@ static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, co
   if (status != HA_SUCCESS) return status;
   call c;
   ha_call_begin(&c, here->index);
-  ha_add_operands(&c, p->dtype, operands, 3, &lse, p->workspace, made->problem.scale);
+  ha_add_operands(&c, operands, &lse, p->workspace, made->problem.scale);
   ha_add_window(&c, &made->problem.mask);
   ha_add_plan(&c, &rows, &place);
   ha_add_nothings(&c, PAGE_ARGUMENTS);
-  ha_add_softcap(&c, &p->scores);
-  ha_add_slopes(&c, &p->scores, p->batch, p->heads);
-  ha_add_sinks(&c, &p->scores, p->heads);
-  ha_add_nothings(&c, DROPOUT_ARGUMENTS);
+  ha_add_scores(&c, &p->scores, p->batch, p->heads);
   ha_add_int(&c, (int64_t)here->multiprocessors * made->row->ctas_per_sm);
   return ha_run(choose(p, made), &c, p->stream, only_load);
 }
 
 static ha_status run(const ha_varlen_params *given, bool only_load) {
   ha_varlen_params own, *const p = &own;
-  plan made;
+  packed_plan made;
   ha_status status = make_plan(p, given, &made);
   if (status != HA_SUCCESS || made.problem.is_empty) return status;
-  int64_t shapes[4][3];
-  operand operands[4];
+  operand operands[NUM_OPERANDS];
   device here;
-  status = ha_read_packed(p, shapes, operands);
-  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, workspace_size_of(&made));
+  status = ha_read_packed(p, operands);
+  if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, ha_end_of_plan(made.words));
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   return status == HA_SUCCESS ? plan_and_attend(p, &made, operands, &here, only_load) : status;
 }
@@ -167,7 +152,7 @@ ha_status ha_varlen_prepare(const ha_varlen_params *params) { return run(params,
 
 ha_status ha_varlen_kernel(const ha_varlen_params *params, const char **name) {
   ha_varlen_params own;
-  plan made;
+  packed_plan made;
   const ha_status status = make_plan(&own, params, &made);
   if (status == HA_SUCCESS && name) *name = ha_name_of(choose(&own, &made));
   return status;
@@ -175,8 +160,8 @@ ha_status ha_varlen_kernel(const ha_varlen_params *params, const char **name) {
 
 ha_status ha_varlen_workspace_size(const ha_varlen_params *params, size_t *size) {
   ha_varlen_params own;
-  plan made;
+  packed_plan made;
   const ha_status status = make_plan(&own, params, &made);
-  if (status == HA_SUCCESS && size) *size = workspace_size_of(&made);
+  if (status == HA_SUCCESS && size) *size = ha_end_of_plan(made.words);
   return status;
 }

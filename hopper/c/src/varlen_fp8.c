@@ -1,39 +1,30 @@
 /* Attention of packed sequences in FP8: a kernel finds their means of V, one quantizes, one plans the tiles, another
  * attends. */
-#include <inttypes.h>
-
 #include "internal.h"
 
-enum { Q, K, V, OUT, NUM_OPERANDS };
 enum { BLOCK_Q = 1 };
 
 typedef struct plan {
-  packed_problem problem;
+  problem problem;
   const fp8_row *row;
   kernel_choice mean;
   int64_t words; /* of the plan that the GPU makes, behind the head of the workspace */
-  fp8_sizes sizes;
   fp8_parts parts;
 } plan;
 
-static ha_status check_items(const ha_varlen_params *p, const fp8_row *row) {
+static ha_status check_groups(const ha_varlen_params *p, const fp8_row *row) {
   const int64_t of_q = ha_count_units(p->total_q, p->batch, row->quantizer_rows[0]);
   const int64_t of_k = ha_count_units(p->total_k, p->batch, row->quantizer_rows[1]);
-  /* Each product is compared by a division, before it could overflow. */
-  if (p->heads <= FP8_MAX_ITEMS / of_q && p->kv_heads <= FP8_MAX_ITEMS / of_k / 2 &&
-      p->heads * of_q + 2 * p->kv_heads * of_k <= FP8_MAX_ITEMS) {
-    return HA_SUCCESS;
-  }
-  return ha_fail(HA_ERROR_NOT_SUPPORTED, "the quantizer counts at most %" PRId64 " groups of rows: split the batch",
-                 (int64_t)FP8_MAX_ITEMS);
+  return ha_check_groups(p->heads, of_q, p->kv_heads, of_k);
 }
 
 static void lay_out(const ha_varlen_params *p, plan *made) {
-  made->sizes = (fp8_sizes){p->total_q, p->total_k, p->heads, p->kv_heads, p->head_dim, p->head_dim_v, 1, p->batch + 1};
-  made->parts.keys = ha_count_units(p->total_k, p->batch, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP;
-  made->parts.blocks_q = ha_count_units(p->total_q, p->batch, BLOCK_Q);
-  made->parts.blocks_k = ha_count_units(p->total_k, p->batch, made->row->block_k);
-  ha_place_parts(&made->parts, WORKSPACE_HEAD_BYTES + sizeof(int32_t) * (size_t)made->words, &made->sizes);
+  const int64_t keys = ha_count_units(p->total_k, p->batch, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP;
+  const int64_t blocks_q = ha_count_units(p->total_q, p->batch, BLOCK_Q);
+  const int64_t blocks_k = ha_count_units(p->total_k, p->batch, made->row->block_k);
+  made->parts.sizes = (fp8_sizes){1,    p->total_q, p->total_k, p->heads,    p->kv_heads, p->head_dim, p->head_dim_v,
+                                  keys, blocks_q,   blocks_k,   p->batch + 1};
+  ha_place_parts(&made->parts, ha_end_of_plan(made->words));
 }
 
 static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given, plan *made) {
@@ -46,29 +37,17 @@ static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given,
   if (!made->row) return HA_ERROR_NOT_SUPPORTED;
   const packed_rows rows = ha_rows_of(own);
   status = ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);
-  if (status == HA_SUCCESS) status = check_items(own, made->row);
+  if (status == HA_SUCCESS) status = check_groups(own, made->row);
   if (status != HA_SUCCESS) return status;
   lay_out(own, made);
-  return ha_select_value_mean(own->dtype, LAYOUT_VARLEN, &made->sizes, &made->mean);
-}
-
-static const void *at(const ha_varlen_params *p, size_t byte) { return (const char *)p->workspace + byte; }
-
-/* Append the codes of Q, K and V transposed, which for the quantizer are a batch of one. */
-static void add_codes(call *c, const ha_varlen_params *p, const fp8_parts *x, bool as_batch) {
-  const int64_t q[] = {1, p->total_q, p->heads, p->head_dim}, k[] = {1, p->total_k, p->kv_heads, p->head_dim};
-  const int64_t vt[] = {1, p->kv_heads, p->head_dim_v, x->keys};
-  const int skipped = as_batch ? 0 : 1;
-  ha_add_tensor(c, at(p, x->q), FLOAT8_E4M3, 4 - skipped, q + skipped, NULL);
-  ha_add_tensor(c, at(p, x->k), FLOAT8_E4M3, 4 - skipped, k + skipped, NULL);
-  ha_add_tensor(c, at(p, x->vt), FLOAT8_E4M3, 4 - skipped, vt + skipped, NULL);
+  return ha_select_value_mean(own->dtype, LAYOUT_VARLEN, &made->parts.sizes, &made->mean);
 }
 
 /* Append Q, K or V, for a kernel that takes a batch of one. */
-static void add_source(call *c, ha_dtype dtype, const operand *o) {
+static void add_source(call *c, const operand *o) {
   const int64_t shape[] = {1, o->shape[0], o->shape[1], o->shape[2]};
   const int64_t strides[] = {o->shape[0] * o->strides[0], o->strides[0], o->strides[1], o->strides[2]};
-  ha_add_tensor(c, o->data, ha_element_of(dtype), 4, shape, strides);
+  ha_add_tensor(c, o->given->data, ha_element_of(o->dtype), 4, shape, strides);
 }
 
 static ha_status find_means(const ha_varlen_params *p, const plan *made, const operand *v, const device *here,
@@ -76,25 +55,19 @@ static ha_status find_means(const ha_varlen_params *p, const plan *made, const o
   const packed_rows rows = ha_rows_of(p);
   call c;
   ha_call_begin(&c, here->index);
-  add_source(&c, p->dtype, v);
-  ha_add_mean_v(&c, p->workspace, &made->parts, &made->sizes);
+  add_source(&c, v);
+  ha_add_mean_v(&c, p->workspace, &made->parts);
   ha_add_key_lengths(&c, &rows);
   return ha_run(made->mean, &c, p->stream, only_load);
 }
 
 static ha_status quantize(const ha_varlen_params *p, const plan *made, const operand operands[NUM_OPERANDS],
                           const device *here, bool only_load) {
-  const fp8_parts *x = &made->parts;
   const packed_rows rows = ha_rows_of(p);
-  const int64_t of_q[] = {1, p->heads, x->blocks_q}, of_k[] = {1, p->kv_heads, x->blocks_k};
   call c;
   ha_call_begin(&c, here->index);
-  for (int i = Q; i <= V; i++) add_source(&c, p->dtype, &operands[i]);
-  add_codes(&c, p, x, true);
-  ha_add_tensor(&c, at(p, x->q_scale), FLOAT32, 3, of_q, NULL);
-  ha_add_tensor(&c, at(p, x->k_scale), FLOAT32, 3, of_k, NULL);
-  ha_add_tensor(&c, at(p, x->v_scale), FLOAT32, 3, of_k, NULL);
-  ha_add_signs(&c, p->workspace, made->row, x, &made->sizes);
+  for (int i = Q; i <= V; i++) add_source(&c, &operands[i]);
+  ha_add_quantized(&c, p->workspace, &made->parts, made->row);
   ha_add_lengths(&c, &rows);
   ha_add_int(&c, (int64_t)here->multiprocessors * made->row->quantizer_ctas_per_sm);
   return ha_run((kernel_choice){made->row->quantizer, 0}, &c, p->stream, only_load);
@@ -109,11 +82,11 @@ static ha_status plan_and_attend(const ha_varlen_params *p, const plan *made, co
   if (status != HA_SUCCESS) return status;
   call c;
   ha_call_begin(&c, here->index);
-  add_codes(&c, p, &made->parts, false);
-  ha_add_tensor(&c, out->data, ha_element_of(p->dtype), 3, out->shape, out->strides);
+  ha_add_codes(&c, p->workspace, &made->parts, out->dimensions);
+  ha_add_operand(&c, out);
   ha_add_lse(&c, &lse);
   ha_add_counter(&c, p->workspace);
-  ha_add_fp8_scales(&c, p->workspace, &made->parts, &made->sizes, false);
+  ha_add_fp8_scales(&c, p->workspace, &made->parts, false);
   ha_add_int(&c, BLOCK_Q);
   ha_add_int(&c, made->row->block_k);
   ha_add_real(&c, made->problem.scale);
@@ -128,10 +101,9 @@ static ha_status run(const ha_varlen_params *given, bool only_load) {
   plan made;
   ha_status status = make_plan(p, given, &made);
   if (status != HA_SUCCESS || made.problem.is_empty) return status;
-  int64_t shapes[NUM_OPERANDS][3];
   operand operands[NUM_OPERANDS];
   device here;
-  status = ha_read_packed(p, shapes, operands);
+  status = ha_read_packed(p, operands);
   if (status == HA_SUCCESS) status = ha_check_workspace(p->workspace, p->workspace_size, made.parts.end);
   if (status == HA_SUCCESS) status = ha_device_with_margin(p->sm_margin, &here);
   if (status == HA_SUCCESS) status = find_means(p, &made, &operands[V], &here, only_load);

@@ -101,9 +101,21 @@ def method_text(method: Mapping[str, Any]) -> str:
 
 
 def targets_text(targets: Sequence[Target]) -> str:
-    """The promises as a table."""
+    """The promises as a table; empty if there are none."""
+    if not targets:
+        return ""
     rows = [[t.what, t.required, t.measured, "yes" if t.met else "no"] for t in targets]
     return markdown_table(["what", "required", "measured", "met"], rows)
+
+
+def lines_text(lines: Sequence[str]) -> str:
+    """A list, a line each."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def section(title: str, text: str) -> str:
+    """A heading and what is below it; empty if there is nothing."""
+    return f"## {title}\n\n{text}" if text else ""
 
 
 def page(parts: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+from hopper_attention.layout import lies_in_vectors
 
 MOST_PARTS = PARTS[-1]
 
@@ -46,13 +47,6 @@ def find(dtype: torch.dtype, parts: int, device: torch.device) -> AdditionLaunch
     return AdditionLauncher(index_of(device), config, compile_cache.get_serving(config))
 
 
-def is_addressable(x: Tensor) -> bool:
-    """Whether its rows can be moved in vectors."""
-    *strides, last = x.stride()
-    in_vectors = not any(n % VECTOR for n in (x.shape[-1], *strides))
-    return last == 1 and in_vectors and not x.data_ptr() % (VECTOR * x.element_size())
-
-
 def _by_row(x: Tensor) -> Tensor:
     """(batch, rows, heads * head_dim), without a copy; or x itself, whose heads lie apart."""
     heads, head_dim = x.shape[2:]
@@ -72,7 +66,7 @@ def add_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
     launcher = find(total.dtype, len(parts), total.device)
     flat = [_by_row(x) for x in (total, *parts)]
     fits = 0 < total.numel() // VECTOR < MAX_TILES
-    if launcher is None or not fits or not all(x.dim() == 3 and is_addressable(x) for x in flat):
+    if launcher is None or not fits or not all(x.dim() == 3 and lies_in_vectors(x, VECTOR) for x in flat):
         total.copy_(sum((x.float() for x in parts), start=total.float()))
         return
     launcher(flat[0], flat[1:])

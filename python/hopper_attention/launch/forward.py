@@ -20,7 +20,7 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backends import WITHOUT_KERNEL, target_of
+from hopper_attention.backends import target_of
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import (
     Config,
@@ -47,7 +47,6 @@ from hopper_attention.launch.sdpa import TorchLaunch
 from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
-from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
@@ -192,9 +191,7 @@ def find_config(problem: AttentionProblem, device: torch.device, backend: str | 
     """
     target = target_of(device)
     choice = choose_for(problem, target, backend)
-    if choice.advice:
-        what = WITHOUT_KERNEL[choice.backend]
-        warn_once(f"attention on {what}: {choice.reason}; {choice.advice}")
+    choice.advise("attention")
     return select_for(problem, choice.backend, target.capability)
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopper_attention.backends import KERNELS, WITHOUT_KERNEL
+from hopper_attention.backends import KERNELS
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.launch.backward import find_choice, find_for_call, run_backward
 from hopper_attention.masks import MaskSpec
-from hopper_attention.notices import warn_once
 from hopper_attention.one_key import differentiate_one_key
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
@@ -69,9 +68,7 @@ def differentiate(
     if choice.backend in KERNELS:
         options = softmax_scale, mask.causal, dlse, deterministic, choice.backend, mask.sides
         return run_backward(dout, q, k, v, out, lse, *options, scores)
-    if choice.advice:
-        what = WITHOUT_KERNEL[choice.backend]
-        warn_once(f"the backward pass of attention on {what}: {choice.reason}; {choice.advice}")
+    choice.advise("the backward pass of attention")
     if choice.backend == "torch":
         terms = Terms(mask.causal, softmax_scale, mask.sides, *scores.changes)
         return attention.differentiate(dout, dlse, q, k, v, out, lse, terms)

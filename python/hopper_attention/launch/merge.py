@@ -16,6 +16,7 @@ from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+from hopper_attention.layout import lies_in_vectors
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,6 @@ class MergeLauncher(Launcher):
         if self.device_index != torch.cuda.current_device():
             return self.call_there(out, lse, part, part_lse)
         self.kernel(out, lse.mT, part, part_lse.mT)
-
-
-def is_addressable(x: Tensor) -> bool:
-    """Whether its rows can be moved in vectors."""
-    *strides, last = x.stride()
-    in_vectors = not any(n % VECTOR for n in (x.shape[-1], *strides))
-    return last == 1 and in_vectors and not x.data_ptr() % (VECTOR * x.element_size())
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -66,7 +60,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
     """
     rows = lse.numel()
     launcher = find(part.dtype, out.dtype, part.device) if 0 < rows < MAX_TILES else None
-    if launcher is None or not (is_addressable(out) and is_addressable(part)):
+    if launcher is None or not all(lies_in_vectors(x, VECTOR) for x in (out, part)):
         return False
     launcher(out, lse, part, part_lse)
     return True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks
-from hopper_attention.backends import KERNELS, WITHOUT_KERNEL
+from hopper_attention.backends import KERNELS
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
@@ -30,7 +30,6 @@ from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wid
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
 from hopper_attention.masks import FULL_SIDES, Sides
-from hopper_attention.notices import warn_once
 from hopper_attention.problem import AttentionProblem, GradientProblem
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
@@ -199,9 +198,7 @@ def find_varlen_backward(
     choice = find_choice_for(problem, device, backend)
     if choice.backend in KERNELS:
         return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
-    if choice.advice:
-        what = WITHOUT_KERNEL[choice.backend]
-        warn_once(f"the backward pass of attention on {what}: {choice.reason}; {choice.advice}")
+    choice.advise("the backward pass of attention")
     if choice.backend == "torch":
         return TorchVarlenGradient(problem.causal)
     return ReferenceVarlenGradient(problem.causal)

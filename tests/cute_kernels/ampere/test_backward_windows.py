@@ -48,6 +48,15 @@ def check(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
         assert (a.double() - e).norm().item() <= allowed, (name, (a.double() - e).norm() / e.norm())
 
 
+def check_gradients(config, inputs, dout: Tensor, sides: tuple[int, ...]) -> None:
+    """Of one sequence (q, k, v), against those by definition."""
+    exact, out, lse = exact_gradients(inputs, dout, window_of(config.causal, sides))
+    batched = tuple(x[None] for x in (dout, *inputs))
+    rows = out[None].to(dout.dtype), lse[None].float()
+    ours = backward_on_numpy(config, batched, *rows, config.head_dim**-0.5, LATE, sides=sides)
+    check(tuple(x[0] for x in ours), exact)
+
+
 WINDOWS = [
     (torch.bfloat16, 64, False, (140, 100), (2, 1), (40, 20), False),
     (torch.bfloat16, 64, True, (100, 200), (1, 1), (33, 7), True),
@@ -64,8 +73,4 @@ def test_windows(dtype, head_dim, causal, seqlens, heads, sides, ordered) -> Non
     config = select(dtype, head_dim, causal, ordered, window=True)
     (sq, sk), (h, hk) = seqlens, heads
     q, dout, k, v = draw(0, dtype, *[(sq, h, head_dim)] * 2, *[(sk, hk, head_dim)] * 2)
-    exact, out, lse = exact_gradients((q, k, v), dout, window_of(causal, sides))
-    batched = tuple(x[None] for x in (dout, q, k, v))
-    rows = out[None].to(dtype), lse[None].float()
-    ours = backward_on_numpy(config, batched, *rows, head_dim**-0.5, LATE, sides=sides)
-    check(tuple(x[0] for x in ours), exact)
+    check_gradients(config, (q, k, v), dout, sides)

@@ -19,6 +19,7 @@ from hopper_attention.experiments.ablation.variants import FULL
 from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
+    lines_text,
     markdown_table,
     measured_on,
     method_text,
@@ -100,15 +101,14 @@ def render_report(report: AblationReport, figure: str) -> list[str]:
         "`registers` at launch, `spills` in bytes of stack a thread, `shared` memory a CTA. `error`: of the output "
         "against float64. A row that the full kernel stands for shows the noise of the run.",
         "### Against the promises" if targets else "",
-        targets_text(targets) if targets else "",
+        targets_text(targets),
         render_elapsed(report),
         *render_clock(report),
         "### Which kernel stands for a row",
         render_trials(report),
     ]
     lines = problems_of(report)
-    if lines:
-        parts += ["### What fell out", "\n".join(f"- {line}" for line in lines)]
+    parts += ["### What fell out", lines_text(lines)] if lines else []
     return [*parts, "### Method", method_text(report.method)]
 
 

@@ -94,6 +94,14 @@ def compute_row_oracles(
     return oracles
 
 
+def malformed(name: str, x: Tensor, shape: tuple[int, ...]) -> str:
+    """What is wrong with a tensor before its numbers are looked at; empty if nothing is."""
+    if tuple(x.shape) != shape:
+        return f"{name} is {tuple(x.shape)}, expected {shape}"
+    wrong = int((~x.isfinite()).sum())
+    return f"{wrong} of {x.numel()} of {name} are not finite" if wrong else ""
+
+
 def check_output(
     problem: Problem, out: Tensor, oracles: Sequence[Oracle], limits: Limits
 ) -> tuple[float, str]:

@@ -9,11 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hopper_attention.experiments.bench.results import OURS, geometric_mean, is_ours, load_forward
 from hopper_attention.experiments.reports import SCHEMA, number
 from hopper_attention.experiments.tables import FittedTable, figures, names
+
+if TYPE_CHECKING:
+    from hopper_attention.experiments.workloads.results import WorkloadCell
 
 OVER_BEST = "ours / best peer"
 SAME_KEYS = ("gpu", "driver", "torch", "cuda", "cudnn", "cute_dsl")
@@ -98,15 +101,20 @@ def quantize_figures(text: str, kind: str) -> Iterable[Figure]:
                 yield Figure(cell.problem.name, name, entry.median_us, "us")
 
 
-def feature_figures(text: str, kind: str) -> Iterable[Figure]:
-    from hopper_attention.experiments.features.results import load_features
-
-    for cell in load_features(text).cells:
+def workload_figures(cells: Iterable[WorkloadCell[Any]]) -> Iterable[Figure]:
+    """Of every peer on every workload, and of ours over the best of the others."""
+    for cell in cells:
         for peer in cell.peers:
             if not math.isnan(cell.us(peer)):
                 yield Figure(cell.workload.name, peer, cell.us(peer), "us")
         if not math.isnan(cell.ratio):
             yield Figure(cell.workload.name, OVER_BEST, cell.ratio, "", True)
+
+
+def feature_figures(text: str, kind: str) -> Iterable[Figure]:
+    from hopper_attention.experiments.features.results import load_features
+
+    return workload_figures(load_features(text).cells)
 
 
 def serving_figures(text: str, kind: str) -> Iterable[Figure]:
@@ -114,12 +122,7 @@ def serving_figures(text: str, kind: str) -> Iterable[Figure]:
     from hopper_attention.experiments.serving.results import load_serving
 
     report = load_serving(text)
-    for cell in report.cells:
-        for peer in cell.peers:
-            if not math.isnan(cell.us(peer)):
-                yield Figure(cell.workload.name, peer, cell.us(peer), "us")
-        if not math.isnan(cell.ratio):
-            yield Figure(cell.workload.name, OVER_BEST, cell.ratio, "", True)
+    yield from workload_figures(report.cells)
     for peer, entry in report.host.items():
         if not isinstance(entry, Failed):
             yield Figure("call", peer, entry.median_us, "us host")

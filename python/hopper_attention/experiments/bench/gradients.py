@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hopper_attention.experiments.bench.checks import CHECKED_SCORES, Check
+from hopper_attention.experiments.bench.checks import CHECKED_SCORES, Check, malformed
 from hopper_attention.experiments.bench.peers import Inputs, Limits
 from hopper_attention.experiments.bench.spec import Problem
 
@@ -87,22 +87,12 @@ def check_gradients(
     problem: Problem, gradients: Sequence[Tensor], oracles: Sequence[GradientOracle], limits: Limits
 ) -> tuple[float, str]:
     """Relative error of the worst gradient of a checked head, and what is wrong with them (empty if nothing is)."""
-    p = problem
-    expected = (
-        (p.batch, p.seqlen_q, p.heads, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-    )
-    for name, gradient, shape in zip(NAMES, gradients, expected, strict=True):
-        if tuple(gradient.shape) != shape:
-            return math.inf, f"{name} is {tuple(gradient.shape)}, expected {shape}"
-        if not bool(gradient.isfinite().all()):
-            return (
-                math.inf,
-                f"{int((~gradient.isfinite()).sum())} of {gradient.numel()} of {name} are not finite",
-            )
+    for name, gradient, shape in zip(NAMES, gradients, problem.shapes, strict=True):
+        wrong = malformed(name, gradient, shape)
+        if wrong:
+            return math.inf, wrong
     worst = 0.0
-    group = p.heads // p.heads_kv
+    group = problem.heads // problem.heads_kv
     for oracle in oracles:
         b, head_kv = oracle.batch, oracle.head_kv
         heads = slice(head_kv * group, (head_kv + 1) * group)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from hopper_attention.experiments.bench.machine import package_version
 from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Launch
+
+if TYPE_CHECKING:
+    from hopper_attention.dispatch import Plan
+    from hopper_attention.kvcache_plan import CachePlan
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,23 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A row. ``why_unavailable`` returns an empty string where the peer can run, else the reason.
-
-    ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
-    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
-    """
+class ListedPeer:
+    """A row of a registry. ``why_unavailable`` returns an empty string where the peer can run, else the reason."""
 
     name: str
     title: str
     why_unavailable: Callable[[Setting], str]
     version: Callable[[Setting], str]
+
+
+@dataclass(frozen=True)
+class Peer(ListedPeer):
+    """A row of the benchmarks of dense attention.
+
+    ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
+    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
+    """
+
     prepare: Callable[[Problem, Inputs, Setting], Prepared]
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     rounding: Callable[[Inputs], Inputs] = field(default=as_drawn)
@@ -121,15 +131,21 @@ def our_version(setting: Setting) -> str:
     return f"hopper-attention {package_version('hopper-attention') or 'from the source tree'}"
 
 
+def check_runs_kernel(setting: Setting, plan: Plan | CachePlan) -> None:
+    """Raise NotImplementedError if a call of ours on a GPU is served by anything else, which is not to be measured."""
+    from hopper_attention.backends import KERNELS
+
+    if setting.is_cuda and plan.backend not in KERNELS:
+        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+
+
 def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> Prepared:
     """The public function. On a GPU it must run a kernel: a fallback would be measured as ours."""
     from hopper_attention import explain, flash_attn_func
-    from hopper_attention.backends import KERNELS
 
     q, k, v, causal = inputs.q, inputs.k, inputs.v, problem.causal
     plan = explain(q, k, v, causal=causal, backend=backend)
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    check_runs_kernel(setting, plan)
     note = getattr(plan.config, "name", plan.backend)
     return Prepared(lambda: flash_attn_func(q, k, v, causal=causal, backend=backend), note)
 
@@ -376,20 +392,23 @@ PEERS: dict[str, Peer] = {
 DEFAULT_PEERS = (OURS, "fa3", "fa4", "cudnn", "fa2")
 
 
-def parse_peers(text: str, registry: Mapping[str, Peer] = PEERS) -> tuple[Peer, ...]:
-    """Comma-separated names of rows, in their order.
+PeerT = TypeVar("PeerT", bound=ListedPeer)
+
+
+def parse_peers(text: str, registry: Mapping[str, PeerT], usual: Sequence[str] = ()) -> tuple[PeerT, ...]:
+    """Comma-separated names of rows, in their order; the ``usual`` ones if empty.
 
     Raises:
-        ValueError: a name is not in the registry.
+        ValueError: a name is not in the registry, or there is none.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()] or usual
     unknown = [name for name in names if name not in registry]
     if unknown or not names:
         raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
     return tuple(registry[name] for name in dict.fromkeys(names))
 
 
-def inspect_peers(peers: tuple[Peer, ...], setting: Setting) -> dict[str, PeerInfo]:
+def inspect_peers(peers: Sequence[ListedPeer], setting: Setting) -> dict[str, PeerInfo]:
     """Title, version and availability of each peer on this machine."""
     infos = {}
     for peer in peers:

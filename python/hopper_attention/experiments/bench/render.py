@@ -45,11 +45,13 @@ from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
     Target,
+    lines_text,
     markdown_table,
     measured_on,
     method_text,
     number,
     page,
+    section,
     short_length,
     targets_text,
 )
@@ -174,7 +176,7 @@ def render_small_shapes(latency: Mapping[str, Any]) -> str:
         "the call until its result is there. `in a graph`: on the device, in a replayed CUDA graph of 20 calls."
     )
     merged = [[f"`{row[0]}` {row[1]}", *row[2:]] for row in rows]
-    lines = "\n".join(f"- {line}" for line in latency_problems(latency))
+    lines = lines_text(latency_problems(latency))
     parts = [
         "### Small shapes",
         legend,
@@ -237,8 +239,7 @@ def render_page(
         "## The paper's grid",
         render_grid(report),
         summary(report),
-        "## Targets",
-        targets_text(targets),
+        section("Targets", targets_text(targets)),
         "## Throughput",
         legend,
         render_peers_table(report, [*grid, *others]),
@@ -250,10 +251,7 @@ def render_page(
     if rmse:
         parts += ["## Accuracy", render_rmse(rmse)]
     parts += ["## Peers", "\n".join(versions), "## Method", method_text(report.method)]
-    lines = problems_of(report)
-    if lines:
-        parts += ["## What did not run", "\n".join(f"- {line}" for line in lines)]
-    return page(parts)
+    return page([*parts, section("What did not run", lines_text(problems_of(report)))])
 
 
 def splice(text: str, body: str, kind: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,6 +74,20 @@ class Failed:
 
 
 PeerResult = Measured | Failed
+
+
+def peer_records(peers: Mapping[str, PeerResult]) -> dict[str, dict[str, Any]]:
+    """Results as JSON has them."""
+    return {name: {"ok": isinstance(result, Measured), **asdict(result)} for name, result in peers.items()}
+
+
+def read_peers(records: Mapping[str, Mapping[str, Any]]) -> dict[str, PeerResult]:
+    """What :func:`peer_records` made."""
+    peers: dict[str, PeerResult] = {}
+    for name, entry in records.items():
+        fields = {key: value for key, value in entry.items() if key != "ok"}
+        peers[name] = Measured(**fields) if entry["ok"] else Failed(**fields)
+    return peers
 
 
 @dataclass(frozen=True)
@@ -152,20 +166,13 @@ class ForwardReport:
 
 
 def _cell_record(cell: Cell) -> dict[str, Any]:
-    peers = {
-        name: {"ok": isinstance(result, Measured), **asdict(result)} for name, result in cell.peers.items()
-    }
     gauges = {"input_sets": cell.input_sets, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
-    return rounded({**asdict(cell.problem), **gauges, "peers": peers})
+    return rounded({**asdict(cell.problem), **gauges, "peers": peer_records(cell.peers)})
 
 
 def _read_cell(record: dict[str, Any]) -> Cell:
-    def read_peer(entry: dict[str, Any]) -> PeerResult:
-        fields = {key: value for key, value in entry.items() if key != "ok"}
-        return Measured(**fields) if entry["ok"] else Failed(**fields)
-
     problem = Problem(**{key: record[key] for key in Problem.__dataclass_fields__})
-    peers = {name: read_peer(entry) for name, entry in record["peers"].items()}
+    peers = read_peers(record["peers"])
     return Cell(problem, record["input_sets"], record["clock_mhz"], record["power_w"], peers)
 
 

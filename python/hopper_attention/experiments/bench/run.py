@@ -109,13 +109,8 @@ class Row(Protocol):
 def draw_inputs(problem: Problem, seed: int, device: str) -> Inputs:
     """One set of N(0, 1) inputs, made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
-    p = problem
-    shapes = (
-        (p.batch, p.seqlen_q, p.heads, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-    )
-    dtype = getattr(torch, p.dtype)
+    dtype = getattr(torch, problem.dtype)
+    shapes = problem.shapes
     return Inputs(*(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes))
 
 
@@ -365,16 +360,21 @@ def describe_limits(peers: Sequence[Peer], problems: Sequence[Problem]) -> str:
     return "; ".join(lines)
 
 
-def describe_run(kind: str, peers: dict[str, PeerInfo], setting: Setting, commit: str) -> dict[str, Any]:
-    """The head that latency and accuracy reports share with the forward report."""
+def describe_place(kind: str, device: str, commit: str = "") -> dict[str, Any]:
+    """The head of every report: what it is, and of which commit, when and where."""
     return {
         "schema": SCHEMA,
         "kind": kind,
         "date": today(),
         "commit": commit or find_commit(repository_root()),
-        "machine": describe_machine(setting.device, find_gauge(setting.device)),
-        "peers": {name: asdict(info) for name, info in peers.items()},
+        "machine": describe_machine(device, find_gauge(device)),
     }
+
+
+def describe_run(kind: str, peers: dict[str, PeerInfo], setting: Setting, commit: str) -> dict[str, Any]:
+    """The head that latency and accuracy reports share with the forward report."""
+    place = describe_place(kind, setting.device, commit)
+    return place | {"peers": {name: asdict(info) for name, info in peers.items()}}
 
 
 def run_forward(

@@ -29,6 +29,15 @@ class Problem:
     causal: bool
 
     @property
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of q, k and v."""
+        return (
+            (self.batch, self.seqlen_q, self.heads, self.head_dim),
+            (self.batch, self.seqlen_k, self.heads_kv, self.head_dim),
+            (self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v),
+        )
+
+    @property
     def flops(self) -> float:
         """Operations as the paper counts them (section 4.1): both matrix products, halved if causal."""
         scores = self.batch * self.heads * self.seqlen_q * self.seqlen_k

@@ -10,8 +10,9 @@ host time has a benchmark of its own (benchmarks/latency.py).
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -259,3 +260,16 @@ def play_rounds(
         for name in order(names[first:] + names[:first]):
             taken[name].append(play(name, turns[name]))
     return taken
+
+
+def seconds_in_turns(
+    launches: Mapping[str, Sequence[Launch]], stopwatch: Stopwatch, effort: Effort
+) -> dict[str, float]:
+    """Median seconds of a launch of each, in ``effort.max_rounds`` interleaved rounds."""
+    turns = {name: plan_turn(list(of), stopwatch.calibrate(of), effort) for name, of in launches.items()}
+
+    def play(name: str, turn: Turn) -> Interval:
+        return stopwatch.measure(turn.launches, turn.repeats, turn.spin_s)
+
+    taken = play_rounds(turns, effort.max_rounds, play)
+    return {name: statistics.median(i.seconds for i in intervals) for name, intervals in taken.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from hopper_attention.experiments.bench.results import (
     Cell,
     Failed,
     ForwardReport,
+    PeerInfo,
     is_ours,
 )
 from hopper_attention.experiments.bench.spec import Problem
@@ -105,14 +106,18 @@ def peer_figure(cell: Cell, peer: str) -> str:
     return number(result.tflops) if result.tflops >= 100 else f"{result.tflops:.3g}"
 
 
-def problems_of(report: ForwardReport) -> list[str]:
-    """What did not run and why, a line each: absent peers, then failures."""
-    lines = [f"{name}: {info.unavailable}" for name, info in report.peers.items() if info.unavailable]
-    for cell in report.cells:
-        for name, result in cell.peers.items():
-            if isinstance(result, Failed):
-                lines.append(f"{name} on {cell.problem.name}: {result.reason}")
+def failures(infos: Mapping[str, PeerInfo], results: Iterable[tuple[str, Mapping[str, object]]]) -> list[str]:
+    """What did not run and why, a line each: absent peers, then failures, out of peers' results by problem."""
+    lines = [f"{name}: {info.unavailable}" for name, info in infos.items() if info.unavailable]
+    for problem, peers in results:
+        failed = ((name, result) for name, result in peers.items() if isinstance(result, Failed))
+        lines += [f"{name} on {problem}: {result.reason}" for name, result in failed]
     return lines
+
+
+def problems_of(report: ForwardReport) -> list[str]:
+    """The failures of a throughput report."""
+    return failures(report.peers, ((cell.problem.name, cell.peers) for cell in report.cells))
 
 
 def latency_rows(latency: Mapping[str, Any]) -> list[list[str]]:

@@ -37,13 +37,9 @@ class Family:
 
 def normal(problem: Problem, generator: torch.Generator) -> Inputs:
     """N(0, 1) in float32: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
-    p = problem
-    shapes = (
-        (p.batch, p.seqlen_q, p.heads, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
+    return Inputs(
+        *(torch.randn(shape, generator=generator, device=generator.device) for shape in problem.shapes)
     )
-    return Inputs(*(torch.randn(shape, generator=generator, device=generator.device) for shape in shapes))
 
 
 def outliers(problem: Problem, generator: torch.Generator) -> Inputs:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hopper_attention.experiments.bench.backward_peers import GRADIENT_LIMITS
-from hopper_attention.experiments.bench.checks import CHECKED_SCORES
+from hopper_attention.experiments.bench.checks import CHECKED_SCORES, malformed
 from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.gradients import DOUT_SEED, NAMES
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Inputs, Limits
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.functions import bias_of
 from hopper_attention.experiments.features.spec import BIAS, Workload
+from hopper_attention.experiments.workloads.checks import Comparison, worst_error
 from hopper_attention.reference.dropout import DropoutMask, dropped
 from hopper_attention.reference.tiles import Span
 
@@ -35,6 +36,11 @@ class Piece:
     rows: slice
     heads: slice
     right: Tensor
+
+    def beside(self, result: Sequence[Tensor]) -> Comparison:
+        rows, heads = self.rows, self.heads
+        where = f"{self.name} of rows {rows.start} to {rows.stop}, heads from {heads.start}"
+        return Comparison(where, result[self.tensor][rows, heads], self.right)
 
 
 def draw_output_gradient(workload: Workload, device: str) -> Tensor:
@@ -192,15 +198,6 @@ def attend_backward(
     return dq, dk[:, None], dv[:, None]
 
 
-def errors_of(found: Tensor, right: Tensor) -> tuple[float, float]:
-    """Relative error of the whole (Frobenius), and of the worst row. A row smaller than rows are on average counts as
-    one of average size: where a query sees few keys its dq nearly vanishes, and the rounding of out does not."""
-    difference, norms = found.double() - right, right.norm(dim=-1)
-    average = norms.square().mean().sqrt().clamp_min(1e-30)
-    rows = difference.norm(dim=-1) / norms.clamp_min(average)
-    return (difference.norm() / norms.norm().clamp_min(1e-30)).item(), rows.max().item()
-
-
 def check_result(
     workload: Workload, result: Sequence[Tensor], pieces: Sequence[Piece], limits: Limits
 ) -> tuple[float, str]:
@@ -209,17 +206,7 @@ def check_result(
     heads = (w.heads, w.heads_kv, w.heads_kv) if w.is_backward else (w.heads,)
     names = NAMES if w.is_backward else ("out",)
     for name, tensor, of in zip(names, result, heads, strict=True):
-        if tuple(tensor.shape) != (w.tokens, of, w.value_dim):
-            return math.inf, f"{name} is {tuple(tensor.shape)}, expected {(w.tokens, of, w.value_dim)}"
-        wrong = int((~tensor.isfinite()).sum())
+        wrong = malformed(name, tensor, (w.tokens, of, w.value_dim))
         if wrong:
-            return math.inf, f"{wrong} of {tensor.numel()} of {name} are not finite"
-    worst = 0.0
-    for piece in pieces:
-        error, row_error = errors_of(result[piece.tensor][piece.rows, piece.heads], piece.right)
-        worst = max(worst, error)
-        if not (error <= limits.head and row_error <= limits.row):
-            where = f"{piece.name} of rows {piece.rows.start} to {piece.rows.stop}, heads from {piece.heads.start}"
-            found = f"{error:.2e} in all and {row_error:.2e} of a row against float64"
-            return worst, f"{where}: error {found}, allowed {limits.head:.1e} and {limits.row:.1e}"
-    return worst, ""
+            return math.inf, wrong
+    return worst_error((piece.beside(result) for piece in pieces), limits)

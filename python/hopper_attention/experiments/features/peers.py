@@ -36,8 +36,8 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.backward_peers import gradients_of, leaves_of
 from hopper_attention.experiments.bench.backward_peers import why_no_fa3 as why_no_fa3_backward
-from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
-from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END, PeerInfo
+from hopper_attention.experiments.bench.peers import Inputs, ListedPeer, Prepared, Setting
+from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_16_BIT, OURS_END_TO_END
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.features import score_terms
 from hopper_attention.experiments.features.checks import draw_output_gradient
@@ -89,11 +89,10 @@ def tokens_of_heads(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeaturePeer:
+class FeaturePeer(ListedPeer):
     """A row.
 
     Attributes:
-        why_unavailable: an empty string where the peer can run, else the reason.
         bind: its forward on a workload.
         takes: which workloads it is meant for; of the others it is no row.
         note: what will run, where the peer can tell.
@@ -102,10 +101,6 @@ class FeaturePeer:
         context: entered once around a batch of launches.
     """
 
-    name: str
-    title: str
-    why_unavailable: Callable[[Setting], str]
-    version: Callable[[Setting], str]
     bind: Callable[[Workload, Setting], Binding]
     takes: Callable[[Workload], bool] = field(default=every_workload)
     note: Callable[[Workload, Inputs, Setting], str] = field(default=lambda workload, inputs, setting: "")
@@ -258,8 +253,7 @@ def describe_ours(
         if workload.latent:
             q, k, options["qv"] = without_latent(workload, q, k)
         plan = explain(q, k, v, **options)
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    bench_peers.check_runs_kernel(setting, plan)
     if not (setting.is_cuda and workload.is_backward):
         return plan.config.name
     kind = ScoreKind(bool(workload.softcap), workload.alibi, workload.sinks, bool(workload.dropout))
@@ -511,27 +505,3 @@ FEATURE_PEERS: dict[str, FeaturePeer] = {
 }  # fmt: skip
 
 DEFAULT_FEATURE_PEERS = (OURS, OURS_DENSE, OURS_END_TO_END, OURS_16_BIT, "fa3", "fa4", "cudnn")
-
-
-def parse_feature_peers(
-    text: str, registry: Mapping[str, FeaturePeer] = FEATURE_PEERS
-) -> tuple[FeaturePeer, ...]:
-    """Comma-separated names of rows, in their order; the usual ones if empty.
-
-    Raises:
-        ValueError: a name is not in the registry.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(DEFAULT_FEATURE_PEERS)
-    unknown = [name for name in names if name not in registry]
-    if unknown:
-        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
-    return tuple(registry[name] for name in dict.fromkeys(names))
-
-
-def inspect_feature_peers(peers: tuple[FeaturePeer, ...], setting: Setting) -> dict[str, PeerInfo]:
-    """Title, version and availability of each peer on this machine."""
-    infos = {}
-    for peer in peers:
-        reason = peer.why_unavailable(setting)
-        infos[peer.name] = PeerInfo(peer.title, "" if reason else peer.version(setting), reason)
-    return infos

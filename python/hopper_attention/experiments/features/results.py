@@ -13,11 +13,12 @@ from hopper_attention.experiments.bench.results import (
     OURS_END_TO_END,
     Failed,
     Measured,
-    PeerInfo,
-    PeerResult,
+    peer_records,
+    read_peers,
 )
 from hopper_attention.experiments.features.spec import WORKLOADS, Workload
 from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
+from hopper_attention.experiments.workloads.results import WorkloadCell, WorkloadReport, target_of_failures
 
 KIND = "features"
 OURS_DENSE = "ours_dense"
@@ -48,61 +49,20 @@ MOST_US_WITH_SINKS = 100.0
 
 
 @dataclass(frozen=True)
-class FeatureCell:
-    """All peers on one workload, interleaved, launches rotating over ``input_sets`` sets of q, k, v."""
+class FeatureCell(WorkloadCell[Workload]):
+    """All peers on one workload."""
 
-    workload: Workload
-    input_sets: int
-    clock_mhz: float | None
-    power_w: float | None
-    peers: dict[str, PeerResult]
-
-    def us(self, peer: str) -> float:
-        """Microseconds of a peer; NaN if it has no figure."""
-        result = self.peers.get(peer)
-        return 1e3 * result.median_ms if isinstance(result, Measured) else math.nan
+    OWN = OWN
 
     def tflops(self, peer: str) -> float:
         """Useful TFLOP/s of a peer; NaN if it has no figure."""
         result = self.peers.get(peer)
         return result.tflops if isinstance(result, Measured) else math.nan
 
-    def over(self, peer: str) -> float:
-        """How many times as fast as a peer ours is; NaN where either has no figure."""
-        return self.us(peer) / self.us(OURS)
-
-    @property
-    def best_peer(self) -> str:
-        """The fastest row that is not ours; empty if there is none."""
-        others = [name for name in self.peers if name not in OWN and not math.isnan(self.us(name))]
-        return min(others, key=self.us, default="")
-
-    @property
-    def ratio(self) -> float:
-        """How many times as fast as the best peer ours is; NaN where either has no figure."""
-        return self.over(self.best_peer)
-
-    @property
-    def share_of_limit(self) -> float:
-        """Of the speed that the GPU's peak rates allow, what ours reaches; NaN without a figure."""
-        return self.workload.limit_us / self.us(OURS)
-
 
 @dataclass(frozen=True)
-class FeatureReport:
-    """One run on one machine; ``head`` is what ``describe_run`` says, with the method."""
-
-    head: dict[str, Any]
-    cells: tuple[FeatureCell, ...]
-
-    @property
-    def peers(self) -> dict[str, PeerInfo]:
-        return {name: PeerInfo(**entry) for name, entry in self.head["peers"].items()}
-
-    @property
-    def available(self) -> list[str]:
-        """Peers that were there."""
-        return [name for name, info in self.peers.items() if not info.unavailable]
+class FeatureReport(WorkloadReport[FeatureCell]):
+    """One run on one machine."""
 
 
 # Promises
@@ -112,11 +72,7 @@ def feature_targets(report: FeatureReport) -> list[Target]:
     """What is promised of these workloads, as far as this report can answer."""
     targets = [target for cell in report.cells for target in cell_targets(cell)]
     failed = [c.workload.name for c in report.cells if isinstance(c.peers.get(OURS), Failed)]
-    if failed:
-        targets.append(
-            Target("every workload right", "no failure of ours", f"failed: {', '.join(failed)}", False)
-        )
-    return targets
+    return targets + target_of_failures(failed)
 
 
 def cell_targets(cell: FeatureCell) -> list[Target]:
@@ -165,21 +121,15 @@ def cell_record(cell: FeatureCell) -> dict[str, Any]:
     w = cell.workload
     derived = {"name": w.name, "flops": w.flops, "moved_bytes": w.moved_bytes, "limit_us": w.limit_us}
     gauges = {"input_sets": cell.input_sets, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
-    peers = {name: {"ok": isinstance(r, Measured), **asdict(r)} for name, r in cell.peers.items()}
     workload = {**asdict(w), "lengths": list(w.lengths), "window": list(w.window)}
-    return rounded({**derived, "workload": workload, **gauges, "peers": peers})
+    return rounded({**derived, "workload": workload, **gauges, "peers": peer_records(cell.peers)})
 
 
 def read_cell(record: dict[str, Any]) -> FeatureCell:
-    def read_peer(entry: dict[str, Any]) -> PeerResult:
-        fields = {key: value for key, value in entry.items() if key != "ok"}
-        return Measured(**fields) if entry["ok"] else Failed(**fields)
-
     fields = record["workload"]
     lists = {"lengths": tuple(fields["lengths"]), "window": tuple(fields["window"])}
-    peers = {name: read_peer(entry) for name, entry in record["peers"].items()}
     gauges = record["input_sets"], record["clock_mhz"], record["power_w"]
-    return FeatureCell(Workload(**{**fields, **lists}), *gauges, peers)
+    return FeatureCell(Workload(**{**fields, **lists}), *gauges, read_peers(record["peers"]))
 
 
 def dump_features(report: FeatureReport) -> str:

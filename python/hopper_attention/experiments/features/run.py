@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.experiments.bench.machine import find_gauge
-from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting
+from hopper_attention.experiments.bench.peers import Inputs, Prepared, Setting, inspect_peers
 from hopper_attention.experiments.bench.results import Failed, PeerResult
 from hopper_attention.experiments.bench.run import (
     L2_MULTIPLE,
@@ -28,9 +28,10 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.timing import Effort, GpuLostError
 from hopper_attention.experiments.features.checks import Piece, check_result, compute_pieces, limits_of
-from hopper_attention.experiments.features.peers import FeaturePeer, inspect_feature_peers
+from hopper_attention.experiments.features.peers import FeaturePeer
 from hopper_attention.experiments.features.results import KIND, FeatureCell, FeatureReport
-from hopper_attention.experiments.features.spec import COPY_BYTES, FAMILIES, PEAK_FLOPS, Family, Workload
+from hopper_attention.experiments.features.spec import FAMILIES, Family, Workload
+from hopper_attention.experiments.workloads.spec import COPY_BYTES, PEAK_FLOPS
 
 
 class WorkloadLostError(RuntimeError):
@@ -129,7 +130,7 @@ def run_features(
         raise ValueError(f"inputs is {family!r}, allowed: {', '.join(FAMILIES)}")
     check_affordable(workloads, setting.device)
     drawn = FAMILIES[family]
-    infos = inspect_feature_peers(peers, setting)
+    infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
     head = describe_run(KIND, infos, setting, commit) | {"method": describe_method(drawn, effort)}
     report = FeatureReport(head, ())

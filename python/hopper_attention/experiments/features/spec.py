@@ -5,19 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from hopper_attention.experiments.bench.spec import LONG_DTYPES
 from hopper_attention.experiments.reports import short_length
-
-PEAK_FLOPS = 989e12
-"""Of an H200 in 16 bits, a second."""
-
-PEAK_FP8_FLOPS = 2 * PEAK_FLOPS
-
-COPY_BYTES = 4.25e12
-"""What a copy moves on an H200, a second."""
+from hopper_attention.experiments.workloads.spec import bytes_of, limit_us_of
 
 Direction = Literal["forward", "backward"]
 PASSES: tuple[Direction, ...] = ("forward", "backward")
@@ -151,7 +143,7 @@ class Workload:
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v together."""
-        size = 1 if self.is_fp8 else self._size
+        size = 1 if self.is_fp8 else bytes_of(self.dtype)
         return self.tokens * (self.heads * self.score_dim + self.heads_kv * self.key_columns) * size
 
     @property
@@ -162,19 +154,12 @@ class Workload:
     @property
     def moved_bytes(self) -> int:
         """Bytes that a pass reads and writes at least: q, k, v and out; backward also the gradients of all four."""
-        forward = self.input_bytes + self.tokens * self.heads * self.value_dim * self._size
+        forward = self.input_bytes + self.tokens * self.heads * self.value_dim * bytes_of(self.dtype)
         return 2 * forward if self.is_backward else forward
 
     @property
-    def _size(self) -> int:
-        """Bytes of an element of the output."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
     def limit_us(self) -> float:
-        """Microseconds below which an H200 cannot go: the larger of operations and bytes at their peak rates."""
-        peak = PEAK_FP8_FLOPS if self.is_fp8 else PEAK_FLOPS
-        return 1e6 * max(self.flops / peak, self.moved_bytes / COPY_BYTES)
+        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8)
 
     @property
     def batch_name(self) -> str:
@@ -337,16 +322,3 @@ TOPICS: dict[str, Callable[[Workload], bool]] = {
     "Functions of scores": lambda workload: bool(workload.functions),
 }
 """Parts of a report, by title: which workloads each has."""
-
-
-def pick_workloads(pattern: str, workloads: tuple[Workload, ...] = WORKLOADS) -> tuple[Workload, ...]:
-    """Those with ``pattern`` in their name, as a shell has it: ``*`` stands for anything, ``?`` for a character.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = tuple(workload for workload in workloads if fnmatchcase(workload.name, f"*{pattern}*"))
-    if not found:
-        names = ", ".join(workload.name for workload in workloads)
-        raise ValueError(f"only is {pattern!r}, allowed: a part of a name, * for anything; names are {names}")
-    return found

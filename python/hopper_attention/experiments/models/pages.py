@@ -9,11 +9,13 @@ from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
     Target,
+    lines_text,
     markdown_table,
     measured_on,
     method_text,
     number,
     page,
+    section,
     targets_text,
 )
 
@@ -80,9 +82,9 @@ def render_models(report: Mapping[str, Any]) -> str:
     """docs/results/models.md."""
     machine = {**report["machine"], "transformers": report["transformers"]}
     shape = ", ".join(f"{key} {value}" for key, value in report["shape"].items())
-    failed = [f"- {r['workload']}, `{r['attention']}`: {r['failed']}" for r in report["rows"] if r["failed"]]
+    failed = [f"{r['workload']}, `{r['attention']}`: {r['failed']}" for r in report["rows"] if r["failed"]]
     clocks = [
-        f"- {name}: {number(c['clock_mhz'])} MHz, {number(c['power_w'])} W"
+        f"{name}: {number(c['clock_mhz'])} MHz, {number(c['power_w'])} W"
         for name, c in report["clocks"].items()
     ]
     targets = models_targets(report)
@@ -96,9 +98,8 @@ def render_models(report: Mapping[str, Any]) -> str:
             ["workload", "attention", *MODEL_HEADINGS], [_model_row(row) for row in report["rows"]]
         ),
     ]
-    parts += ["## Targets", targets_text(targets)] if targets else []
-    parts += ["## What did not run", "\n".join(failed)] if failed else []
-    parts += ["## Clock and power", "\n".join(clocks)]
+    parts += [section("Targets", targets_text(targets)), section("What did not run", lines_text(failed))]
+    parts += ["## Clock and power", lines_text(clocks)]
     return page([*parts, "## Method", method_text(report["method"])])
 
 

@@ -13,11 +13,13 @@ from hopper_attention.experiments.prepass.run import (
 from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
+    lines_text,
     markdown_table,
     measured_on,
     method_text,
     number,
     page,
+    section,
     targets_text,
 )
 from hopper_attention.experiments.tables import FittedTable, figures, names
@@ -59,8 +61,6 @@ def render_quantize(report: QuantizeReport) -> str:
         subject,
     ]
     parts.append(markdown_table(["problem", *QUANTIZE_HEADINGS], rows))
-    targets = quantize_targets(report)
-    parts += ["## Targets", targets_text(targets)] if targets else []
-    lines = quantize_problems(report)
-    parts += ["## What did not run", "\n".join(f"- {line}" for line in lines)] if lines else []
+    parts.append(section("Targets", targets_text(quantize_targets(report))))
+    parts.append(section("What did not run", lines_text(quantize_problems(report))))
     return page([*parts, "## Method", method_text(report.head["method"])])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
-from hopper_attention.experiments.bench.results import Failed
+from hopper_attention.experiments.bench.results import Failed, PeerInfo
+from hopper_attention.experiments.bench.words import failures
 from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
+    lines_text,
     markdown_table,
     measured_on,
     method_text,
     number,
     page,
+    section,
     short_length,
 )
 from hopper_attention.experiments.scaling.run import Scaled, ScalingCell, ScalingReport
@@ -63,13 +66,8 @@ def scaling_table(report: ScalingReport) -> FittedTable:
 
 def scaling_problems(report: ScalingReport) -> list[str]:
     """What did not run and why, a line each."""
-    infos = report.head["peers"].items()
-    lines = [f"{name}: {info['unavailable']}" for name, info in infos if info["unavailable"]]
-    for cell in report.cells:
-        for name, result in cell.peers.items():
-            if isinstance(result, Failed):
-                lines.append(f"{name} on {cell.problem.name}: {result.reason}")
-    return lines
+    infos = {name: PeerInfo(**entry) for name, entry in report.head["peers"].items()}
+    return failures(infos, ((cell.problem.name, cell.peers) for cell in report.cells))
 
 
 def render_scaling(report: ScalingReport, figure: str) -> str:
@@ -91,6 +89,5 @@ def render_scaling(report: ScalingReport, figure: str) -> str:
     for name, cells in scaling_series(report).items():
         rows = [scaling_row(cell, report) for cell in cells]
         parts += [f"## {name}", markdown_table(["seqlen", *scaling_headings(report)], rows)]
-    lines = scaling_problems(report)
-    parts += ["## What did not run", "\n".join(f"- {line}" for line in lines)] if lines else []
+    parts.append(section("What did not run", lines_text(scaling_problems(report))))
     return page([*parts, "## Method", method_text(report.head["method"])])

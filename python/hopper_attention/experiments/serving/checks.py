@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hopper_attention.experiments.bench.checks import malformed
 from hopper_attention.experiments.bench.fp8_peers import END_TO_END_LIMITS
 from hopper_attention.experiments.bench.peers import ERROR_LIMITS, Limits
-from hopper_attention.experiments.features.checks import errors_of
 from hopper_attention.experiments.serving.inputs import CacheInputs, appended
 from hopper_attention.experiments.serving.spec import ServingWorkload
+from hopper_attention.experiments.workloads.checks import Comparison, worst_error
 
 OVER_16_BITS = 2.0
 """Errors of 16-bit queries on an e4m3 cache, over those that a cache of 16 bits may have."""
@@ -26,6 +27,10 @@ class Piece:
     sequence: int
     heads: slice
     right: Tensor
+
+    def beside(self, out: Tensor) -> Comparison:
+        where = f"sequence {self.sequence}, heads from {self.heads.start}"
+        return Comparison(where, out[self.sequence, :, self.heads], self.right)
 
 
 def limits_of(workload: ServingWorkload, rounds_queries: bool, query_factor: float = 1.0) -> Limits:
@@ -90,18 +95,7 @@ def check_output(
 ) -> tuple[float, str]:
     """Relative error of the worst piece, and what is wrong with the output (empty if nothing is)."""
     w = workload
-    expected = w.batch, w.queries, w.heads, w.value_columns
-    if tuple(out.shape) != expected:
-        return math.inf, f"out is {tuple(out.shape)}, expected {expected}"
-    wrong = int((~out.isfinite()).sum())
+    wrong = malformed("out", out, (w.batch, w.queries, w.heads, w.value_columns))
     if wrong:
-        return math.inf, f"{wrong} of {out.numel()} of out are not finite"
-    worst = 0.0
-    for piece in pieces:
-        error, row_error = errors_of(out[piece.sequence, :, piece.heads], piece.right)
-        worst = max(worst, error)
-        if not (error <= limits.head and row_error <= limits.row):
-            where = f"sequence {piece.sequence}, heads from {piece.heads.start}"
-            found = f"{error:.2e} in all and {row_error:.2e} of a row against float64"
-            return worst, f"{where}: error {found}, allowed {limits.head:.1e} and {limits.row:.1e}"
-    return worst, ""
+        return math.inf, wrong
+    return worst_error((piece.beside(out) for piece in pieces), limits)

@@ -7,7 +7,7 @@ the fastest is measured. A new peer is one more row in ``SERVING_PEERS``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hopper.quantize.config import E4M3_MAX
 from hopper_attention import flash_attn_with_kvcache
-from hopper_attention.backends import KERNELS
 from hopper_attention.experiments.bench import peers as bench_peers
-from hopper_attention.experiments.bench.peers import Setting
-from hopper_attention.experiments.bench.results import OURS, PeerInfo
+from hopper_attention.experiments.bench.peers import ListedPeer, Setting
+from hopper_attention.experiments.bench.results import OURS
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.serving import flashmla
 from hopper_attention.experiments.serving.inputs import CacheInputs, plain_of
@@ -60,11 +59,10 @@ def nothing_to_note(workload: ServingWorkload, inputs: CacheInputs, setting: Set
 
 
 @dataclass(frozen=True)
-class ServingPeer:
+class ServingPeer(ListedPeer):
     """A row.
 
     Attributes:
-        why_unavailable: an empty string where the peer can run, else the reason.
         bind: its ways to compute a workload on one set of inputs.
         takes: which workloads it is meant for; of the others it is no row.
         note: what will run, where the peer can tell.
@@ -73,10 +71,6 @@ class ServingPeer:
         context: entered once around a batch of launches.
     """
 
-    name: str
-    title: str
-    why_unavailable: Callable[[Setting], str]
-    version: Callable[[Setting], str]
     bind: Callable[[ServingWorkload, CacheInputs, Setting], Ways]
     takes: Callable[[ServingWorkload], bool] = field(default=every_workload)
     note: Callable[[ServingWorkload, CacheInputs, Setting], str] = field(default=nothing_to_note)
@@ -134,8 +128,7 @@ def describe_ours(
         NotImplementedError: on a GPU it is not a kernel, and nothing else is to be measured as ours.
     """
     plan = explain_kvcache(**arguments(workload, inputs))
-    if setting.is_cuda and plan.backend not in KERNELS:
-        raise NotImplementedError(f"runs on the {plan.backend} backend here: {plan.reason}")
+    bench_peers.check_runs_kernel(setting, plan)
     return f"{plan.path}: {plan.config.name}"
 
 
@@ -358,27 +351,3 @@ DEFAULT_SERVING_PEERS = tuple(name for name in SERVING_PEERS if name != "torch")
 
 HOST_PEERS = (OURS, "fa3", "fa3_best")
 """Whose host time is measured."""
-
-
-def parse_serving_peers(
-    text: str, registry: Mapping[str, ServingPeer] = SERVING_PEERS
-) -> tuple[ServingPeer, ...]:
-    """Comma-separated names of rows, in their order; the usual ones if empty.
-
-    Raises:
-        ValueError: a name is not in the registry.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(DEFAULT_SERVING_PEERS)
-    unknown = [name for name in names if name not in registry]
-    if unknown:
-        raise ValueError(f"peers is {text!r}, allowed: comma-separated names out of {', '.join(registry)}")
-    return tuple(registry[name] for name in dict.fromkeys(names))
-
-
-def inspect_serving_peers(peers: tuple[ServingPeer, ...], setting: Setting) -> dict[str, PeerInfo]:
-    """Title, version and availability of each peer on this machine."""
-    infos = {}
-    for peer in peers:
-        reason = peer.why_unavailable(setting)
-        infos[peer.name] = PeerInfo(peer.title, "" if reason else peer.version(setting), reason)
-    return infos

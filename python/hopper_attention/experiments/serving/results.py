@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hopper_attention.experiments.bench.results import OURS, Failed, Measured, PeerInfo, PeerResult
+from hopper_attention.experiments.bench.results import OURS, Failed, peer_records, read_peers
 from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
 from hopper_attention.experiments.serving import spec
 from hopper_attention.experiments.serving.spec import ServingWorkload
+from hopper_attention.experiments.workloads.results import WorkloadCell, WorkloadReport, target_of_failures
 
 KIND = "serving"
 OURS_PLAIN = "ours_plain"
@@ -65,21 +66,13 @@ def promise_of(workload: ServingWorkload) -> Promise:
 
 
 @dataclass(frozen=True)
-class ServingCell:
-    """All peers on one workload, interleaved. A launch is ``calls`` calls, in turn on ``input_sets`` sets of inputs.
-    All figures are of one call."""
+class ServingCell(WorkloadCell[ServingWorkload]):
+    """All peers on one workload. A launch is ``calls`` calls, in turn on the sets of inputs; all figures are of one
+    call."""
 
-    workload: ServingWorkload
-    input_sets: int
+    OWN = OWN
+
     calls: int
-    clock_mhz: float | None
-    power_w: float | None
-    peers: dict[str, PeerResult]
-
-    def us(self, peer: str) -> float:
-        """Microseconds of a peer; NaN if it has no figure."""
-        result = self.peers.get(peer)
-        return 1e3 * result.median_ms if isinstance(result, Measured) else math.nan
 
     def gbs(self, peer: str) -> float:
         """GB/s of keys and values that a peer reads; NaN if it has no figure."""
@@ -88,26 +81,6 @@ class ServingCell:
     def tflops(self, peer: str) -> float:
         """Useful TFLOP/s of a peer; NaN if it has no figure."""
         return self.workload.flops / self.us(peer) * 1e-6
-
-    def over(self, peer: str) -> float:
-        """How many times as fast as a peer ours is; NaN where either has no figure."""
-        return self.us(peer) / self.us(OURS)
-
-    @property
-    def best_peer(self) -> str:
-        """The fastest row that is not ours; empty if there is none."""
-        others = [name for name in self.peers if name not in OWN and not math.isnan(self.us(name))]
-        return min(others, key=self.us, default="")
-
-    @property
-    def ratio(self) -> float:
-        """How many times as fast as the best peer ours is; NaN where either has no figure."""
-        return self.over(self.best_peer)
-
-    @property
-    def share_of_limit(self) -> float:
-        """Of the speed that the GPU's peak rates allow, what ours reaches; NaN without a figure."""
-        return self.workload.limit_us / self.us(OURS)
 
 
 @dataclass(frozen=True)
@@ -119,22 +92,10 @@ class HostTime:
 
 
 @dataclass(frozen=True)
-class ServingReport:
-    """One run on one machine; ``head`` is what ``describe_run`` says, with the method, and ``host`` the host time of
-    calls on ``spec.SHORT``, by peer."""
+class ServingReport(WorkloadReport[ServingCell]):
+    """One run on one machine; ``host`` is the host time of calls on ``spec.SHORT``, by peer."""
 
-    head: dict[str, Any]
-    cells: tuple[ServingCell, ...]
     host: Mapping[str, HostTime | Failed]
-
-    @property
-    def peers(self) -> dict[str, PeerInfo]:
-        return {name: PeerInfo(**entry) for name, entry in self.head["peers"].items()}
-
-    @property
-    def available(self) -> list[str]:
-        """Peers that were there."""
-        return [name for name, info in self.peers.items() if not info.unavailable]
 
 
 # Promises
@@ -156,11 +117,7 @@ def serving_targets(report: ServingReport) -> list[Target]:
         for name, result in cell.peers.items()
         if name in OWN and isinstance(result, Failed)
     ]
-    if failed:
-        targets.append(
-            Target("every workload right", "no failure of ours", f"failed: {', '.join(failed)}", False)
-        )
-    return targets
+    return targets + target_of_failures(failed)
 
 
 def cell_targets(cell: ServingCell) -> list[Target]:
@@ -191,21 +148,15 @@ def cell_record(cell: ServingCell) -> dict[str, Any]:
     derived = {"name": w.name, "flops": w.flops, "kv_bytes": w.kv_bytes, "limit_us": w.limit_us}
     counts = {"input_sets": cell.input_sets, "calls": cell.calls}
     gauges = {**counts, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
-    peers = {name: {"ok": isinstance(r, Measured), **asdict(r)} for name, r in cell.peers.items()}
     workload = {**asdict(w), "lengths": list(w.lengths)}
-    return rounded({**derived, "workload": workload, **gauges, "peers": peers})
+    return rounded({**derived, "workload": workload, **gauges, "peers": peer_records(cell.peers)})
 
 
 def read_cell(record: dict[str, Any]) -> ServingCell:
-    def read_peer(entry: dict[str, Any]) -> PeerResult:
-        fields = {key: value for key, value in entry.items() if key != "ok"}
-        return Measured(**fields) if entry["ok"] else Failed(**fields)
-
     fields = record["workload"]
-    peers = {name: read_peer(entry) for name, entry in record["peers"].items()}
     workload = ServingWorkload(**{**fields, "lengths": tuple(fields["lengths"])})
-    counts = record["input_sets"], record["calls"]
-    return ServingCell(workload, *counts, record["clock_mhz"], record["power_w"], peers)
+    gauges = record["input_sets"], record["clock_mhz"], record["power_w"]
+    return ServingCell(workload, *gauges, read_peers(record["peers"]), record["calls"])
 
 
 def dump_serving(report: ServingReport) -> str:

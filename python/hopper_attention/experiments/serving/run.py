@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.machine import find_gauge
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import Setting, inspect_peers
 from hopper_attention.experiments.bench.results import Failed, PeerResult, relative_spread
 from hopper_attention.experiments.bench.run import (
     Bench,
@@ -32,7 +32,7 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.timing import Effort, GpuLostError, Launch, broken_context_is_lost
 from hopper_attention.experiments.features.run import WorkloadLostError
-from hopper_attention.experiments.features.spec import COPY_BYTES, FAMILIES, PEAK_FLOPS, Family
+from hopper_attention.experiments.features.spec import FAMILIES, Family
 from hopper_attention.experiments.serving import spec
 from hopper_attention.experiments.serving.checks import (
     Piece,
@@ -42,7 +42,7 @@ from hopper_attention.experiments.serving.checks import (
     poison_new_rows,
 )
 from hopper_attention.experiments.serving.inputs import CacheInputs, draw_set
-from hopper_attention.experiments.serving.peers import HOST_PEERS, ServingPeer, inspect_serving_peers
+from hopper_attention.experiments.serving.peers import HOST_PEERS, ServingPeer
 from hopper_attention.experiments.serving.results import (
     KIND,
     HostTime,
@@ -51,6 +51,7 @@ from hopper_attention.experiments.serving.results import (
     with_cell,
 )
 from hopper_attention.experiments.serving.spec import ServingWorkload
+from hopper_attention.experiments.workloads.spec import COPY_BYTES, PEAK_FLOPS
 
 KV_BYTES = 400_000_000
 """All sets of a launch have more keys and values than this, eight times the L2 cache of an H200."""
@@ -220,7 +221,7 @@ def run_cell(
             of_a_call = [replace(interval, seconds=interval.seconds / calls) for interval in taken[name]]
             results[name] = bench.summarize(workload, entry, turns[name], of_a_call)
     gauges = bench.sampler.window((i.start, i.stop) for intervals in taken.values() for i in intervals)
-    return ServingCell(workload, count, calls, *gauges, results)
+    return ServingCell(workload, count, *gauges, results, calls)
 
 
 def run_cell_or_fail(
@@ -235,7 +236,7 @@ def run_cell_or_fail(
     except Exception as raised:
         bench.stopwatch.synchronize()
         reason = Failed(describe_error(raised))
-        return ServingCell(workload, 0, 0, None, None, {peer.name: reason for peer in meant})
+        return ServingCell(workload, 0, None, None, {peer.name: reason for peer in meant}, 0)
 
 
 # Host time
@@ -311,7 +312,7 @@ def run_serving(
         raise ValueError(f"inputs is {family!r}, allowed: {', '.join(FAMILIES)}")
     check_affordable(workloads, setting.device)
     drawn = FAMILIES[family]
-    infos = inspect_serving_peers(peers, setting)
+    infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
     head = describe_run(KIND, infos, setting, commit) | {"method": describe_method(drawn, effort)}
     report = ServingReport(head, (), {})

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from hopper_attention.experiments.bench.spec import LONG_DTYPES
-from hopper_attention.experiments.features.spec import (
-    COPY_BYTES,
-    PEAK_FLOPS,
-    PEAK_FP8_FLOPS,
-    skewed_lengths,
-)
+from hopper_attention.experiments.features.spec import skewed_lengths
 from hopper_attention.experiments.reports import short_length
+from hopper_attention.experiments.workloads.spec import bytes_of, limit_us_of
 
 MOST_DECODE_QUERIES = 16
 """Of a sequence. A workload with more is a prefill: its rate is counted in TFLOP/s, not in bytes of the cache."""
@@ -128,34 +123,26 @@ class ServingWorkload:
     @property
     def kv_bytes(self) -> int:
         """Of the keys and values that a call reads."""
-        size = 1 if self.is_fp8 else self._size
+        size = 1 if self.is_fp8 else bytes_of(self.dtype)
         columns = self.head_dim + self.value_columns
         return sum(self.lengths) * self.heads_kv * columns * size
 
     @property
     def input_bytes(self) -> int:
-        return self.kv_bytes + self._rows_of_queries * self.key_columns * self._size
+        return self.kv_bytes + self._rows_of_queries * self.key_columns * bytes_of(self.dtype)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a call reads and writes at least: K, V, q and out, whose dtype is that of q."""
-        return self.input_bytes + self._rows_of_queries * self.value_columns * self._size
+        return self.input_bytes + self._rows_of_queries * self.value_columns * bytes_of(self.dtype)
 
     @property
     def _rows_of_queries(self) -> int:
         return self.batch * self.queries * self.heads
 
     @property
-    def _size(self) -> int:
-        """Bytes of an element of a query."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
     def limit_us(self) -> float:
-        """Microseconds at the H200's peak rates: the larger of operations and bytes. Reading alone can be some percent
-        faster than a copy, whose rate this is."""
-        peak = PEAK_FP8_FLOPS if self.is_fp8 else PEAK_FLOPS
-        return 1e6 * max(self.flops / peak, self.moved_bytes / COPY_BYTES)
+        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8)
 
     @property
     def kind(self) -> str:
@@ -266,16 +253,3 @@ TOPICS: dict[str, Callable[[ServingWorkload], bool]] = {
     "FP8 cache": lambda w: w.is_fp8 and not (w.is_prefill or w.is_ragged),
 }
 """Parts of a report, by title: which workloads each has."""
-
-
-def pick_workloads(pattern: str, workloads: tuple[ServingWorkload, ...]) -> tuple[ServingWorkload, ...]:
-    """Those with ``pattern`` in their name, as a shell has it: ``*`` stands for anything, ``?`` for a character.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = tuple(workload for workload in workloads if fnmatchcase(workload.name, f"*{pattern}*"))
-    if not found:
-        names = ", ".join(workload.name for workload in workloads)
-        raise ValueError(f"only is {pattern!r}, allowed: a part of a name, * for anything; names are {names}")
-    return found

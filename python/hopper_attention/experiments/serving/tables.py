@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 from hopper_attention.experiments.bench.results import OURS, Failed
-from hopper_attention.experiments.bench.words import FAILED, NO_KERNEL
+from hopper_attention.experiments.bench.words import FAILED
 from hopper_attention.experiments.reports import (
     NOTHING,
-    RENDERED,
+    lines_text,
     markdown_table,
-    measured_on,
     method_text,
     number,
     page,
+    section,
     targets_text,
 )
 from hopper_attention.experiments.serving import spec
@@ -27,7 +29,8 @@ from hopper_attention.experiments.serving.results import (
     serving_targets,
 )
 from hopper_attention.experiments.serving.spec import TOPICS, ServingWorkload
-from hopper_attention.experiments.tables import FittedTable, figures, names, spare
+from hopper_attention.experiments.tables import FittedTable, figures, names
+from hopper_attention.experiments.workloads.tables import Layout, failures_of, head_of_page, share_text
 
 WORKLOAD_HEADINGS = ("batch", "queries", "heads", "cache")
 OWN_HEADINGS = ("ratio", "rate", "limit, us", "of the limit", "target")
@@ -38,14 +41,6 @@ def describe(workload: ServingWorkload) -> list[str]:
     """A workload, as table cells under WORKLOAD_HEADINGS."""
     w = workload
     return [w.batch_name, str(w.queries), w.heads_name, w.cache_name or NOTHING]
-
-
-def time_of(cell: ServingCell, peer: str) -> str:
-    """Microseconds of a peer, or why there are none."""
-    result = cell.peers.get(peer)
-    if isinstance(result, Failed):
-        return NO_KERNEL if result.lacks_kernel else FAILED
-    return number(cell.us(peer), 1)
 
 
 def rate_of(cell: ServingCell, peer: str) -> str:
@@ -68,37 +63,21 @@ def target_of(workload: ServingWorkload) -> str:
 
 def own_figures(cell: ServingCell) -> list[str]:
     """Of ours, under OWN_HEADINGS."""
-    share, limit = cell.share_of_limit, number(cell.workload.limit_us, 1)
-    of_limit = NOTHING if math.isnan(share) else f"{100 * share:.0f} %"
-    return [number(cell.ratio, 3), rate_of(cell, OURS), limit, of_limit, target_of(cell.workload)]
+    limit, target = number(cell.workload.limit_us, 1), target_of(cell.workload)
+    return [number(cell.ratio, 3), rate_of(cell, OURS), limit, share_text(cell), target]
 
 
-def row_of(cell: ServingCell, peers: list[str]) -> list[str]:
-    return [*describe(cell.workload), *(time_of(cell, peer) for peer in peers), *own_figures(cell)]
+LAYOUT = Layout(WORKLOAD_HEADINGS, describe, OWN_HEADINGS, own_figures, TOPICS)
 
 
-def cells_by_topic(report: ServingReport) -> dict[str, list[ServingCell]]:
-    """The cells of each part that has any."""
-    found = {topic: [c for c in report.cells if belongs(c.workload)] for topic, belongs in TOPICS.items()}
-    return {topic: cells for topic, cells in found.items() if cells}
-
-
-def peers_of(report: ServingReport, cells: list[ServingCell]) -> list[str]:
+def peers_of(report: ServingReport, cells: Sequence[ServingCell]) -> list[str]:
     """Those that were there and are meant for some of these cells."""
     return [peer for peer in report.available if any(peer in cell.peers for cell in cells)]
 
 
 def serving_table(report: ServingReport) -> FittedTable:
     """Microseconds of every peer, and of ours its ratio to the best of the others, rate, share of the limit, target."""
-    title = f"Serving, us · {report.head['machine']['gpu']} · {report.head['commit'][:12]}"
-    peers = peers_of(report, list(report.cells))
-    gauges = spare(*figures("MHz", "W"))
-    columns = (*names(*WORKLOAD_HEADINGS), *figures(*peers, *OWN_HEADINGS), *gauges)
-    rows = [
-        [[*row_of(cell, peers), number(cell.clock_mhz), number(cell.power_w)] for cell in cells]
-        for cells in cells_by_topic(report).values()
-    ]
-    return FittedTable(title, columns, rows)
+    return LAYOUT.table("Serving, us", report, peers_of(report, report.cells))
 
 
 def host_rows(report: ServingReport) -> list[list[str]]:
@@ -121,18 +100,8 @@ def host_table(report: ServingReport) -> FittedTable:
 
 def serving_problems(report: ServingReport) -> list[str]:
     """What did not run and why, a line each: absent peers, then failures."""
-    lines = [f"{name}: {info.unavailable}" for name, info in report.peers.items() if info.unavailable]
-    lines += [
-        f"{name} on {cell.workload.name}: {result.reason}"
-        for cell in report.cells
-        for name, result in cell.peers.items()
-        if isinstance(result, Failed)
-    ]
-    return lines + [
-        f"host time of {name}: {entry.reason}"
-        for name, entry in report.host.items()
-        if isinstance(entry, Failed)
-    ]
+    failed = ((name, entry) for name, entry in report.host.items() if isinstance(entry, Failed))
+    return failures_of(report) + [f"host time of {name}: {entry.reason}" for name, entry in failed]
 
 
 def notes_table(report: ServingReport) -> str:
@@ -155,30 +124,19 @@ def lengths_text(report: ServingReport) -> str:
 
 def render_serving(report: ServingReport, figure: str) -> str:
     """docs/results/serving.md. ``figure`` is the plot's file name beside it."""
-    head = report.head
-    titles = "; ".join(
-        f"{name}: {report.peers[name].title}, {report.peers[name].version}" for name in report.available
-    )
     subject = (
         "Microseconds a call of every peer, in interleaved rounds of one run. `ratio`: how many times as fast as the "
         "best peer ours is. `rate`, of ours: keys and values read, of a prefill useful operations. `limit`: what the "
-        f"H200's peak rates give; see the method. {titles}."
+        "H200's peak rates give; see the method."
     )
-    parts = [
-        "# Attention on a key/value cache",
-        RENDERED,
-        measured_on(head["date"], head["commit"], head["machine"]),
+    parts = head_of_page("Attention on a key/value cache", report, subject, figure)
+    parts += LAYOUT.sections(report, partial(peers_of, report))
+    parts += [
+        lengths_text(report),
+        section("Host time a call", markdown_table(HOST_HEADINGS, host_rows(report)) if report.host else ""),
+        section("Targets", targets_text(serving_targets(report))),
+        section("What did not run", lines_text(serving_problems(report))),
+        section("What ran", notes_table(report)),
+        section("Method", method_text(report.head["method"])),
     ]
-    parts += [subject, f"![share of the limit]({figure})"]
-    for topic, cells in cells_by_topic(report).items():
-        peers = peers_of(report, cells)
-        headings = [*WORKLOAD_HEADINGS, *(f"{peer}, us" for peer in peers), *OWN_HEADINGS]
-        parts += [f"## {topic}", markdown_table(headings, [row_of(cell, peers) for cell in cells])]
-    parts.append(lengths_text(report))
-    if report.host:
-        parts += ["## Host time a call", markdown_table(HOST_HEADINGS, host_rows(report))]
-    targets, lines, notes = serving_targets(report), serving_problems(report), notes_table(report)
-    parts += ["## Targets", targets_text(targets)] if targets else []
-    parts += ["## What did not run", "\n".join(f"- {line}" for line in lines)] if lines else []
-    parts += ["## What ran", notes] if notes else []
-    return page([*parts, "## Method", method_text(head["method"])])
+    return page(parts)

@@ -45,6 +45,7 @@ from hopper_attention.experiments.bench.tables import forward_table
 from hopper_attention.experiments.bench.targets import fp8_targets, throughput_targets
 from hopper_attention.experiments.bench.timing import Effort
 from hopper_attention.quantization import E4M3
+from tests.python.experiments.fakes import FakeOperator
 
 GROUPED = Problem("bfloat16", 2, 160, 160, 4, 2, 64, 64, causal=True)
 SETTING = bench_peers.Setting("cpu")
@@ -111,19 +112,15 @@ FA3_SCHEMA = (
 )
 
 
-class FakeFa3:
+class FakeFa3(FakeOperator):
     """Stands for FlashAttention-3's operator: attends to the data times its descales."""
 
-    _schema = torch._C.parse_schema(FA3_SCHEMA)
+    schema = FA3_SCHEMA
 
-    def __init__(self) -> None:
-        self.call: dict[str, Any] = {}
-
-    def __call__(self, *values: object) -> tuple[Tensor, ...]:
-        self.call = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
+    def compute(self, call: dict[str, Any]) -> tuple[Tensor, ...]:
         tensors = []
         for name in "qkv":
-            data, descale = self.call[name].float(), self.call[f"{name}_descale"]
+            data, descale = call[name].float(), call[f"{name}_descale"]
             of_head = descale.repeat_interleave(data.shape[2] // descale.shape[1], 1)
             tensors.append(data * of_head[:, None, :, None])
         out = bench_peers.prepare_torch(GROUPED, bench_peers.Inputs(*tensors), SETTING).launch()
@@ -131,13 +128,11 @@ class FakeFa3:
 
 
 def test_fa3_gets_e4m3_and_descales_by_batch_and_kv_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeFa3()
-    namespace = type("Ops", (), {"fwd": type("Packet", (), {"default": fake})})
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    fake = FakeFa3().installed(monkeypatch)
     inputs = bench.draw_inputs(GROUPED, 0, "cpu")
     prepared = FP8_PEERS["fa3"].prepare(GROUPED, inputs, SETTING)
     out = prepared.read(prepared.launch())
-    call = fake.call
+    (call,) = fake.calls
     assert [call[name].dtype for name in "qkv"] == [E4M3] * 3
     assert call["q"].shape == (2, 160, 4, 64) and call["k"].shape == (2, 160, 2, 64)
     for name in ("q_descale", "k_descale", "v_descale"):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from hopper_attention.experiments.bench.timing import (
     Launch,
     Turn,
 )
-from tests.python.experiments.fakes import FakeStopwatch, fake_peer
+from tests.python.experiments.fakes import FakeFa3Operator, FakeStopwatch, fake_peer
 
 SMALL = Problem("float32", 1, 24, 24, 4, 2, 16, 16, causal=True)
 SETTING = bench_peers.Setting("cpu")
@@ -283,39 +284,18 @@ def test_commit_is_read_from_a_file_where_there_is_no_repository(tmp_path: Path)
 
 # Peers
 
-FA3_SCHEMA = (
-    "sgl_kernel::fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, "
-    "Tensor(a!)? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, "
-    "Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, "
-    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    "float? softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
-    "int attention_chunk, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, "
-    "int num_splits, bool? pack_gqa, int sm_margin, Tensor? sinks) "
-    "-> (Tensor(a!), Tensor, Tensor, Tensor)"
-)
 
+class FakeFa3(FakeFa3Operator):
+    """By plain attention."""
 
-class FakeFa3:
-    """Stands for ``torch.ops.sgl_kernel.fwd.default``: sglang-kernel 0.4.3's schema, plain attention."""
-
-    _schema = torch._C.parse_schema(FA3_SCHEMA)
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, object]] = []
-
-    def __call__(self, *values: object) -> tuple[Tensor, ...]:
-        named = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
-        self.calls.append(named)
+    def compute(self, named: dict[str, Any]) -> tuple[Tensor, ...]:
         inputs = bench_peers.Inputs(named["q"], named["k"], named["v"])
         out = bench_peers.prepare_torch(SMALL, inputs, SETTING).launch()
         return out, torch.empty(0), torch.empty(0), torch.empty(0)
 
 
 def test_fa3_gets_every_argument_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeFa3()
-    namespace = type("Ops", (), {"fwd": type("Packet", (), {"default": fake})})
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    fake = FakeFa3().installed(monkeypatch)
     inputs = bench.draw_inputs(SMALL, 0, "cpu")
     out = bench_peers.prepare_fa3(SMALL, inputs, SETTING).launch()
     assert out.shape == (1, 24, 4, 16)
@@ -355,9 +335,12 @@ def test_fa3_says_which_library_is_missing(tmp_path: Path) -> None:
 
 
 def test_unknown_peer_is_refused() -> None:
-    assert [peer.name for peer in bench_peers.parse_peers("fa3, ours,fa3")] == ["fa3", "ours"]
+    assert [peer.name for peer in bench_peers.parse_peers("fa3, ours,fa3", bench_peers.PEERS)] == [
+        "fa3",
+        "ours",
+    ]
     with pytest.raises(ValueError, match=r"peers is 'ours,fa5', allowed: .* out of ours, fa3"):
-        bench_peers.parse_peers("ours,fa5")
+        bench_peers.parse_peers("ours,fa5", bench_peers.PEERS)
 
 
 SHAPES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from hopper_attention import dispatch, flash_attn_func, flash_attn_varlen_func, varlen_plan
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.bench.results import AMPERE
 from hopper_attention.experiments.features import checks, peers, score_terms
 from hopper_attention.experiments.features.peers import FEATURE_PEERS, FeaturePeer
 from hopper_attention.experiments.features.run import draw_tokens
 from hopper_attention.experiments.features.spec import FAMILIES, Workload, backward_of
-from tests.python.experiments.bench.test_run import FA3_SCHEMA
+from tests.python.experiments.fakes import FakeFa3Operator
 from tests.python.fake_gpu import H200
 
 CPU, GPU = Setting("cpu"), Setting("cuda:0")
@@ -73,9 +73,7 @@ def test_ours_in_fp8_with_and_without_quantization_and_in_16_bits(workload: Work
 
 @pytest.mark.parametrize("workload", FP8, ids=lambda w: w.name)
 def test_fa3_gets_a_descale_for_each_sequence(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeFa3()
-    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    fake = FakeFa3().installed(monkeypatch)
     assert errors_of(FEATURE_PEERS["fa3"], workload) == ""
     (call,) = fake.calls
     assert call["q"].dtype == torch.float8_e4m3fn
@@ -98,17 +96,10 @@ def test_peers_without_functions_are_no_rows_of_workloads_with_them() -> None:
     assert takers == {"ours", "flex", AMPERE}
 
 
-class FakeFa3:
-    """Stands for ``torch.ops.sgl_kernel.fwd.default``: its schema, our reference."""
+class FakeFa3(FakeFa3Operator):
+    """By our reference."""
 
-    _schema = torch._C.parse_schema(FA3_SCHEMA)
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, *values: object) -> tuple[Tensor, ...]:
-        c = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
-        self.calls.append(c)
+    def compute(self, c: dict[str, Any]) -> tuple[Tensor, ...]:
         q, k, v = c["q"], c["k"], c["v"]
         options = {"causal": c["is_causal"], "window_size": (c["window_size_left"], c["window_size_right"])}
         options |= {name: c[name] for name in ("q_descale", "k_descale", "v_descale")}
@@ -121,17 +112,14 @@ class FakeFa3:
 class FakeFa3WithLatent(FakeFa3):
     """FA3's operator with its second query, as the public function computes it."""
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        c = dict(zip((x.name for x in self._schema.arguments), arguments, strict=True))
+    def compute(self, c: dict[str, Any]) -> tuple[Tensor, ...]:
         options = {"causal": c["is_causal"], "softmax_scale": c["softmax_scale"], "qv": c["q_v"]}
         return (flash_attn_func(c["q"], c["k"], c["v"], **options),)
 
 
 @pytest.mark.parametrize("workload", FORWARD, ids=lambda w: w.name)
 def test_fa3_gets_lengths_and_windows_by_name(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeFa3()
-    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    fake = FakeFa3().installed(monkeypatch)
     assert errors_of(FEATURE_PEERS["fa3"], workload) == ""
     (call,) = fake.calls
     assert call["is_causal"] == (workload.causal and not workload.has_window)
@@ -149,9 +137,7 @@ def test_a_latent_is_a_second_query(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LATENT.name == "bf16-2x70-h4-hk1-d16-latent-32-causal-forward"
     assert LATENT.flops == 2 * 4 * (48 + 32) * 2 * (70 * 71 // 2)
     assert LATENT.input_bytes == 140 * (4 * 48 + 48) * 2
-    fake = FakeFa3WithLatent()
-    namespace = SimpleNamespace(fwd=SimpleNamespace(default=fake))
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    FakeFa3WithLatent().installed(monkeypatch)
     assert errors_of(FEATURE_PEERS["fa3"], LATENT) == ""
     takers = {name for name, peer in FEATURE_PEERS.items() if peer.takes(LATENT)}
     assert takers == {"ours", "fa3"}
@@ -239,13 +225,13 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
     usual = ["ours", "ours_dense", "ours_e2e", "ours_bf16", "fa3", "fa4", "cudnn"]
-    assert [p.name for p in peers.parse_feature_peers("")] == usual
-    assert [p.name for p in peers.parse_feature_peers("fa4, ours,fa4")] == ["fa4", "ours"]
+    assert [p.name for p in parse_peers("", FEATURE_PEERS, peers.DEFAULT_FEATURE_PEERS)] == usual
+    assert [p.name for p in parse_peers("fa4, ours,fa4", FEATURE_PEERS)] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_dense"
     ):
-        peers.parse_feature_peers("fa9")
-    infos = peers.inspect_feature_peers(tuple(FEATURE_PEERS.values()), CPU)
+        parse_peers("fa9", FEATURE_PEERS)
+    infos = inspect_peers(tuple(FEATURE_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
     assert absent == {"fa3", "fa4", "flex", "ampere", "cudnn"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"

@@ -31,8 +31,10 @@ from hopper_attention.experiments.features.results import (
 )
 from hopper_attention.experiments.features.run import WorkloadLostError, draw_tokens, run_features
 from hopper_attention.experiments.features.spec import FAMILIES, WORKLOADS, Workload, backward_of
-from hopper_attention.experiments.features.tables import feature_problems, feature_table, render_features
-from tests.python.experiments.fakes import FakeStopwatch
+from hopper_attention.experiments.features.tables import feature_table, render_features
+from hopper_attention.experiments.workloads.spec import pick_workloads
+from hopper_attention.experiments.workloads.tables import failures_of
+from tests.python.experiments.fakes import FakeStopwatch, head_of, measured
 
 SETTING = Setting("cpu")
 ROOT = Path(__file__).resolve().parents[4]
@@ -122,13 +124,15 @@ def test_every_workload_has_a_name_and_a_topic() -> None:
 
 
 def test_workloads_are_picked_by_a_part_of_their_name() -> None:
-    assert spec.pick_workloads("") == WORKLOADS
-    assert {w.direction for w in spec.pick_workloads("backward")} == {"backward"}
-    assert [w.name for w in spec.pick_workloads("1x16k*d64*128")] == ["bf16-1x16k-h32-d64-window-128-forward"]
+    assert pick_workloads("", WORKLOADS) == WORKLOADS
+    assert {w.direction for w in pick_workloads("backward", WORKLOADS)} == {"backward"}
+    assert [w.name for w in pick_workloads("1x16k*d64*128", WORKLOADS)] == [
+        "bf16-1x16k-h32-d64-window-128-forward"
+    ]
     with pytest.raises(
         ValueError, match=r"only is 'tea', allowed: a part of a name, .* names are bf16-packed"
     ):
-        spec.pick_workloads("tea")
+        pick_workloads("tea", WORKLOADS)
 
 
 def test_impossible_workloads_are_refused() -> None:
@@ -263,9 +267,9 @@ def test_a_run_checks_then_times_in_rounds(monkeypatch: pytest.MonkeyPatch) -> N
     assert math.isnan(first.over("ours_dense")) and math.isnan(first.us("flex"))
     assert report.available == ["ours", "ours_dense", "fa3", "fa4"]
     assert "fa4 on fp32-packed-200-in-4-skewed-h4-hk2-d16-causal-forward: wrong result" in "\n".join(
-        feature_problems(report)
+        failures_of(report)
     )
-    assert "flex: not today" in feature_problems(report)
+    assert "flex: not today" in failures_of(report)
 
 
 def test_what_cannot_run_says_so_and_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,16 +295,9 @@ def test_what_would_take_a_cpu_hours_is_refused() -> None:
 # Reports
 
 
-def measured(us: float) -> Measured:
-    return Measured(500.0, us * 1e-3, 0.01, 5, 10, 2e-3, 1500.0, 690.0, "config")
-
-
 def report_of(*cells: tuple[Workload, dict[str, float]]) -> FeatureReport:
     """A report on an H200 with these times in microseconds."""
-    names = dict.fromkeys(name for _, times in cells for name in times)
-    peers = {name: {"title": f"The {name}", "version": "1", "unavailable": ""} for name in names}
-    head = {"schema": 1, "kind": "features", "date": "2026-01-01T00:00:00Z", "commit": "c0ffee" * 6}
-    head |= {"machine": {"gpu": "NVIDIA H200"}, "peers": peers, "method": {"inputs": "N(0, 1)"}}
+    head = head_of("features", (name for _, times in cells for name in times))
     made = (
         FeatureCell(w, 1, 1500.0, None, {n: measured(us) for n, us in times.items()}) for w, times in cells
     )
@@ -308,7 +305,7 @@ def report_of(*cells: tuple[Workload, dict[str, float]]) -> FeatureReport:
 
 
 def workload(part: str) -> Workload:
-    (found,) = spec.pick_workloads(part)
+    (found,) = pick_workloads(part, WORKLOADS)
     return found
 
 

@@ -13,14 +13,15 @@ from hopper_attention.experiments.rmse import methods as rmse_methods
 from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
+from tests.python.experiments.fakes import FakeOperator
 
 PROBLEM = RmseExperiment(batch=2, seqlen=256, heads=2, head_dim=64)
 
 
-class FakeFa3:
+class FakeFa3(FakeOperator):
     """Stands for FlashAttention-3's operator: float64 attention on what its descales make of its inputs."""
 
-    _schema = torch._C.parse_schema(
+    schema = (
         "sgl_kernel::fwd(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
         "float? softmax_scale, bool is_causal, "
         + ", ".join(f"{'float' if value == 0.0 and name == 'softcap' else 'bool' if value is False else 'int'} {name}"
@@ -28,12 +29,7 @@ class FakeFa3:
         + ") -> (Tensor, Tensor)"
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, *values: Any) -> tuple[Tensor, Tensor]:
-        call = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
-        self.calls.append(call)
+    def compute(self, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         q, k, v = (call[x].double() * call[f"{x}_descale"][:, None, :, None] for x in "qkv")
         out, lse = attention_naive(q, k, v, causal=call["is_causal"], softmax_scale=call["softmax_scale"])
         return out.bfloat16(), lse
@@ -41,10 +37,7 @@ class FakeFa3:
 
 @pytest.fixture
 def fa3(monkeypatch: pytest.MonkeyPatch) -> FakeFa3:
-    fake = FakeFa3()
-    namespace = type("Ops", (), {"fwd": type("Packet", (), {"default": fake})})
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
-    return fake
+    return FakeFa3().installed(monkeypatch)
 
 
 def error_of(name: str) -> float:

@@ -51,7 +51,8 @@ from hopper_attention.experiments.serving.tables import (
     serving_problems,
     serving_table,
 )
-from tests.python.experiments.fakes import FakeStopwatch
+from hopper_attention.experiments.workloads.spec import pick_workloads
+from tests.python.experiments.fakes import FakeStopwatch, head_of, measured
 
 SETTING, GPU = Setting("cpu"), Setting("cuda:0")
 ROOT = Path(__file__).resolve().parents[4]
@@ -151,13 +152,13 @@ def test_every_workload_has_a_name_and_a_topic() -> None:
     assert len({w.name for w in ALL_WORKLOADS}) == len(ALL_WORKLOADS) == len(WORKLOADS) + 4 + 3
     assert all(sum(belongs(w) for belongs in spec.TOPICS.values()) == 1 for w in (*ALL_WORKLOADS, *SMALL))
     assert not any(w.is_fp8 for w in WORKLOADS)
-    assert [w.name for w in spec.pick_workloads("1x64k*e4m3", ALL_WORKLOADS)] == [
+    assert [w.name for w in pick_workloads("1x64k*e4m3", ALL_WORKLOADS)] == [
         "bf16-decode-1x64k-q1-h32-hk8-d128-e4m3"
     ]
     with pytest.raises(
         ValueError, match=r"only is 'tea', allowed: a part of a name, .* names are bf16-decode"
     ):
-        spec.pick_workloads("tea", WORKLOADS)
+        pick_workloads("tea", WORKLOADS)
 
 
 def test_impossible_workloads_are_refused() -> None:
@@ -490,27 +491,20 @@ def test_host_time_is_measured_with_the_short_workload(monkeypatch: pytest.Monke
 # Reports
 
 
-def measured(us: float) -> Measured:
-    return Measured(500.0, us * 1e-3, 0.01, 5, 10, 2e-3, 1500.0, 690.0, "config")
-
-
 def report_of(
     *cells: tuple[ServingWorkload, dict[str, float]], host: dict[str, HostTime | Failed] | None = None
 ) -> ServingReport:
     """A report on an H200 with these times in microseconds."""
-    names = dict.fromkeys(name for _, times in cells for name in times)
-    peers = {name: {"title": f"The {name}", "version": "1", "unavailable": ""} for name in names}
-    head = {"schema": 1, "kind": "serving", "date": "2026-01-01T00:00:00Z", "commit": "c0ffee" * 6}
-    head |= {"machine": {"gpu": "NVIDIA H200"}, "peers": peers, "method": {"inputs": "N(0, 1)"}}
+    head = head_of("serving", (name for _, times in cells for name in times))
     made = (
-        ServingCell(w, 2, 4, 1500.0, None, {n: measured(us) for n, us in times.items()}) for w, times in cells
+        ServingCell(w, 2, 1500.0, None, {n: measured(us) for n, us in times.items()}, 4) for w, times in cells
     )
     return ServingReport(head, tuple(made), host or {})
 
 
 def workload(part: str) -> ServingWorkload:
     """The one with the shortest name that has this part."""
-    return min(spec.pick_workloads(part, ALL_WORKLOADS), key=lambda found: len(found.name))
+    return min(pick_workloads(part, ALL_WORKLOADS), key=lambda found: len(found.name))
 
 
 def test_promises_are_a_ratio_a_time_or_against_the_plain_call() -> None:

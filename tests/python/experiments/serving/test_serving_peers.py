@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hopper_attention import flash_attn_with_kvcache, kvcache_plan
-from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.peers import Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.features.spec import FAMILIES
 from hopper_attention.experiments.serving import checks, peers
 from hopper_attention.experiments.serving.inputs import CacheInputs, draw_set
 from hopper_attention.experiments.serving.peers import SERVING_PEERS
 from hopper_attention.experiments.serving.spec import ServingWorkload
-from tests.python.experiments.bench.test_run import FA3_SCHEMA
+from tests.python.experiments.fakes import FakeFa3Operator, FakeOperator, install
 from tests.python.fake_gpu import H200
 
 CPU, GPU = Setting("cpu"), Setting("cuda:0")
@@ -77,17 +77,10 @@ def test_ours_plain_has_neither_pages_nor_new_keys(monkeypatch: pytest.MonkeyPat
     assert appended["cache_seqlens"].tolist() == [90, 33, 128] and appended["causal"]
 
 
-class FakeFa3:
-    """Stands for ``torch.ops.sgl_kernel.fwd.default``: its schema, our reference."""
+class FakeFa3(FakeFa3Operator):
+    """By our reference."""
 
-    _schema = torch._C.parse_schema(FA3_SCHEMA)
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, *values: object) -> tuple[Tensor, ...]:
-        c = dict(zip((a.name for a in self._schema.arguments), values, strict=True))
-        self.calls.append(c)
+    def compute(self, c: dict[str, Any]) -> tuple[Tensor, ...]:
         options = {"causal": c["is_causal"], "softmax_scale": c["softmax_scale"]}
         options |= {"k": c["k_new"], "v": c["v_new"], "cache_seqlens": c["seqused_k"]}
         options |= {"rotary_interleaved": c["is_rotary_interleaved"]}
@@ -96,25 +89,19 @@ class FakeFa3:
         return (flash_attn_with_kvcache(c["q"], c["k"], c["v"], **options),)
 
 
-class FakeMetadata:
+class FakeMetadata(FakeOperator):
     """Stands for ``torch.ops.sgl_kernel.get_scheduler_metadata.default``."""
 
-    _schema = torch._C.parse_schema(METADATA_SCHEMA)
+    schema, name = METADATA_SCHEMA, "get_scheduler_metadata"
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, *values: object) -> Tensor:
-        self.calls.append(dict(zip((a.name for a in self._schema.arguments), values, strict=True)))
+    def compute(self, call: dict[str, Any]) -> Tensor:
         return torch.tensor([len(self.calls)])
 
 
 @pytest.fixture
 def fa3(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeFa3, FakeMetadata]:
     fakes = FakeFa3(), FakeMetadata()
-    operators = (SimpleNamespace(default=fake) for fake in fakes)
-    namespace = SimpleNamespace(**dict(zip(("fwd", "get_scheduler_metadata"), operators, strict=True)))
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    install(monkeypatch, *fakes)
     return fakes
 
 
@@ -151,8 +138,7 @@ def test_the_best_fa3_tries_splits_with_a_schedule_made_ahead(
 
 
 def test_a_library_without_schedules_is_tried_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = SimpleNamespace(fwd=SimpleNamespace(default=FakeFa3()))
-    monkeypatch.setattr(torch.ops, "sgl_kernel", namespace, raising=False)
+    install(monkeypatch, FakeFa3())
     assert wrong_with("fa3_best", RAGGED, "4 splits, no schedule ahead") == ""
 
 
@@ -211,13 +197,13 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
     usual = ["ours", "ours_plain", "ours_fp8q", "fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"]
-    assert [p.name for p in peers.parse_serving_peers("")] == usual
-    assert [p.name for p in peers.parse_serving_peers("fa4, ours,fa4")] == ["fa4", "ours"]
+    assert [p.name for p in parse_peers("", SERVING_PEERS, peers.DEFAULT_SERVING_PEERS)] == usual
+    assert [p.name for p in parse_peers("fa4, ours,fa4", SERVING_PEERS)] == ["fa4", "ours"]
     with pytest.raises(
         ValueError, match=r"peers is 'fa9', allowed: comma-separated names out of ours, ours_"
     ):
-        peers.parse_serving_peers("fa9")
-    infos = peers.inspect_serving_peers(tuple(SERVING_PEERS.values()), CPU)
+        parse_peers("fa9", SERVING_PEERS)
+    infos = inspect_peers(tuple(SERVING_PEERS.values()), CPU)
     absent = {name for name, info in infos.items() if info.unavailable}
     assert absent == {"fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"}
     assert infos["fa3"].unavailable == "needs a CUDA device, this run is on cpu"

@@ -1,0 +1,1 @@
+"""What the benchmarks of workloads have in common: those of features, and those on a key/value cache."""

@@ -1,0 +1,23 @@
+"""Kernels that are asked for on a GPU by name, and remember what they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
+    """Configs of dense kernels, and what they are called with, on a Hopper GPU by name."""
+    from hopper_attention import compile_cache
+    from hopper_attention.launch import backward, forward
+    from tests.python.fake_gpu import forget_launchers, pretend
+
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    pretend(monkeypatch, forward, backward)
+    for name in ("get_forward", "get_backward"):
+        monkeypatch.setattr(compile_cache, name, lambda config: lambda *a: calls.append((config, a)))
+    yield calls
+    forget_launchers()
