@@ -19,6 +19,8 @@ from hopper_attention.cli_parts import (
     Fa3Library,
     JsonPath,
     PlotPath,
+    SuiteBudget,
+    Sustained,
     console_for,
     one_line_errors,
     pick_device,
@@ -49,9 +51,6 @@ Shapes = Annotated[
 ]
 Peers = Annotated[str, typer.Option(help="Comma-separated; empty: those that are usually compared.")]
 Budget = Annotated[float, typer.Option(help="Seconds to measure for, first calls not counted.")]
-SuiteBudget = Annotated[
-    float, typer.Option(help="Seconds to measure for, first calls not counted. 0: 150, and 60 for fp8.")
-]
 
 
 class ForwardByDefault(TyperGroup):
@@ -122,11 +121,12 @@ def throughput(
     peers: str,
     fa3_library: str,
     device: str,
-    budget: float,
+    seconds: tuple[float, float],
     plot: str,
     json_path: str,
 ) -> None:
-    """Run a suite, print its table, draw it and write it."""
+    """Run a suite, print its table, draw it and write it. ``seconds`` are the budget, 0 for that of the suite, and how
+    long each peer runs without a pause."""
     where = device_to_measure(device)
     from hopper_attention.experiments.bench.peers import Setting, parse_peers
     from hopper_attention.experiments.bench.results import ForwardReport, dump_forward
@@ -139,7 +139,7 @@ def throughput(
     from hopper_attention.experiments.bench.words import problems_of
     from hopper_attention.experiments.tables import target_table
 
-    suite = SUITES[kind]
+    suite, (budget, sustained) = SUITES[kind], seconds
     problems = parse_shapes(shapes or suite.default_shapes)
     rows = parse_peers(peers or suite.default_peers, suite.registry)
     check_affordable(problems, where)
@@ -154,6 +154,7 @@ def throughput(
                 Setting(where, fa3_library),
                 Effort(budget_s=budget or suite.budget_s),
                 suite=suite,
+                sustained_s=sustained,
                 progress=line_progress(bar, len(problems)),
                 save=latest.append,
             )
@@ -191,11 +192,12 @@ def add_suite(kind: str, text: str) -> None:
         fa3_library: Fa3Library = NO_FILE,
         device: Device = "auto",
         budget: SuiteBudget = 0.0,
+        sustained: Sustained = 0.0,
         plot: PlotPath = NO_FILE,
         json_path: JsonPath = NO_FILE,
     ) -> None:
         with one_line_errors():
-            throughput(kind, shapes, peers, fa3_library, device, budget, plot, json_path)
+            throughput(kind, shapes, peers, fa3_library, device, (budget, sustained), plot, json_path)
 
     bench_app.command(kind, help=text)(command)
 

@@ -17,6 +17,14 @@ from rich.text import Text
 JsonPath = Annotated[
     str, typer.Option("--json", metavar="PATH", help="Write the result as JSON too; - is standard output.")
 ]
+SuiteBudget = Annotated[
+    float, typer.Option(help="Seconds to measure for, first calls not counted. 0: 150, and 60 for fp8.")
+]
+# More comes near the time after which a kernel counts as hung.
+Sustained = Annotated[
+    float,
+    typer.Option(min=0.0, max=10.0, help="Seconds that each peer also runs without a pause; 0: none."),
+]
 PlotPath = Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .svg or .pdf.")]
 Device = Annotated[str, typer.Option(help="A torch device; auto is the first GPU, or the CPU.")]
 Fa3Library = Annotated[

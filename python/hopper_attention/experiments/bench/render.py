@@ -141,6 +141,30 @@ def render_peers_table(report: ForwardReport, cells: Sequence[Cell]) -> str:
     return markdown_table(head, rows)
 
 
+def render_sustained(report: ForwardReport) -> str:
+    """Every peer without a pause, beside its bursts; empty where that was not measured."""
+    cells = [cell for cell in report.cells if cell.sustained(cell.main_row) > 0]
+    if not cells:
+        return ""
+    peers = [peer for peer in measured_peers(report) if any(cell.sustained(peer) for cell in cells)]
+    rows = []
+    for cell in cells:
+        dtype, dims, mask, sizes = describe(cell.problem)
+        ours, best = cell.peers[cell.main_row], cell.best_sustained
+        assert isinstance(ours, Measured)
+        own = ours.sustained
+        figures = [number(cell.sustained(peer) or None) for peer in peers]
+        ratio = number(own.tflops / cell.sustained(best) if best else None, 2)
+        gauges = [number(own.tflops / ours.tflops, 2), number(own.clock_mhz), number(own.power_w)]
+        rows.append([f"{dtype} d{dims} {mask}, {sizes}", *figures, ratio, *gauges])
+    legend = (
+        f"TFLOP/s in {report.method['sustained_s']:g} s of launches without a pause, one peer behind the other. "
+        "`ratio` is ours over the fastest other peer, `of a burst` ours over its short batches above; MHz and W are "
+        "of ours, in the second half."
+    )
+    return f"{legend}\n\n{markdown_table(['problem', *peers, 'ratio', 'of a burst', 'MHz', 'W'], rows)}"
+
+
 def measured_at(latency: Mapping[str, Any]) -> str:
     """Which commit a latency report is of: it need not be that of the report beside which it stands."""
     return f", measured at commit `{latency['commit'][:12]}`" if latency.get("commit") else ""
@@ -244,6 +268,9 @@ def render_page(
         legend,
         render_peers_table(report, [*grid, *others]),
     ]
+    sustained = render_sustained(report)
+    if sustained:
+        parts += ["## Sustained", sustained]
     for problem in paper_problem:
         parts += render_paper_problem(problem)
     if latency:

@@ -42,8 +42,22 @@ def main_row(peers: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Sustained:
+    """Speed of a peer that has run for ``seconds`` without a pause; 0 where that was not measured. Clock (MHz) and
+    power (W) are medians of the second half, None without a reading."""
+
+    tflops: float = 0.0
+    seconds: float = 0.0
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+NOT_SUSTAINED = Sustained()
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Speed of one peer on one problem.
+    """Speed of one peer on one problem, in short bursts, and ``sustained``.
 
     ``spread`` is the interquartile range of the rounds over their median. ``error`` is the relative Frobenius
     error of the checked heads against float64. Clock (MHz) and power (W) are None where no reading fell into
@@ -59,6 +73,7 @@ class Measured:
     clock_mhz: float | None
     power_w: float | None
     note: str = ""
+    sustained: Sustained = NOT_SUSTAINED
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,12 @@ PeerResult = Measured | Failed
 
 def peer_records(peers: Mapping[str, PeerResult]) -> dict[str, dict[str, Any]]:
     """Results as JSON has them."""
-    return {name: {"ok": isinstance(result, Measured), **asdict(result)} for name, result in peers.items()}
+    records = {}
+    for name, result in peers.items():
+        records[name] = {"ok": isinstance(result, Measured), **asdict(result)}
+        if isinstance(result, Measured) and result.sustained == NOT_SUSTAINED:
+            del records[name]["sustained"]
+    return records
 
 
 def read_peers(records: Mapping[str, Mapping[str, Any]]) -> dict[str, PeerResult]:
@@ -86,6 +106,8 @@ def read_peers(records: Mapping[str, Mapping[str, Any]]) -> dict[str, PeerResult
     peers: dict[str, PeerResult] = {}
     for name, entry in records.items():
         fields = {key: value for key, value in entry.items() if key != "ok"}
+        if "sustained" in fields:
+            fields["sustained"] = Sustained(**fields["sustained"])
         peers[name] = Measured(**fields) if entry["ok"] else Failed(**fields)
     return peers
 
@@ -109,6 +131,17 @@ class Cell:
         """TFLOP/s of a peer over those of another; NaN where either has no figure."""
         above, below = self.tflops(peer), self.tflops(other)
         return above / below if above and below else math.nan
+
+    def sustained(self, peer: str) -> float:
+        """TFLOP/s of a peer without a pause, 0.0 if it has no such figure."""
+        result = self.peers.get(peer)
+        return result.sustained.tflops if isinstance(result, Measured) else 0.0
+
+    @property
+    def best_sustained(self) -> str:
+        """As ``best_peer``, without a pause."""
+        others = [name for name in self.peers if not is_ours(name) and self.sustained(name) > 0]
+        return max(others, key=self.sustained, default="")
 
     @property
     def best_peer(self) -> str:

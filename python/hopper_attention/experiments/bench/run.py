@@ -39,12 +39,14 @@ from hopper_attention.experiments.bench.peers import (
     inspect_peers,
 )
 from hopper_attention.experiments.bench.results import (
+    NOT_SUSTAINED,
     Cell,
     Failed,
     ForwardReport,
     Measured,
     PeerInfo,
     PeerResult,
+    Sustained,
     relative_spread,
 )
 from hopper_attention.experiments.bench.spec import LONG_DTYPES, Problem
@@ -63,6 +65,7 @@ from hopper_attention.experiments.bench.timing import (
     plan_turn,
     play_rounds,
     stopwatch_for,
+    without_pause,
 )
 from hopper_attention.experiments.reports import SCHEMA
 
@@ -188,7 +191,8 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a cell is measured with, in which order, and the suite that it is a cell of."""
+    """What a cell is measured with, in which order, and the suite that it is a cell of. Where ``sustained_s`` is above
+    0 each peer of a cell then runs for as many seconds without a pause, outside of the budget."""
 
     setting: Setting
     effort: Effort
@@ -198,6 +202,7 @@ class Bench:
     l2_bytes: int
     suite: Suite = FORWARD
     order: Order = once_each
+    sustained_s: float = 0.0
 
     def admit(
         self,
@@ -269,6 +274,25 @@ class Bench:
 
         return play_rounds(turns, rounds, play, self.order)
 
+    def sustain_all(
+        self, problem: Work, entries: Mapping[str, Entry], turns: Mapping[str, Turn]
+    ) -> dict[str, Sustained]:
+        """Each peer once without a pause, one behind the other; nothing where none is asked for."""
+        if not self.sustained_s:
+            return dict.fromkeys(turns, NOT_SUSTAINED)
+        with self.budget.pause():
+            return {name: self.sustain(problem, entries[name], turn) for name, turn in turns.items()}
+
+    def sustain(self, problem: Work, entry: Entry, turn: Turn) -> Sustained:
+        """One peer without a pause."""
+        longer = without_pause(turn, self.sustained_s)
+        interval = self.take_turn(entry, longer)
+        # In the first half the card may still be cool.
+        middle = (interval.start + interval.stop) / 2
+        gauges = self.sampler.window([(middle, interval.stop)])
+        tflops = self.suite.work * problem.flops / interval.seconds * 1e-12
+        return Sustained(tflops, longer.repeats * interval.seconds, *gauges)
+
     def admit_all(self, problem: Problem, peers: Sequence[Peer]) -> Admitted:
         """Prepare and check the peers.
 
@@ -302,9 +326,11 @@ class Bench:
         with admitted.or_lost():
             turns = self.plan_all(admitted.entries)
             taken = self.play_turns(admitted.entries, turns, cells_left)
+            sustained = self.sustain_all(problem, admitted.entries, turns)
         results: dict[str, PeerResult] = dict(admitted.failed)
         for name, intervals in taken.items():
-            results[name] = self.summarize(problem, admitted.entries[name], turns[name], intervals)
+            burst = self.summarize(problem, admitted.entries[name], turns[name], intervals)
+            results[name] = replace(burst, sustained=sustained[name])
         gauges = self.sampler.window((i.start, i.stop) for intervals in taken.values() for i in intervals)
         return Cell(problem, admitted.sets, *gauges, {peer.name: results[peer.name] for peer in peers})
 
@@ -327,12 +353,18 @@ class Bench:
 
 @contextmanager
 def open_bench(
-    setting: Setting, effort: Effort, gauge: Gauge, l2_bytes: int, suite: Suite = FORWARD
+    setting: Setting,
+    effort: Effort,
+    gauge: Gauge,
+    l2_bytes: int,
+    suite: Suite = FORWARD,
+    sustained_s: float = 0.0,
 ) -> Iterator[Bench]:
     """A bench whose clock is read while the context lasts. Its budget starts now."""
     with ClockSampler(gauge) as sampler:
         stopwatch = stopwatch_for(setting.device)
-        yield Bench(setting, effort, stopwatch, sampler, Budget(effort.budget_s), l2_bytes, suite)
+        budget = Budget(effort.budget_s)
+        yield Bench(setting, effort, stopwatch, sampler, budget, l2_bytes, suite, sustained_s=sustained_s)
 
 
 def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
@@ -384,6 +416,7 @@ def run_forward(
     effort: Effort,
     *,
     suite: Suite = FORWARD,
+    sustained_s: float = 0.0,
     commit: str = "",
     progress: Progress = ignore_progress,
     save: Callable[[ForwardReport], None] = lambda report: None,
@@ -396,6 +429,7 @@ def run_forward(
         setting: device and library paths.
         effort: how long to measure. Time spent in first calls, which may compile, does not count.
         suite: which benchmark this is a run of.
+        sustained_s: seconds that each peer runs without a pause behind the rounds of a problem, 0 for none.
         commit: what is measured, if not what git or a file COMMIT says.
         progress: called with a line as each problem starts.
         save: called with the report so far after each problem.
@@ -410,13 +444,15 @@ def run_forward(
         machine=describe_machine(setting.device, gauge),
         commit=commit or find_commit(repository_root()),
         date=today(),
-        method=describe_method(suite, effort) | {"allowed error": describe_limits(present, problems)},
+        method=describe_method(suite, effort)
+        | {"allowed error": describe_limits(present, problems)}
+        | ({"sustained_s": sustained_s} if sustained_s else {}),
         peers=infos,
         cells=(),
         kind=suite.kind,
     )
     l2_bytes = report.machine.get("l2_bytes", 0)
-    with open_bench(setting, effort, gauge, l2_bytes, suite) as bench:
+    with open_bench(setting, effort, gauge, l2_bytes, suite, sustained_s) as bench:
         for index, problem in enumerate(problems):
             progress(f"[{index + 1}/{len(problems)}] {problem.name}")
             try:

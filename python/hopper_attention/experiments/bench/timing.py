@@ -215,6 +215,13 @@ def plan_turn(launches: Sequence[Launch], cost: Calibration, effort: Effort) -> 
     return Turn(launches, repeats, spin_s, (repeats + 1) * cost.device_s + spin_s)
 
 
+def without_pause(turn: Turn, seconds: float) -> Turn:
+    """Launches that last so long, with nothing before them."""
+    launch_s = (turn.cost_s - turn.spin_s) / (turn.repeats + 1)
+    repeats = max(2, math.ceil(seconds / max(launch_s, 1e-7)))
+    return Turn(turn.launches, repeats, 0.0, (repeats + 1) * launch_s)
+
+
 Order = Callable[[Sequence[str]], list[str]]
 """From the peers of a round to the measurements of that round, in which a peer may stand more than once."""
 

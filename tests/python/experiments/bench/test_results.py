@@ -17,6 +17,7 @@ from hopper_attention.experiments.bench.results import (
     ForwardReport,
     Measured,
     PeerInfo,
+    Sustained,
     dump_forward,
     load_forward,
 )
@@ -140,6 +141,26 @@ def test_a_page_holds_grid_and_summary() -> None:
     assert f"Geometric mean over the best peer: **{0.8 ** (1 / 36):.3f}**." in text
     assert "`fp16-b4-s8448-h16-d128-full`: **680 TFLOP/s**, 1.000 of FlashAttention-3." in text
     assert "| ours | 14.9 | 6.0 |" in text
+
+
+def test_a_page_has_what_holds_without_a_pause() -> None:
+    assert "## Sustained" not in bench_render.render_page(fake_report(), None, None, "forward.png")
+    report = fake_report()
+    speeds = {
+        "ours": Sustained(510.0, 2.0, 1410.0, 699.0),
+        "fa3": Sustained(500.0, 2.0),
+        "cudnn": Sustained(255.0, 2.0),
+    }
+    peers = dict(report.cells[0].peers)
+    for name, speed in speeds.items():
+        result = peers[name]
+        assert isinstance(result, Measured)
+        peers[name] = replace(result, sustained=speed)
+    cells = replace(report.cells[0], peers=peers), *report.cells[1:]
+    report = replace(report, cells=cells, method={**report.method, "sustained_s": 2.0})
+    text = bench_render.render_page(report, None, None, "forward.png").split("## Sustained")[1]
+    assert "TFLOP/s in 2 s of launches" in text
+    assert "| bf16 d64 full, b32 s512 h32 | 510 | 500 | 255 | 1.02 | 0.75 | 1410 | 699 |" in text
 
 
 def test_rendering_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -491,6 +491,22 @@ def test_a_run_checks_times_and_saves_cell_by_cell(monkeypatch: pytest.MonkeyPat
     assert "absent" not in cell.peers
 
 
+def test_peers_also_run_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = FakeStopwatch({"ours": Calibration(1e-3, 1e-5), "fa3": Calibration(2e-3, 1e-5)})
+    monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
+    peers = fake_peer("ours"), fake_peer("fa3"), fake_peer("unable", raises="no kernel")
+    effort = Effort(measure_s=0.004, min_rounds=2, max_rounds=2)
+    report = bench.run_forward((SMALL,), peers, SETTING, effort, sustained_s=2.0, commit="c0ffee")
+    assert watch.played[-2:] == ["ours", "fa3"] and len(watch.played) == 6
+    assert report.method["sustained_s"] == 2.0
+    cell = load_forward(dump_forward(report)).cells[0]
+    ours, fa3 = cell.peers["ours"], cell.peers["fa3"]
+    assert isinstance(ours, Measured) and isinstance(fa3, Measured)
+    assert ours.sustained.seconds == pytest.approx(2.0, rel=0.03) == fa3.sustained.seconds
+    assert ours.sustained.tflops == pytest.approx(SMALL.flops / 1e-3 * 1e-12, rel=0.03)
+    assert cell.best_sustained == "fa3" and cell.sustained("unable") == 0.0
+
+
 def test_a_lost_gpu_ends_the_run_with_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
