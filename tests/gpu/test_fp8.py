@@ -36,6 +36,7 @@ from tests.hopper.fp8_errors import (
     LSE_ROUNDING,
     allowed_ratio,
     emulate,
+    lse_rounding,
     score_rounding,
 )
 from tests.hopper.fp8_sums import allowed_lse_error, split_product
@@ -64,11 +65,6 @@ def lags(parts: QuantizedQKV, causal: bool, two_level: bool = False) -> bool:
     """Whether the FP8 kernel that serves these parts takes few maxima."""
     config = select_config(problem_of(parts, causal, two_level))
     return config.softmax in STALE_MAXIMUM
-
-
-def of_scores(parts: QuantizedQKV, causal: bool, two_level: bool, lse: torch.Tensor) -> torch.Tensor:
-    """What rounded scores may do to ``lse``."""
-    return score_rounding(select_config(problem_of(parts, causal, two_level)), parts.q.shape[3]) * lse.abs()
 
 
 def allowed_error(emulated: float, oracle: torch.Tensor, out: torch.Tensor, lagging: bool) -> float:
@@ -114,9 +110,8 @@ def find_differences(
         _, like_lse = attention_naive(*dequantized(parts), causal=causal)
         allowed = LSE_16_BITS + LSE_RELATIVE * like_lse.abs()
     else:
-        rounding = LAGGING_LSE_ROUNDING if lagging else LSE_ROUNDING
-        allowed = allowed_lse_error(parts, scale, rounding)
-        allowed = allowed + of_scores(parts, causal, two_level, like_lse).nan_to_num(posinf=0.0)
+        config = select_config(problem_of(parts, causal, two_level))
+        allowed = allowed_lse_error(parts, scale, 0.0) + lse_rounding(config, like_lse)
     difference = (lse - like_lse)[visible].abs()
     if not bool((difference <= allowed[visible]).all()):
         wrong.append(f"LSE differs by {difference.max().item():.3e}")
@@ -311,9 +306,11 @@ def test_keys_that_jump_above_all_others(draw, head_dim: int, causal: bool) -> N
     q, k, v = (part.dequantize() for part in (parts.q, parts.k, parts.v))
     oracle, oracle_lse = attention_naive(q, k, v, causal=causal)
     of_p, _ = attention_naive(q, k, v.abs(), causal=causal)
-    lost = allowed_lse_error(parts, head_dim**-0.5, LAGGING_LSE_ROUNDING)
-    lost = lost + of_scores(parts, causal, False, oracle_lse).nan_to_num(posinf=0.0)
-    assert bool(((lse - oracle_lse).abs() <= lost).all())
+    config = select_config(problem_of(parts, causal, False))
+    lost = allowed_lse_error(parts, head_dim**-0.5, 0.0)
+    assert bool(((lse - oracle_lse).abs() <= lost + lse_rounding(config, oracle_lse)).all())
+    of_scores = score_rounding(config, head_dim) * oracle_lse.abs().nan_to_num(posinf=0.0)
+    lost = lost + LAGGING_LSE_ROUNDING + of_scores
     rounded = torch.expm1(2 * lost.double()).transpose(1, 2).unsqueeze(-1)
     subnormal = 2.0**-15 * v.double().abs().sum(1, keepdim=True)
     allowed = (2.0**-4 + 0.01 + rounded) * of_p + subnormal + 2.0**-8 * oracle.abs()

@@ -31,11 +31,22 @@ def one_by_one(q: list[float], k: list[float]) -> Fraction:
     """``wgmma_product`` of two rows in exact arithmetic."""
     total = Fraction(0)
     for start in range(0, len(q), 32):
-        terms = [Fraction(a) * Fraction(b) for a, b in zip(q[start:][:32], k[start:][:32], strict=True)]
-        terms.append(total)
-        unit = power_of_two(max(map(abs, terms))) / 2**13
-        total = unit * sum(int(term / unit) for term in terms)
+        pairs = [
+            (Fraction(a), Fraction(b)) for a, b in zip(q[start:][:32], k[start:][:32], strict=True) if a * b
+        ]
+        powers = [power_of_two(abs(a)) * power_of_two(abs(b)) for a, b in pairs]
+        powers += [power_of_two(abs(total))] if total else []
+        total = truncated(truncated_sum([a * b for a, b in pairs] + [total], max(powers) / 2**13))
     return total
+
+
+def truncated_sum(terms: list[Fraction], unit: Fraction) -> Fraction:
+    return unit * sum(int(term / unit) for term in terms)
+
+
+def truncated(x: Fraction) -> Fraction:
+    """To 13 bits below the leading one."""
+    return truncated_sum([x], power_of_two(abs(x)) / 2**13) if x else x
 
 
 def test_products_are_truncated_as_one_by_one() -> None:
@@ -47,7 +58,7 @@ def test_products_are_truncated_as_one_by_one() -> None:
 
 
 def test_an_accumulator_for_each_step_loses_less() -> None:
-    """Nothing but products below 2^-7 of the largest of 32."""
+    """Products below 2^-7 of the largest of 32, and a sum of 32 what is below 2^-13 of it."""
     q, k = e4m3(40, 128), e4m3(50, 128)
     exact = q.double() @ k.double().T
     lost, whole = ((product(q, k) - exact).abs().max() for product in (split_product, wgmma_product))
@@ -61,6 +72,17 @@ def test_what_lies_below_the_unit_is_lost() -> None:
     q[0, 0], q[0, 1], q[0, 32] = 64.0, 2.0**-7, -(2.0**-8)
     assert wgmma_product(q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn)).item() == 64 + 2.0**-7
     assert wgmma_product(torch.zeros(1, 32), k[:, :32]).item() == 0
+
+
+def test_a_sum_that_has_outgrown_its_terms_loses_bits_too() -> None:
+    """33 terms of 4 + 2^-9 or so: each has a unit of 2^-11, and their sum, 2^7, one of 2^-6."""
+    q, k = torch.full((1, 32), 4.0), torch.ones(1, 32)
+    q[0, 0] = 0.0625
+    assert wgmma_product(q, k).item() == 124.0625
+    q[0, 0] = 4.0625
+    assert wgmma_product(q, k).item() == 128.0625
+    q[0, 0] = 4.0 + 2.0**-7
+    assert wgmma_product(q, k).item() == 128.0 and wgmma_product(-q, k).item() == -128.0
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,10 +19,10 @@ from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantiz
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy
 from tests.hopper.fp8_errors import (
-    COARSE_LSE_ROUNDING,
     LAGGING_LSE_ROUNDING,
     allowed_ratio,
     emulate,
+    lse_rounding,
     score_rounding,
 )
 from tests.hopper.hopper_machine import Timing, parse
@@ -99,9 +99,7 @@ def check(parts: QuantizedQKV, causal: bool = False, config: Fp8ForwardConfig | 
 
 
 def check_lse(lse: Tensor, exact: Tensor, config: Fp8ForwardConfig) -> None:
-    of_sum = COARSE_LSE_ROUNDING if config.softmax is Softmax.HALF_SCORES else LAGGING_LSE_ROUNDING
-    allowed = of_sum + score_rounding(config, config.head_dim) * exact.abs()
-    assert bool(((lse - exact).abs() < allowed).all())
+    assert bool(((lse - exact).abs() < lse_rounding(config, exact)).all())
 
 
 # maxima of blocks

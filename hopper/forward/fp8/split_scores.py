@@ -17,7 +17,8 @@ class SplitScoresConsumer(Consumer):
 
     FP8 WGMMA cuts each term of a sum off below 2^-13 of the largest, of which the accumulator is one. So the larger a
     score has grown, the more it loses, and with it the LSE of a row in which it counts. Without an accumulator only
-    products below 2^-7 of the largest of 32 lose anything, since one of two e4m3 has 8 bits.
+    products below 2^-7 of the largest of 32 lose anything, since one of two e4m3 has 8 bits, and the sum of 32, which
+    WGMMA cuts off below 2^-13 of itself.
 
     It costs an addition a score for each product but the first, and their registers: of all of them, or of two where
     nothing overlaps.
