@@ -13,7 +13,6 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
-from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
@@ -119,15 +118,8 @@ class DecodeKernel:
             atom, tensor = cpasync.make_tiled_tma_atom(load, view, layout, box)
             atoms.append(atom)
             caches.append(tensor)
-        lists = CacheLists(
-            lengths,
-            (leftpad,) if const_expr(c.leftpad) else (),
-            (cu_seqlens_q,) if const_expr(is_packed) else (),
-            mK.shape[1] * table.shape[1] if const_expr(c.paged) else mK.shape[1],
-            mK.shape[2],
-            (max_splits,) if const_expr(c.limits_splits) else (),
-            sides_of(c, window_left, window_right, attention_chunk),
-        )
+        given = lengths, table, leftpad, cu_seqlens_q, max_splits
+        lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
         tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
         score_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.cache_dtype) else ((), ())

@@ -11,7 +11,7 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 from cute_kernels.integers import divide
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
-from cute_kernels.window import window_of
+from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_THREADS
 from hopper.decode.batch import CacheBatch
 from hopper.decode.config import DecodeConfig
@@ -129,6 +129,21 @@ class CacheLists(NamedTuple):
     kv_heads: Int32
     max_splits: tuple
     sides: tuple
+
+    @staticmethod
+    def of(config: DecodeConfig, mK: cute.Tensor, given: tuple, sides: tuple) -> "CacheLists":
+        """Out of what a kernel is given, None for what its config has no use for: lengths, table, leftpad, cu_seqlens_q
+        and max_splits; the sides of a window and the chunk."""
+        lengths, table, leftpad, cu_seqlens_q, max_splits = given
+        return CacheLists(
+            lengths,
+            (leftpad,) if config.leftpad else (),
+            (cu_seqlens_q,) if config.layout == VARLEN else (),
+            mK.shape[1] * table.shape[1] if config.paged else mK.shape[1],
+            mK.shape[2],
+            (max_splits,) if config.limits_splits else (),
+            sides_of(config, *sides),
+        )
 
     def work(self, config: DecodeConfig, mQ: cute.Tensor, cta: Int32, ctas: Int32, lane: Int32) -> Work:
         """The work of one CTA of so many."""

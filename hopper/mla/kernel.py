@@ -13,7 +13,6 @@ from cute_kernels.fragments import first_column_of_thread
 from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
-from cute_kernels.window import sides_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import BOX_COLUMNS
@@ -92,15 +91,8 @@ class MlaKernel:
         caps = (softcap,) if const_expr(c.softcap) else ()
         is_packed = c.layout == VARLEN
         copies = tuple(self._copy_of(cache) for cache in (mK, mV))
-        lists = CacheLists(
-            lengths,
-            (leftpad,) if const_expr(c.leftpad) else (),
-            (cu_seqlens_q,) if const_expr(is_packed) else (),
-            mK.shape[1] * table.shape[1] if const_expr(c.paged) else mK.shape[1],
-            mK.shape[2],
-            (max_splits,) if const_expr(c.limits_splits) else (),
-            sides_of(c, window_left, window_right, attention_chunk),
-        )
+        given = lengths, table, leftpad, cu_seqlens_q, max_splits
+        lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
         outputs = Outputs(mO, mLSE, (sinks,) if const_expr(c.sinks) else (), (), parts)
         self.kernel(
             tuple(copy[0] for copy in copies),
