@@ -11,6 +11,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def why_not(device: torch.device) -> str:
     if device.type != "cuda":
         return f"tensors are on {device.type}, which has no memory that peers read"
     try:
-        import torch.distributed._symmetric_memory  # noqa: F401
+        import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this PyTorch has no symmetric memory ({error})"
     try:
