@@ -152,3 +152,12 @@ def test_a_product_has_the_same_numbers_by_either_library(monkeypatch: pytest.Mo
         monkeypatch.setattr(products, "has_onednn", torch.backends.mkldnn.is_available)
         assert (products.rows_by_rows(a, b) - exact).abs().max() < 1e-5
         assert (products.rows_by_rows(a.mT.contiguous().mT, b) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, blocks.LARGEST_BY_SIGMOID, 1000.0])
+def test_the_tanh_of_a_softcap_is_that_of_float64_from_no_score_to_the_largest(softcap: float) -> None:
+    largest = torch.tensor([0.0, 1e-30, 3e38, -3e38, math.inf, -math.inf])
+    x = torch.cat((torch.linspace(-400.0, 400.0, 4001), largest))
+    found = blocks.tanh_of_share(x.clone(), softcap)
+    assert float((found - torch.tanh(x.double() / softcap)).abs().max()) <= 2e-7
+    assert found.abs().max() == 1.0
