@@ -127,13 +127,11 @@ def read_mask(
     if pattern.sequence is not None and pattern.sequence.any():
         return table.make() if attention_mask is not None else _packed(pattern.sequence, window)
     if attention_mask is not None:
-        # Where nothing is causal keys end where they do, and queries may be others, as of a decoder on an encoder.
-        stop = frame.stop if pattern.is_causal else frame.kv_offset + frame.seqlen_k
-        padding = read_padding(attention_mask, stop)
+        padding = read_padding(attention_mask, frame)
         if padding.has_holes:
             return table.make()
-        if not padding.is_none or (pattern.is_causal and not frame.ends_at_last_key):
-            return _padded(frame, pattern.is_causal, window, padding)
+        if not padding.is_none(pattern.is_causal) or (pattern.is_causal and not frame.ends_at_last_key):
+            return _padded(padding, pattern.is_causal, window, attention_mask.device)
     if pattern.is_causal and not frame.ends_at_last_key:
         return keys_up_to_queries(frame, window, device)
     if window:
@@ -208,47 +206,76 @@ def parts_of(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str,
 
 
 class Padding(NamedTuple):
-    """Which positions are tokens: those from ``first`` up to ``last`` of each sequence, int64 (batch,).
+    """Which positions are tokens: those from ``first`` up to ``last`` of each sequence, known on the host.
 
     Attributes:
-        is_none: all are, up to where keys end.
-        has_holes: there is padding between tokens, so that the above does not say it.
-        reaches_end: every sequence has a token there.
+        frame: that of the mask, its offsets known as well.
+        counts: tokens of each sequence.
     """
 
-    first: Tensor
-    last: Tensor
-    is_none: bool
-    has_holes: bool
-    reaches_end: bool
+    frame: Frame
+    first: list[int]
+    last: list[int]
+    counts: list[int]
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether there is padding between tokens, so that first and last do not say it."""
+        spans = zip(self.first, self.last, self.counts, strict=True)
+        return any(last - first != count for first, last, count in spans)
+
+    def stop(self, is_causal: bool) -> int:
+        """Where keys end. Where nothing is causal they end where they do, and queries may be others, as of a decoder on
+        an encoder."""
+        frame = self.frame
+        return int(frame.stop if is_causal else frame.kv_offset + frame.seqlen_k)
+
+    def reaches_end(self, is_causal: bool) -> bool:
+        """Whether every sequence has a token where keys end."""
+        stop = self.stop(is_causal)
+        return all(last >= stop for last in self.last)
+
+    def is_none(self, is_causal: bool) -> bool:
+        """Whether all are tokens, up to where keys end."""
+        return not any(self.first) and self.reaches_end(is_causal)
 
 
-def read_padding(attention_mask: Tensor, stop: Index) -> Padding:
-    """What a padding mask, boolean (batch, positions), says of positions before ``stop``. It is read on the host."""
-    tokens = attention_mask.bool()
-    positions = tokens.shape[1]
-    count = tokens.sum(-1)
-    first = tokens.int().argmax(-1)
-    last = torch.where(count > 0, positions - tokens.flip(-1).int().argmax(-1), 0)
-    reaches = (last >= stop).all()
-    flags = torch.stack(((first == 0).all() & reaches, (count == last - first).all(), reaches))
-    is_full, is_whole, reaches_end = flags.tolist()
-    return Padding(first, last, is_full and is_whole, not is_whole, reaches_end)
+def read_padding(attention_mask: Tensor, frame: Frame) -> Padding:
+    """What a padding mask, boolean (batch, positions), says.
+
+    A step of ``generate`` asks for this, and the GPU waits meanwhile: so few kernels, and one read of all numbers.
+    """
+    tokens = attention_mask.bool().view(torch.uint8)
+    numbers = [tokens.argmax(-1), tokens.flip(-1).argmax(-1), tokens.sum(-1)]
+    batch, positions = tokens.shape
+    offsets = frame.q_offset, frame.kv_offset
+    numbers += [x.reshape(1) for x in offsets if isinstance(x, Tensor)]
+    found = torch.cat(numbers).tolist()
+    of_device = iter(found[3 * batch :])
+    q_offset, kv_offset = (next(of_device) if isinstance(x, Tensor) else x for x in offsets)
+    first, behind, counts = (found[i * batch : (i + 1) * batch] for i in range(3))
+    last = [positions - x if count else 0 for x, count in zip(behind, counts, strict=True)]
+    return Padding(frame._replace(q_offset=q_offset, kv_offset=kv_offset), first, last, counts)
 
 
-def _padded(frame: Frame, is_causal: bool, window: int, padding: Padding) -> Tensor:
+def _padded(padding: Padding, is_causal: bool, window: int, device: torch.device) -> Tensor:
     """Keys and queries without padding."""
-    last = padding.last
+    frame, first, last = padding.frame, padding.first, padding.last
     if is_causal:
-        last = torch.minimum(last, torch.as_tensor(frame.stop, device=last.device))
-    keys = torch.stack((padding.first, last), -1).sub(frame.kv_offset).clamp(0, frame.seqlen_k)
-    if is_causal and padding.reaches_end:
-        return encode(keys, window, CAUSAL)
-    if is_causal or window:
-        queries = torch.stack((padding.first, last), -1).sub(frame.q_offset).clamp(0, frame.seqlen_q)
-    else:
-        queries = torch.tensor([0, frame.seqlen_q], device=keys.device).expand_as(keys)
-    return encode(torch.cat((queries, keys), -1), window, CAUSAL if is_causal else BOTH_WAYS)
+        last = [min(x, frame.stop) for x in last]
+    fields = [_within(x, frame.kv_offset, frame.seqlen_k) for x in (first, last)]
+    if not is_causal or not padding.reaches_end(is_causal):
+        queries = [[0] * len(first), [frame.seqlen_q] * len(first)]
+        if is_causal or window:
+            queries = [_within(x, frame.q_offset, frame.seqlen_q) for x in (first, last)]
+        fields = queries + fields
+    values = torch.tensor(fields, dtype=torch.int32).to(device).t()
+    return encode(values, window, CAUSAL if is_causal else BOTH_WAYS)
+
+
+def _within(positions: list[int], offset: int, length: int) -> list[int]:
+    """As indices of so many, of which the first has this position."""
+    return [min(max(0, position - offset), length) for position in positions]
 
 
 def keys_up_to_queries(frame: Frame, window: int, device: torch.device | str) -> Tensor:
