@@ -468,6 +468,19 @@ def test_a_layer_of_a_step_on_a_static_cache_launches_nothing_beside_attention(p
     assert operators.names == {"aten::transpose.int": 3, "hopper_attention::attend_kvcache": 1}
 
 
+def test_the_mask_of_a_step_takes_five_kernels_and_two_copies() -> None:
+    tokens_seen = torch.ones(2, 8, dtype=torch.bool)
+    tokens_seen[1, :3] = False
+    offset = torch.tensor([7])  # as a static cache has it, on the device
+    with Operators() as operators:
+        mask = integration.make_mask(2, 1, 16, offset, 0, attention_mask=tokens_seen)
+    assert mask is not None and visible.decode(mask).values.tolist() == [[0, 8], [3, 8]]
+    views = {"aten::view", "aten::view.dtype", "aten::detach", "aten::t", "aten::unsqueeze", "aten::expand"}
+    found = {name: count for name, count in operators.names.items() if name not in views}
+    assert found.pop("aten::lift_fresh") == 1  # what goes to the device; the other copy is that of cat, to the host
+    assert found == {"aten::argmax": 2, "aten::flip": 1, "aten::sum.dim_IntList": 1, "aten::cat": 1}
+
+
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
