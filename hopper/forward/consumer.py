@@ -57,7 +57,9 @@ class Consumer(LoopInvariant):
     ) -> PipelineState:
         """Leave one tile's O, not yet normalised, in ``output`` and its row statistics in ``softmax``.
 
-        Visits ``blocks``, and lets ``scores`` finish those of each. Releases Q unless O is to be staged in its place.
+        Visits ``blocks`` from the last to the first: those that a mask cuts on the right, those that none does, those
+        that a window cuts on the left. So only the loops at the ends pay for masks. Lets ``scores`` finish those of
+        each: cap, bias, functions, mask. Releases Q unless O is to be staged in its place.
         Returns the state of K's and V's pipelines after the tile.
         """
         unmasked = blocks.unmasked
@@ -135,6 +137,7 @@ class Consumer(LoopInvariant):
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
+        # V of a block is awaited where P of it is made, here as in the loop.
         self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r, is_first=True, kept=kept)
@@ -161,6 +164,7 @@ class Consumer(LoopInvariant):
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
         kept = scores.kept(n_block)
+        # All but the last group: S has come, and P V may still run.
         warpgroup.wait_group(1)
         self._finish_scores(acc_S, products, k_state)
         self.pipes.k.consumer_release(k_state)

@@ -177,7 +177,7 @@ class ForwardKernel:
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
         heads_per_section = batch.heads_per_section(mQ, mK)
-        # Scores that are capped come without a factor, which is the cap.
+        # A softcap leaves tanh(softmax_scale * S / cap) in place of S, so the cap takes the place of softmax_scale.
         scale = options.softcap[0] if const_expr(c.softcap) else softmax_scale
         self.kernel(
             PerOperand(atom_Q, atom_K, atom_V, atom_O),
@@ -227,6 +227,13 @@ class ForwardKernel:
         lists: tuple,
         pages: tuple,
     ):
+        """One CTA: make barriers and pipelines, then part into producer and consumers, who meet in them alone.
+
+        ``scale_log2`` is the factor of scores in exponents of 2: softmax_scale, or the cap of a softcap, times log2(e).
+        ``caps`` is empty, or has the factor of a score under the tanh, softmax_scale / cap. ``lengths`` and
+        ``divisors`` are what ``batch`` makes of sequence lengths and of numbers to divide by; ``sides`` are those of a
+        window. The other tuples are fields of ``LaunchOptions``, and empty likewise.
+        """
         c = self.config
         layouts = self._smem_layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
@@ -240,6 +247,7 @@ class ForwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
+        # Of Q, K, V and O: which mode of the coordinate tensor has the rows, and how many rows are one step of it.
         row_modes = (0, 0, self.parts.kv_source.v_row_mode, 0)
         steps = (1, 1, self.parts.kv_source.v_row_step, 1)
         operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes, steps))
@@ -256,15 +264,19 @@ class ForwardKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self._starts_early):
+            # Nothing above touches global memory. From here on the kernel in front has ended, and the next one may
+            # start, up to its own wait.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
         order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = self.parts.batch.seqlens(lengths)
+        # float16 keeps digits that the tanh of one instruction would lose.
         is_precise = self.dtype is cutlass.Float16
         inverse_scale = 1.0
         if const_expr(c.alibi):
+            # The bias is added to S before the factor, so it is divided by that first.
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         functions = function_rules(c.functions, captured, scale_log2)
         softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
@@ -305,6 +317,7 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
+        # A and B of Q K^T are descriptors of shared memory, which are alike in all threads of a warpgroup.
         thr_qk = mmas.qk.get_slice(0)
         tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg]))
         tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem))
@@ -322,6 +335,7 @@ class ForwardKernel:
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
         claim_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
+        # Each warpgroup has one stage of Q, so its barrier changes phase once a tile.
         q_phase = Int32(0)
         consumer.ping_pong.prime()
         tile = work.scheduler.first()
@@ -340,6 +354,7 @@ class ForwardKernel:
             correction.begin(head_kv, seqlens.batch)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
+                # `pin` hides from the compiler that this is known already, and so need not be held in registers.
                 m_block, head, batch = work.order.coordinates(pin(tile, Int32))
                 row, head_kv = m_block * c.tile_m + row_in_tile, work.head_kv(head)
                 seqlens = work.seqlens.of(batch)

@@ -477,7 +477,9 @@ def test_the_mask_of_a_step_takes_five_kernels_and_two_copies() -> None:
     assert mask is not None and visible.decode(mask).values.tolist() == [[0, 8], [3, 8]]
     views = {"aten::view", "aten::view.dtype", "aten::detach", "aten::t", "aten::unsqueeze", "aten::expand"}
     found = {name: count for name, count in operators.names.items() if name not in views}
-    assert found.pop("aten::lift_fresh") == 1  # what goes to the device; the other copy is that of cat, to the host
+    assert (
+        found.pop("aten::lift_fresh") == 1
+    )  # what goes to the device; the other copy is that of cat, to the host
     assert found == {"aten::argmax": 2, "aten::flip": 1, "aten::sum.dim_IntList": 1, "aten::cat": 1}
 
 
