@@ -83,12 +83,17 @@ def main(arguments: list[str]) -> int:
     rates = {}
     for threads in sorted({int(n) for n in options.threads.split(",")}):
         torch.set_num_threads(threads)
-        rates[threads] = measure_rates(threads)
-        print(threads, rates[threads])
+        best = dict.fromkeys(measure_rates(threads), 0.0)
+        found = []
         for name in CASES:
-            rows.append(measure(name, threads, options.rounds))
-            rows[-1]["forward"]["least_ms"] = least_ms(CASES[name], rates[threads])
-            print(rows[-1], flush=True)
+            # Again each time: on a machine that does other work too, some moments are better.
+            best = {what: max(rate, best[what]) for what, rate in measure_rates(threads).items()}
+            found.append(measure(name, threads, options.rounds))
+            print(found[-1], flush=True)
+        for row in found:
+            row["forward"]["least_ms"] = least_ms(CASES[row["name"]], best)
+        rates[threads] = best
+        rows += found
     figures = {"machine": describe(), "rounds": options.rounds, "rates": rates, "rows": rows}
     options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
