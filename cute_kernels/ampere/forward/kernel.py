@@ -129,8 +129,9 @@ class PackedAmpereForwardKernel:
         softmax_scale: Float32,
         *options_and_stream,
     ):
-        """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0). Behind the scale come the
-        sides of the window, if the config has one, and the stream."""
+        """Launch. mQ, mK, mV, mO are (total, heads, head_dim), mLSE (heads, total_q or 0); ``plan`` is of query
+        tiles, for ``sequences`` - 1 sequences of the caller's. Behind the scale come what ``read_options`` reads, and
+        the stream."""
         *given, stream = options_and_stream
         options, scale_log2 = read_options(self.config, tuple(given), softmax_scale)
         tiles = PackedTileOrder.most(plan, sequences, mQ.shape[1])
