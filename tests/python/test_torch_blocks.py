@@ -161,3 +161,16 @@ def test_the_tanh_of_a_softcap_is_that_of_float64_from_no_score_to_the_largest(s
     found = blocks.tanh_of_share(x.clone(), softcap)
     assert float((found - torch.tanh(x.double() / softcap)).abs().max()) <= 2e-7
     assert found.abs().max() == 1.0
+
+
+@pytest.mark.parametrize(("threads", "number"), [(1, 5), (20, 1)])
+def test_blocks_grow_with_threads_and_results_stay(
+    threads: int, number: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "threads_at_work", lambda: threads)
+    q, k, v = (x.detach() for x in draw((70, 70, 4, 2, 16, 24), torch.bfloat16)[:3])
+    terms = Terms(True, 0.25)
+    assert len(list(Heads.of(q, k, terms).blocks())) == number
+    out, lse = blocks.attend_in_blocks(q, k, v, terms)
+    exact, exact_lse = attention_naive(q, k, v, causal=True, softmax_scale=0.25)
+    assert float((out - exact).abs().max()) < 0.02 and float((lse - exact_lse).abs().max()) < 1e-4

@@ -24,13 +24,17 @@ from hopper_attention.sdpa.products import (
 from hopper_attention.sdpa.terms import Terms
 
 SCORES = 2**19
-"""Scores in memory at once: 2 MiB, what the caches of a core hold. With very many keys there are more."""
+"""Scores in memory at once for each thread: 2 MiB, what the caches of a core hold. With very many keys there are
+more."""
 
 MUCH_WORK = 2**23
 """Multiplications that take far longer than Python takes to ask for them."""
 
 MOST_ROWS, LEAST_ROWS = 256, 16
-"""Queries of a block, where there are as many."""
+"""Queries of a block, where there are as many; with several threads there may be twice as many."""
+
+MOST_THREADS = 16
+"""Threads that there is more in memory for."""
 
 LARGEST_BY_SIGMOID = 64.0
 """Softcaps up to this come from a sigmoid, which torch computes six times as fast as a tanh. It is off by up to 2e-7 of
@@ -91,9 +95,10 @@ class Heads:
     def blocks(self) -> Iterator[Block]:
         """All blocks with keys. Rows of no block see none."""
         seqlen_q, seqlen_k = self.mask.seqlen_q, self.mask.seqlen_k
-        seen = self.mask.spec.most_keys(seqlen_k)
+        seen, threads = self.mask.spec.most_keys(seqlen_k), threads_at_work()
         # A block of few queries computes few scores that its window hides.
-        rows = max(LEAST_ROWS, min(MOST_ROWS, max(2 * GRID, seen), SCORES // (self.group * seen)))
+        most = min(MOST_ROWS * min(threads, 2), max(2 * GRID, seen))
+        rows = max(LEAST_ROWS, min(most, SCORES * threads // (self.group * seen)))
         for own in spans(0, seqlen_q, rows):
             for keys in self.mask.key_tiles(own, seqlen_k):
                 begin, end = keys.start - keys.start % GRID, min(seqlen_k, -(-keys.stop // GRID) * GRID)
@@ -109,7 +114,8 @@ class Heads:
     def at_once(self, block: Block) -> list[slice]:
         """The heads, each alone where that is much work, else several together."""
         a_head = self.group * (block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start)
-        together = 1 if a_head * self.k.shape[2] >= MUCH_WORK else max(1, SCORES // a_head)
+        is_much = a_head * self.k.shape[2] >= MUCH_WORK
+        together = 1 if is_much else max(1, SCORES * threads_at_work() // a_head)
         return [span.slice for span in spans(0, self.k.shape[0], together)]
 
     def rows_of(self, folded: Tensor, heads: slice, block: Block) -> Tensor:
@@ -137,6 +143,11 @@ class Heads:
     def _bias(self, slopes: Tensor, block: Block) -> Tensor:
         own = torch.arange(*block.rows)[:, None] + (self.mask.seqlen_k - self.mask.seqlen_q)
         return (slopes * (own - torch.arange(*block.keys)).abs().float()).flatten(1, 2)
+
+
+def threads_at_work() -> int:
+    """Threads that share out each operation. They wait for each other at its end, so that it must be worth while."""
+    return min(torch.get_num_threads(), MOST_THREADS)
 
 
 def tanh_of_share(x: Tensor, softcap: float) -> Tensor:
