@@ -461,7 +461,7 @@ def test_a_layer_of_a_step_on_a_static_cache_launches_nothing_beside_attention(p
     layer = make_model("llama", integration.NAME).to(torch.bfloat16).model.layers[0].self_attn
     heads = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), *torch.randn(2, 2, 2, 16, 16).bfloat16()
     end = torch.tensor([[0, 7], [0, 7]] if padding else [[7], [7]])
-    mask = visible.encode(end, 0, visible.CAUSAL)
+    mask = visible.encode(end, 0, visible.CAUSAL).contiguous()  # as generate hands it on
     integration.attend(layer, *heads, mask)
     with Operators() as operators:
         integration.attend(layer, *heads, mask)

@@ -220,7 +220,7 @@ def _attend_to_all(way: Way, heads: Heads, terms: Terms, options: dict[str, Any]
 def _attend_to_keys(way: Way, heads: Heads, seen: visible.Visible, terms: Terms) -> Tensor:
     """The keys up to end of each sequence, (batch, 1), or from begin on, (batch, 2); the last query at end - 1."""
     if way is not FP8 and _suits_cache(way, heads, terms):
-        *begin, end = (x.contiguous() for x in seen.columns)
+        *begin, end = seen.columns
         left = begin[0] if begin else None
         return flash_attn_with_kvcache(*heads, cache_seqlens=end, cache_leftpad=left, **terms.of_cache())
     return _attend_to_rows(way, heads, visible.rows_of_keys(seen.values, heads.q.shape[1]), terms)

@@ -43,7 +43,7 @@ class Visible(NamedTuple):
         values: (batch, 0, 1, 2 or 4), or (2, sequences + 1) of packed sequences.
         window: keys to the left, the own one among them; 0 is no window.
         kind: CAUSAL, PACKED or BOTH_WAYS.
-        columns: of values, each of a field of all sequences.
+        columns: of values, each of a field of all sequences, contiguous.
     """
 
     values: Tensor
@@ -75,11 +75,13 @@ def decode(mask: Tensor) -> Visible:
 def _decode(mask: Tensor) -> Visible:
     kind, window = mask.shape[1], mask.shape[2] - 1
     values = mask[0, :, 0] if kind == PACKED else mask[:, 0, 0]
-    return Visible(values, window, kind, values.unbind(-1) if kind != PACKED else ())
+    # generate has made a mask contiguous, with the fields of a sequence side by side.
+    columns = () if kind == PACKED else tuple(x.contiguous() for x in values.unbind(-1))
+    return Visible(values, window, kind, columns)
 
 
 _decode_once = lru_cache(maxsize=MASKS_OF_A_MODEL)(_decode)
-"""A tensor is its own key, and what is kept are views of it."""
+"""A tensor is its own key, and what is kept are its fields: copied once for all layers, where they have to be."""
 
 
 def is_encoded(mask: object) -> bool:
