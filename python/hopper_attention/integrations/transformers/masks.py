@@ -243,7 +243,7 @@ class Padding(NamedTuple):
 def read_padding(attention_mask: Tensor, frame: Frame) -> Padding:
     """What a padding mask, boolean (batch, positions), says.
 
-    A step of ``generate`` asks for this, and the GPU waits meanwhile: so few kernels, and one read of all numbers.
+    Each step of ``generate`` with padding asks for this, and the GPU waits meanwhile: so few kernels, and one read.
     """
     tokens = attention_mask.bool().view(torch.uint8)
     numbers = [tokens.argmax(-1), tokens.flip(-1).argmax(-1), tokens.sum(-1)]
