@@ -39,6 +39,9 @@ from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
 
+FEWEST_WORDS = 4
+"""That are cleared in each query tile, where the kernel adds nothing up."""
+
 
 class DqTile(NamedTuple):
     """What of a config says how large the work memory of a launch is: query rows of a tile, and the parts and words of
@@ -103,11 +106,11 @@ class GradientLauncher(Launcher):
         """
 
     def _prepare(
-        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, rows: tuple[Tensor, Tensor]
+        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, memory: tuple[Tensor, ...]
     ) -> None:
-        """Fill ``rows``, the lse in base 2 and delta."""
-        lse_log2, delta = rows
-        self.prepare(out, dout, lse, lse_log2, delta)
+        """Fill ``memory``: the lse in base 2, delta, and zeros to add dQ to."""
+        lse_log2, delta, sums = memory
+        self.prepare(out, dout, lse, lse_log2, delta, sums)
         if dlse is not None:
             subtract_lse_gradient(delta, lse, dlse)
 
@@ -188,8 +191,7 @@ class BackwardLauncher(GradientLauncher):
     ) -> None:
         pieces = work_pieces(self.dq_tile, q.shape)
         lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        sums.zero_()
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
+        self._prepare(dout, out, lse, dlse, (lse_log2, delta, sums))
         dq, dk, dv = gradients
         self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
         self.finish(sums, dq, softmax_scale)
@@ -224,9 +226,9 @@ class StripLauncher(GradientLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile, q.shape)[:2]
-        lse_log2, delta = device_memory.work_memory(q.device, self.device_index, pieces)
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
+        pieces = work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q.shape)
+        lse_log2, delta, unused = device_memory.work_memory(q.device, self.device_index, pieces)
+        self._prepare(dout, out, lse, dlse, (lse_log2, delta, unused))
         self._start((q, k, v, dout), (lse_log2, delta, *gradients), softmax_scale, options)
 
 

@@ -77,7 +77,7 @@ class PackedBackwardLauncher(Launcher):
         if dlse is None:
             dlse = device_memory.empty_on_gpu(*new_layout((lse.shape[0], 0)), torch.float32)
         dlse = dlse.contiguous()
-        self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
+        self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, sums, plan, sequences)
         counter = backward.backward_counter(c, sums)
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
@@ -95,7 +95,7 @@ class PackedBackwardLauncher(Launcher):
         tile = backward.DqTile(c.tile_m, c.dq_parts, c.dq_words)
         pieces = packed_work_pieces(tile, heads, plan_entries(total_q, batch, c.tile_m))
         lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        return lse_log2, delta, sums.zero_()
+        return lse_log2, delta, sums
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
