@@ -33,6 +33,16 @@ Kernel = Callable[..., Any]
 """A compiled kernel, called with torch tensors; launches on torch's current stream."""
 
 
+def kept_argument(tensor: Any) -> Any:
+    """What a kernel takes for a torch tensor that is kept from call to call: on a GPU a view of TVM FFI's own, as it
+    looks at a torch tensor anew in every launch, for as long as at five of its own. It keeps the memory alive."""
+    if not tensor.is_cuda:
+        return tensor
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)
+
+
 class KernelConfig(Protocol):
     """What a kernel is built from: a frozen dataclass whose name is like no other's."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hopper_attention import autograd, checks
 from hopper_attention.launch.base import REMEMBERED_CALLS
-from hopper_attention.launch.forward import Launch, find_launch
+from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
+from hopper_attention.launch.gradients_again import GradientOptions
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides
 
@@ -36,8 +37,8 @@ class DenseCall:
         scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
         causal, backend, _, sides = self.flags
         if self.records_gradient:
-            options = scale, deterministic, causal, backend, sides
-            out, lse = autograd.forward_by(q, k, v, self.launch, *options)
+            options = GradientOptions(scale, causal, backend, deterministic, sides)
+            out, lse = autograd.forward_by(q, k, v, self.launch, options)
             return out, lse
         window = () if sides == FULL_SIDES else sides
         return self.launch(q, k, v, scale, wants_lse, *window)
@@ -59,4 +60,6 @@ def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gr
         causal, backend, sm_margin, sides = flags
         facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]
         launch = find_launch(*facts, causal, backend, sm_margin, sides)
+        if isinstance(launch, ForwardLauncher) and not launch.repairs:
+            launch = ReadyLaunch.of(launch, q, k, () if sides == FULL_SIDES else sides)
         remembered.keep(key, DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5), q, k, v)

@@ -209,7 +209,7 @@ def flash_attn_fp8_func(
         found = calls_at_once.find(*given, quantization, *options)
         if found is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-            out, lse = found.launcher.launch(q, k, v, scale, bool(return_attn_probs))
+            out, lse = found(q, k, v, scale, bool(return_attn_probs))
             return (out, lse) if return_attn_probs else out
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
@@ -240,7 +240,9 @@ def flash_attn_fp8_func(
             out, lse = launch(q, k, v, scale, return_attn_probs)
             # Not where autocast made others of them.
             if given[0] is q and given[1] is k and given[2] is v:
-                calls_at_once.keep(AtOnceCall(launch, quantization), *given, *options)
+                calls_at_once.keep(
+                    lambda: AtOnceCall.of(launch, quantization, q.device), *given, quantization, *options
+                )
             return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)

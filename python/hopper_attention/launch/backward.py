@@ -24,7 +24,7 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
-from hopper_attention.device_memory import Piece, Pieces
+from hopper_attention.device_memory import Piece, Pieces, Work
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -83,7 +83,8 @@ class GradientLauncher(Launcher):
         gradients = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
         options = self._options(window, scores, q, k)
-        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
+        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, work, softmax_scale, dlse, options)
         return gradients
 
     @abstractmethod
@@ -96,33 +97,41 @@ class GradientLauncher(Launcher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
+        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
         """Queue the kernels on tensors that they can address, on the current GPU, which is that of this launcher.
 
-        ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
+        ``gradients`` are filled, with ``pieces`` of work memory; ``options`` is what the kernel takes behind the scale.
         """
 
-    def _prepare(
-        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, memory: tuple[Tensor, ...]
-    ) -> None:
-        """Fill ``memory``: the lse in base 2, delta, and zeros to add dQ to."""
-        lse_log2, delta, sums = memory
-        self.prepare(out, dout, lse, lse_log2, delta, sums)
+    @abstractmethod
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        """The work memory of a launch: LSE in base 2, delta, and what ``prepare`` clears."""
+
+    def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
+        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
+        self.prepare(out, dout, lse, *work.arguments)
         if dlse is not None:
-            subtract_lse_gradient(delta, lse, dlse)
+            subtract_lse_gradient(work.tensors[1], lse, dlse)
 
     def _start(
         self,
         inputs: tuple[Tensor, ...],
-        memory: tuple[Tensor, ...],
+        memory: tuple[Any, ...],
+        counter: Any,
         softmax_scale: float,
         options: tuple[Any, ...],
     ) -> None:
-        counter = backward_counter(self.config, memory[2])
         self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
+
+    def _counter(self, sums: Tensor) -> Any:
+        """``backward_counter``, of which only that of ordered sums depends on them."""
+        if self.config.ordered:
+            return backward_counter(self.config, sums)
+        return device_memory.tile_counter(self.device_index)
 
     def _options(self, window: tuple[int, ...], scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         """What the kernel takes behind the scale."""
@@ -185,16 +194,19 @@ class BackwardLauncher(GradientLauncher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
+        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile, q.shape)
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta, sums))
+        self._prepare(dout, out, lse, dlse, work)
         dq, dk, dv = gradients
-        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
-        self.finish(sums, dq, softmax_scale)
+        counter = self._counter(work.tensors[2])
+        self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
+        self.finish(work.arguments[2], dq, softmax_scale)
+
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        return work_pieces(self.dq_tile, q_shape)
 
     def start(
         self,
@@ -206,7 +218,8 @@ class BackwardLauncher(GradientLauncher):
     ) -> None:
         """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
         base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
-        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
+        counter = self._counter(memory[2])
+        self._start(inputs, memory, counter, softmax_scale, self._options(window, scores, *inputs[:2]))
 
 
 @dataclass(frozen=True)
@@ -222,14 +235,17 @@ class StripLauncher(GradientLauncher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
+        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q.shape)
-        lse_log2, delta, unused = device_memory.work_memory(q.device, self.device_index, pieces)
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta, unused))
-        self._start((q, k, v, dout), (lse_log2, delta, *gradients), softmax_scale, options)
+        self._prepare(dout, out, lse, dlse, work)
+        counter = self._counter(work.tensors[2])
+        self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
+
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        return work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q_shape)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -423,7 +439,7 @@ def run_backward(
     return dq, dk, dv
 
 
-def backward_counter(config: KernelConfig, sums: Tensor) -> Tensor:
+def backward_counter(config: KernelConfig, sums: Tensor) -> Any:
     """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return device_memory.tile_counter(sums.device.index)

@@ -66,7 +66,7 @@ class PackedBackwardLauncher(Launcher):
         c, totals = self.config, (q.shape[0], k.shape[0])
         sequences = cu_seqlens_q.shape[0]
         check_packed_size("backward kernel", q.shape[1], sequences - 1, totals, c.tile_m)
-        lse_log2, delta, sums = self._work(q, sequences - 1)
+        work = self._work(q, sequences - 1)
         dq, dk, dv = backward.empty_gradients(q, k, v)
         if seqused_k is not None:
             # The kernel writes the keys of sequences, and those behind the last one.
@@ -77,25 +77,23 @@ class PackedBackwardLauncher(Launcher):
         if dlse is None:
             dlse = device_memory.empty_on_gpu(*new_layout((lse.shape[0], 0)), torch.float32)
         dlse = dlse.contiguous()
-        self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, sums, plan, sequences)
-        counter = backward.backward_counter(c, sums)
+        self.prepare(out, dout, lse.contiguous(), dlse, *work.arguments, plan, sequences)
+        counter = backward.backward_counter(c, work.tensors[2])
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
         options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
         first = () if isinstance(c, BackwardConfig) else (plan, sequences)
-        self.kernel(
-            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *first, softmax_scale, *options, *self.grid
-        )
-        self.finish(sums, dq, plan, sequences, softmax_scale)
+        memory = *work.arguments, dk, dv, counter
+        self.kernel(q, k, v, dout, *memory, *first, softmax_scale, *options, *self.grid)
+        self.finish(work.arguments[2], dq, plan, sequences, softmax_scale)
         return dq, dk, dv
 
-    def _work(self, q: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _work(self, q: Tensor, batch: int) -> device_memory.Work:
         """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence."""
         c, (total_q, heads, _) = self.config, q.shape
         tile = backward.DqTile(c.tile_m, c.dq_parts, c.dq_words)
         pieces = packed_work_pieces(tile, heads, plan_entries(total_q, batch, c.tile_m))
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        return lse_log2, delta, sums
+        return device_memory.work_memory(q.device, self.device_index, pieces)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
