@@ -18,6 +18,7 @@ from hopper_attention import (
     fused_again,
     kvcache_again,
     kvcache_schedule,
+    parts_again,
     quantizers,
     varlen_again,
 )
@@ -71,6 +72,7 @@ REMEMBERING = (
     packed_fp8,
     packed_quantize,
     paged_forward,
+    parts_again,
     quantize,
     quantizers,
     packed_gradients_again,

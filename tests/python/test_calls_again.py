@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from hopper_attention import (
     Fp8Quantization,
     api,
     compile_cache,
+    device_memory,
     flash_attn_fp8_func,
     flash_attn_func,
+    flash_attn_quantized_func,
     flash_attn_varlen_func,
     fp8,
+    fused_again,
     ops,
+    parts_again,
     quantization,
     quantize_qkv,
     varlen,
@@ -329,3 +334,79 @@ def test_an_fp8_call_that_is_unlike_is_checked() -> None:
         quantize_qkv(q, k, v, backend="cuda")
     with pytest.raises(TypeError, match=r"quantization is \{\}"):
         quantize_qkv(q, k, v, quantization={})
+
+
+def test_attention_to_parts_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        flash_attn_quantized_func(quantize_qkv(*qkv()), causal=True)
+    first = seen[-1]
+    monkeypatch.setattr(fp8, "attend_and_undo", refuse)
+    parts = quantize_qkv(*qkv())
+    out = flash_attn_quantized_func(parts, 0.25, True)
+    assert out.shape == (1, 40, 2, 64) and out.dtype == BF16
+    # What the kernel is given is what it was given by the call that was found, but for tensors and the scale.
+    given = seen[-1]
+    tensors = parts.q.data, parts.k.data, parts.v.data, out
+    assert all(x is y for x, y in zip(given, tensors, strict=False)) and given[10] is parts.mean_v
+    # A lone scale of V is a factor of the output, behind that of V.
+    q_scale, k_scale, _, o_scale = given[6:10]
+    assert q_scale is parts.q.scale and k_scale is parts.k.scale and o_scale is parts.v.scale
+    numbers = [x for x in given if isinstance(x, int | float)]
+    expected = [0.25 if x == 64**-0.5 else x for x in first if isinstance(x, int | float)]
+    assert numbers == expected
+    with pytest.raises(ValueError, match="softmax_scale is -1"):
+        flash_attn_quantized_func(parts, -1.0, True)
+    without_mean = quantize_qkv(*qkv(), quantization=Fp8Quantization(smooth_v=False))
+    for options in (
+        {"parts": parts, "causal": False},
+        {"parts": parts, "causal": True, "return_attn_probs": True},
+        {"parts": parts, "causal": True, "exact_lse": True},
+        {"parts": parts, "causal": True, "window_size": (5, 0)},
+        {"parts": replace(parts, dtype=torch.float16), "causal": True},
+        {"parts": replace(parts, q=replace(parts.q, largest=200.0)), "causal": True},
+        {"parts": without_mean, "causal": True},
+    ):
+        with pytest.raises(AssertionError, match="found anew"):
+            flash_attn_quantized_func(**options)
+    with pytest.raises(TypeError, match="two_level_accumulation is 1"):
+        flash_attn_quantized_func(parts, causal=True, two_level_accumulation=1)
+
+
+def test_parts_that_pytorch_has_to_undo_are_not_taken_for_others(seen: Seen) -> None:
+    rotated = Fp8Quantization(rotate_v=True)
+    for c in (rotated, Fp8Quantization(smooth_k=True, smooth_v=False)):
+        parts = quantize_qkv(*qkv(), quantization=c)
+        for _ in range(3):
+            flash_attn_quantized_func(parts)
+    assert not parts_again.remembered._calls
+
+
+@pytest.mark.parametrize("how", ["graph", "address", "gpu"])
+def test_what_was_found_does_not_serve_elsewhere(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A graph outlives constants that are kept with a call, and TMA wants multiples of 16 bytes.
+    inputs = qkv()
+    parts = quantize_qkv(*inputs)
+    for _ in range(2):
+        quantize_qkv(*inputs)
+        flash_attn_fp8_func(*inputs)
+        flash_attn_quantized_func(parts)
+    for module, name in ((quantization, "quantize_plain"), (fp8, "find_at_once"), (fp8, "attend_and_undo")):
+        monkeypatch.setattr(module, name, refuse)
+    quantize_qkv(*inputs), flash_attn_fp8_func(*inputs), flash_attn_quantized_func(parts)
+    if how == "graph":
+        monkeypatch.setattr(device_memory, "records_graph", lambda index: True)
+    elif how == "gpu":
+        for module in (fused_again, parts_again):
+            monkeypatch.setattr(module, "current_device", lambda: 1)
+    else:
+        inputs[2] = draw(inputs[2].numel() + 1)[1:].view(inputs[2].shape)
+        data = draw(parts.v.data.numel() + 1, dtype=torch.float8_e4m3fn)[1:].view(parts.v.data.shape)
+        parts = replace(parts, v=replace(parts.v, data=data))
+    calls = (
+        lambda: quantize_qkv(*inputs),
+        lambda: flash_attn_fp8_func(*inputs),
+        lambda: flash_attn_quantized_func(parts),
+    )
+    for call in calls:
+        with pytest.raises(AssertionError, match="found anew"):
+            call()

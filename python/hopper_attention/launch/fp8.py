@@ -230,8 +230,22 @@ def attend(
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
+    launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse)
+    return launch(parts, softmax_scale, wants_lse, window)
+
+
+def launch_for(
+    parts: QuantizedQKV,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    sm_margin: int,
+    window: Sides,
+    exact_lse: bool,
+) -> Fp8Launch:
+    """What serves a call of ``attend``, which says what the arguments are and what is raised."""
     q, k, v = parts.q, parts.k, parts.v
-    launch = _find_flat(
+    return _find_flat(
         q.data.shape,
         q.data.stride(),
         q.block,
@@ -252,7 +266,6 @@ def attend(
         window,
         exact_lse,
     )
-    return launch(parts, softmax_scale, wants_lse, window)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
