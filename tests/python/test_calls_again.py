@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hopper_attention import (
     Fp8Quantization,
     api,
+    autograd,
     compile_cache,
     device_memory,
     flash_attn_fp8_func,
@@ -198,6 +199,63 @@ def test_tensors_at_odd_addresses_are_copied(seen: Seen) -> None:
     odd = draw(given[0].numel() + 1)[1:].view(given[0].shape)
     flash_attn_func(odd, *given[1:])
     assert seen[-1][0] is not odd and seen[-1][0].data_ptr() % 16 == 0
+
+
+def keys_of(rows: int, batch: int = 2, heads: int = 2) -> Tensor:
+    """The first rows of a larger tensor, as of a cache."""
+    return draw(batch, 100, heads, 64)[:, :rows]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_with_another_number_of_keys_is_found(
+    is_shared: bool, requires_grad: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = draw(2, 3, 2, 64, requires_grad=requires_grad)
+
+    def attend(rows: int) -> Tensor:
+        k = keys_of(rows)
+        return flash_attn_func(q, k, k if is_shared else keys_of(rows))
+
+    attend(33), attend(34)
+    monkeypatch.setattr(api, "run_forward", refuse)
+    monkeypatch.setattr(autograd, "forward", refuse)
+    for rows in (35, 60, 1, 64):
+        out = attend(rows)
+        assert out.shape == q.shape and out.requires_grad == requires_grad
+        assert seen[-1][1].shape == seen[-1][2].shape == (2, rows, 2, 64)
+    # Of other lengths another kernel may be the faster one, and no length is no problem of a kernel.
+    for rows in (65, 0):
+        with pytest.raises(AssertionError, match="found anew"):
+            attend(rows)
+
+
+def test_keys_that_are_unlike_in_more_than_their_number_are_checked(seen: Seen) -> None:
+    q = draw(2, 3, 2, 64)
+    for rows in (33, 34, 35):
+        flash_attn_func(q, keys_of(rows), keys_of(rows))
+    for k, v, error, message in (
+        (keys_of(40), keys_of(41), ValueError, r"v has shape \(2, 41, 2, 64\)"),
+        (keys_of(40), keys_of(40).half(), TypeError, "v has dtype"),
+        (keys_of(40, heads=3), keys_of(40, heads=3), ValueError, "q has 2 heads and k has 3"),
+        (keys_of(40, batch=1), keys_of(40, batch=1), ValueError, r"k has shape \(1, 40, 2, 64\)"),
+        (keys_of(40)[0], keys_of(40)[0], ValueError, "k has 3 dimensions"),
+        (draw(), draw(), ValueError, "k has 0 dimensions"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_func(q, k, v)
+    # What TMA cannot address is copied: a batch whose stride is 0, or no multiple of 16 bytes.
+    for base in (
+        keys_of(40)[:1].expand(2, -1, -1, -1),
+        draw(2 * 5121).as_strided((2, 40, 2, 64), (5121, 128, 64, 1)),
+    ):
+        flash_attn_func(q, base, keys_of(40))
+        assert seen[-1][1].is_contiguous() and seen[-1][1].shape == base.shape
+    # A window reads its sides against the number of keys.
+    for rows in (36, 37, 38):
+        flash_attn_func(q, keys_of(rows), keys_of(rows), window_size=(rows - 34, 0))
+    lefts = [x for x in seen[-1] if isinstance(x, int) and not isinstance(x, bool)]
+    assert 38 - 34 in lefts
 
 
 def gradients_of(
