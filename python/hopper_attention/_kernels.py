@@ -40,7 +40,9 @@ def kept_argument(tensor: Any) -> Any:
         return tensor
     import tvm_ffi
 
-    return tvm_ffi.from_dlpack(tensor)
+    view = tvm_ffi.from_dlpack(tensor)
+    # A torch may give dimensions of size 1 other strides on the way, and kernels want some of theirs.
+    return view if tuple(view.strides) == tensor.stride() else tensor
 
 
 class KernelConfig(Protocol):

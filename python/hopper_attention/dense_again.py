@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.problem import MAX_SEQLEN
-from hopper_attention import autograd, checks
+from hopper_attention import autograd, checks, device_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
 from hopper_attention.launch.gradients_again import GradientOptions
@@ -72,6 +72,8 @@ def find(key: Key, q: Tensor, k: Tensor, v: Any) -> DenseCall | None:
 
 def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
     """Keep a call that was made, of tensors of 16 bits on a GPU; ``key`` is that of ``key_of``."""
+    if device_memory.is_capturing(q.device):
+        return
     class_key = _class_key(key)
     comes_again = remembered.comes_again(key)
     has_others = class_key is not None and of_any_length.comes_again(class_key)
