@@ -34,8 +34,11 @@ Kernel = Callable[..., Any]
 
 
 def kept_argument(tensor: Any) -> Any:
-    """What a kernel takes for a torch tensor that is kept from call to call: on a GPU a view of TVM FFI's own, as it
-    looks at a torch tensor anew in every launch, for as long as at five of its own. It keeps the memory alive."""
+    """What a kernel takes for a torch tensor that is kept from call to call: on a GPU a view of TVM FFI's own, which
+    otherwise makes one in every launch. It keeps the memory alive.
+
+    A launch takes torch's current stream from the first torch tensor among its arguments, so not all may be such views.
+    """
     if not tensor.is_cuda:
         return tensor
     import tvm_ffi
