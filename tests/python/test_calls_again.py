@@ -241,6 +241,8 @@ def test_keys_that_are_unlike_in_more_than_their_number_are_checked(seen: Seen) 
         (keys_of(40, batch=1), keys_of(40, batch=1), ValueError, r"k has shape \(1, 40, 2, 64\)"),
         (keys_of(40)[0], keys_of(40)[0], ValueError, "k has 3 dimensions"),
         (draw(), draw(), ValueError, "k has 0 dimensions"),
+        (keys_of(40), None, TypeError, "v is a NoneType"),
+        (keys_of(40), keys_of(40).to("meta"), ValueError, "v is on meta"),
     ):
         with pytest.raises(error, match=message):
             flash_attn_func(q, k, v)
