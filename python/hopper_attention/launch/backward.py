@@ -83,8 +83,7 @@ class GradientLauncher(Launcher):
         gradients = empty_gradients(q, k, v)
         dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
         options = self._options(window, scores, q, k)
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
-        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, work, softmax_scale, dlse, options)
+        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
         return gradients
 
     @abstractmethod
@@ -97,19 +96,14 @@ class GradientLauncher(Launcher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
-        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
         """Queue the kernels on tensors that they can address, on the current GPU, which is that of this launcher.
 
-        ``gradients`` are filled, with ``pieces`` of work memory; ``options`` is what the kernel takes behind the scale.
+        ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
         """
-
-    @abstractmethod
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        """The work memory of a launch: LSE in base 2, delta, and what ``prepare`` clears."""
 
     def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
         """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
@@ -194,19 +188,17 @@ class BackwardLauncher(GradientLauncher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
-        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
+        pieces = work_pieces(self.dq_tile, q.shape)
+        work = device_memory.work_memory(q.device, self.device_index, pieces)
         self._prepare(dout, out, lse, dlse, work)
         dq, dk, dv = gradients
         counter = self._counter(work.tensors[2])
         self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
         self.finish(work.arguments[2], dq, softmax_scale)
-
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        return work_pieces(self.dq_tile, q_shape)
 
     def start(
         self,
@@ -235,17 +227,15 @@ class StripLauncher(GradientLauncher):
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, ...],
-        work: Work,
         softmax_scale: float,
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
+        pieces = work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q.shape)
+        work = device_memory.work_memory(q.device, self.device_index, pieces)
         self._prepare(dout, out, lse, dlse, work)
         counter = self._counter(work.tensors[2])
         self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
-
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        return work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q_shape)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.device_memory import Facts, Piece
 from hopper_attention.launch import backward
 from hopper_attention.launch.backward import GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
@@ -44,12 +44,11 @@ class ForGradients(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class GradientCall:
     """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale,
-    ``pieces`` its work memory, and ``gradients`` are what to make for those of q, k and v."""
+    ``gradients`` are what to make for those of q, k and v."""
 
     launcher: GradientLauncher
     softmax_scale: float
     options: tuple[Any, ...]
-    pieces: Pieces
     gradients: tuple[Facts, ...]
 
     def __call__(self, tensors: ForGradients) -> tuple[Tensor, ...] | None:
@@ -60,8 +59,7 @@ class GradientCall:
             return None
         make, launcher = device_memory.empty_on_gpu, self.launcher
         gradients = tuple([make(*facts) for facts in self.gradients])
-        work = device_memory.stream_memory(launcher.device_index, self.pieces)
-        launcher.launch(dout, q, k, v, out, lse, gradients, work, self.softmax_scale, None, self.options)
+        launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
         return gradients
 
 
@@ -98,4 +96,4 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
     facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-    remembered.keep(key, GradientCall(launcher, scale, behind, launcher.pieces(q.shape), facts), *tensors)
+    remembered.keep(key, GradientCall(launcher, scale, behind, facts), *tensors)
