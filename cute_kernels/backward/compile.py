@@ -5,7 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
-from cute_kernels.backward.prepare import PackedPrepareKernel, PrepareKernel
+from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import DENSE
@@ -20,10 +20,11 @@ def compile_step(step: BackwardStep, options: str = ""):
 
 
 def compile_prepare(config: SteppedConfig, options: str = ""):
-    """Compile what runs before the kernel of ``config``: ``fn(out, dout, lse, lse_log2, delta)``.
+    """Compile what runs before the kernel of ``config``: ``fn(out, dout, lse, lse_log2, delta, sums)``.
 
     out and dout (b, sq, h, dv) as for the kernel, lse float32 (b, h, sq) in base e. lse_log2 and delta
-    float32 (b, h, padded sq) are written, for the kernel.
+    float32 (b, h, padded sq) are written, for the kernel. So is sums float32 (b, h, query tiles, parts, words), all of
+    it with zeros, as many multiples of 4 words as there are.
     """
     dtype = DSL_DTYPES[config.dtype]
     b, sq, h, padded = (cute.sym_int() for _ in range(4))
@@ -35,6 +36,7 @@ def compile_prepare(config: SteppedConfig, options: str = ""):
         strided(Float32, (b, h, sq), 1),
         strided(Float32, (b, h, padded), 1),
         strided(Float32, (b, h, padded), 1),
+        sums_argument((b, h)),
         options=options,
     )
 
@@ -58,12 +60,13 @@ def compile_finish(config: SteppedConfig, options: str = ""):
 
 def compile_packed_prepare(config: SteppedConfig, options: str = ""):
     """Compile what runs before the kernel of ``config`` on packed sequences:
-    ``fn(out, dout, lse, dlse, lse_log2, delta, plan, sequences)``.
+    ``fn(out, dout, lse, dlse, lse_log2, delta, sums, plan, sequences)``.
 
     out and dout (total_q, h, dv) as for the kernel, lse float32 (h, total_q) in base e, dlse its gradient, or (h, 0)
     for none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles
-    of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). plan is int32, that of the kernel,
-    with ``sequences`` sequences, one more than the caller's (``cute_kernels/plan``).
+    of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). So is sums float32 (h, tiles, parts,
+    words), with zeros as by ``compile_prepare``. plan is int32, that of the kernel, with ``sequences`` sequences, one
+    more than the caller's (``cute_kernels/plan``).
     """
     dtype = DSL_DTYPES[config.dtype]
     total_q, h, padded = (cute.sym_int() for _ in range(3))
@@ -76,6 +79,7 @@ def compile_packed_prepare(config: SteppedConfig, options: str = ""):
         strided(Float32, (h, cute.sym_int()), 1),
         strided(Float32, (h, padded), 1),
         strided(Float32, (h, padded), 1),
+        sums_argument((h,)),
         plan_argument(),
         Int32(0),
         options=options,
@@ -101,3 +105,9 @@ def compile_packed_finish(config: SteppedConfig, options: str = ""):
         Float32(0.0),
         options=options,
     )
+
+
+def sums_argument(rows: tuple):
+    """Sums of dQ of any number of query tiles, parts and words; ``rows`` are the sizes that come before those."""
+    words = cute.sym_int(divisibility=WORDS)
+    return strided(Float32, (*rows, cute.sym_int(), cute.sym_int(), words), WORDS)

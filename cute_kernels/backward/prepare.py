@@ -1,4 +1,4 @@
-"""Before the backward kernel: what it needs to know of each row."""
+"""Before the backward kernel: what it needs to know of each row, and zeros to add dQ to."""
 
 import math
 
@@ -14,6 +14,9 @@ THREADS = 128
 ELEMENTS = 8
 """Of 16 bits, in the 16 bytes that a lane loads."""
 
+WORDS = 4
+"""Of the sums, in the 16 bytes that a thread clears."""
+
 
 class PrepareKernel:
     """delta = rowsum(dO * O), and the log-sum-exp in base 2, for each row of a query tile, past the end too.
@@ -21,6 +24,8 @@ class PrepareKernel:
     A row without keys, and one past the end, gets a log-sum-exp of +inf and a delta of 0: its probabilities are then 0
     and it takes part in no gradient. ``lanes`` neighbouring lanes share a row, some of
     them idle where their number is no power of two.
+
+    The float32 sums of dQ become 0, all that there are: a launch for that alone would cost the host as much as this.
     """
 
     def __init__(self, config: SteppedConfig):
@@ -36,11 +41,12 @@ class PrepareKernel:
         mLSE: cute.Tensor,
         mLSE2: cute.Tensor,
         mDelta: cute.Tensor,
+        mSums: cute.Tensor,
         stream,
     ):
         """Launch. mO, mdO (batch, seqlen_q, heads, head_dim_v), mLSE (batch, heads, seqlen_q) in base e, mLSE2 and
-        mDelta (batch, heads, seqlen_q in whole query tiles)."""
-        self.kernel(mO, mdO, mLSE, mLSE2, mDelta).launch(
+        mDelta (batch, heads, seqlen_q in whole query tiles), mSums (batch, heads, query tiles, parts, words)."""
+        self.kernel(mO, mdO, mLSE, mLSE2, mDelta, mSums).launch(
             grid=(mDelta.shape[2] // self.config.tile_m, mO.shape[2], mO.shape[0]),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -48,9 +54,27 @@ class PrepareKernel:
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mLSE2: cute.Tensor, mDelta: cute.Tensor
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mSums: cute.Tensor,
     ):
-        self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), cute.arch.block_idx())
+        tile, head, batch = cute.arch.block_idx()
+        self._clear(mSums[batch, head, tile, None, None])
+        self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), (tile, head, batch))
+
+    @cute.jit
+    def _clear(self, sums: cute.Tensor):
+        """Zeros for the kernel to add to: (parts, words) of a query tile."""
+        zeros = cute.make_rmem_tensor(WORDS, Float32)
+        zeros.fill(Float32(0.0))
+        for part in range(sums.shape[0]):
+            words = sums[part, None]
+            for vector in range(cute.arch.thread_idx()[0], sums.shape[1] // WORDS, THREADS):
+                cute.autovec_copy(zeros, cute.local_tile(words, (WORDS,), (vector,)))
 
     @cute.jit
     def _prepare(self, inputs: tuple, results: tuple, place: tuple):
@@ -102,13 +126,14 @@ class PackedPrepareKernel(PrepareKernel):
         mdLSE: cute.Tensor,
         mLSE2: cute.Tensor,
         mDelta: cute.Tensor,
+        mSums: cute.Tensor,
         mPlan: cute.Tensor,
         sequences: Int32,
         stream,
     ):
         """Launch. mO, mdO (total_q, heads, head_dim_v), mLSE (heads, total_q) in base e, mdLSE (heads, total_q or 0),
-        mLSE2 and mDelta (heads, rows of all query tiles)."""
-        self.packed(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mPlan, sequences).launch(
+        mLSE2 and mDelta (heads, rows of all query tiles), mSums (heads, all query tiles, parts, words)."""
+        self.packed(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mSums, mPlan, sequences).launch(
             grid=(mDelta.shape[1] // self.config.tile_m, mO.shape[1], 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -123,11 +148,13 @@ class PackedPrepareKernel(PrepareKernel):
         mdLSE: cute.Tensor,
         mLSE2: cute.Tensor,
         mDelta: cute.Tensor,
+        mSums: cute.Tensor,
         mPlan: cute.Tensor,
         sequences: Int32,
     ):
         tile_m = self.config.tile_m
         tile, head, _ = cute.arch.block_idx()
+        self._clear(mSums[head, tile, None, None])
         place = find_query_tile(mPlan, sequences, mO.shape[0], tile, tile_m)
         seqlens = place.seqlens
         rows = (rows_as_batch(tensor, seqlens.offset_q, seqlens.seqlen_q) for tensor in (mO, mdO))

@@ -33,6 +33,21 @@ Kernel = Callable[..., Any]
 """A compiled kernel, called with torch tensors; launches on torch's current stream."""
 
 
+def kept_argument(tensor: Any) -> Any:
+    """What a kernel takes for a torch tensor that is kept from call to call: on a GPU a view of TVM FFI's own, which
+    otherwise makes one in every launch. It keeps the memory alive.
+
+    A launch takes torch's current stream from the first torch tensor among its arguments, so not all may be such views.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    import tvm_ffi
+
+    view = tvm_ffi.from_dlpack(tensor)
+    # A torch may give dimensions of size 1 other strides on the way, and kernels want some of theirs.
+    return view if tuple(view.strides) == tensor.stride() else tensor
+
+
 class KernelConfig(Protocol):
     """What a kernel is built from: a frozen dataclass whose name is like no other's."""
 

@@ -273,9 +273,9 @@ def flash_attn_func(
         return results if return_attn_probs else results[0]
     flags = causal, backend, sm_margin, sides
     has_tensors_alone = q_descale is k_descale is v_descale is None
-    key = dense_again.key_of(q, k, flags) if has_tensors_alone and scores is NO_SCORES else None
+    key = dense_again.key_of(q, k, v, flags) if has_tensors_alone and scores is NO_SCORES else None
     if key is not None:
-        found = dense_again.remembered.find(key, q, k, v)
+        found = dense_again.find(key, q, k, v)
         if found is not None:
             results = found(q, k, v, softmax_scale, deterministic, return_attn_probs)
             return results if return_attn_probs else results[0]

@@ -19,9 +19,9 @@ from hopper_attention.launch.gradients_again import (
 from hopper_attention.launch.packed_gradients_again import differentiate_packed_again, remember_packed
 from hopper_attention.launch.varlen import VarlenLaunch
 from hopper_attention.lengths import Lengths
-from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.masks import FULL_SIDES
 from hopper_attention.qv import NO_QV_GRADIENT
-from hopper_attention.scores import NO_SLOPES_GRADIENT, sinks_gradient
+from hopper_attention.scores import NO_SCORES, NO_SLOPES_GRADIENT, sinks_gradient
 from hopper_attention.transforms import differentiable, recorded
 
 NO_MORE_GRADIENTS = (None,) * 13
@@ -41,20 +41,31 @@ def _forward_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     q, k, v, out, lse, alibi_slopes, sinks, philox = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
+    tensors = ForGradients(dout, q, k, v, out, lse)
+    if alibi_slopes is sinks is philox is None and not ctx.softcap:
+        options = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
+        return *_plain_gradients(tensors, dlse, options), *NO_MORE_GRADIENTS
     scores = ctx.softcap, alibi_slopes, sinks, ctx.dropout_p, philox
-    options = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
-    again = None
-    if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
-        tensors = ForGradients(dout, q, k, v, out, lse)
-        again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
-        found = differentiate_again(tensors, again)
-        if found is not None:
-            return *found, *NO_MORE_GRADIENTS
-    dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *options)
-    if again is not None:
-        remember(tensors, again)
+    given = (ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, *ctx.sides, *scores)
+    dq, dk, dv = backward(dout, dlse, *tensors[1:], *given)
     dsinks = _gradient_of_sinks(ctx.needs_input_grad[12:], dout, dlse, out, lse, sinks)
     return dq, dk, dv, *[None] * 10, dsinks, None, None
+
+
+def _plain_gradients(
+    tensors: ForGradients, dlse: Tensor | None, options: GradientOptions
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv where nothing changes the scores."""
+    if dlse is None:
+        found = differentiate_again(tensors, options)
+        if found is not None:
+            return found
+    dout, q, k, v, out, lse = tensors
+    *flags, sides = options
+    dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *flags, *sides, *NO_SCORES.values)
+    if dlse is None:
+        remember(tensors, options)
+    return dq, dk, dv
 
 
 def _gradient_of_sinks(
@@ -142,33 +153,22 @@ def _end_with_tensors_of_heads(*arguments: Any) -> bool:
 
 
 def _forward_by(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    launch: Launch,
-    softmax_scale: float,
-    deterministic: bool,
-    causal: bool,
-    backend: str | None,
-    sides: Sides,
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
 ) -> tuple[Tensor, Tensor]:
     """``ops.forward`` of scores that nothing changes, by what serves them."""
-    out, lse = launch(q, k, v, softmax_scale, True, *(() if sides == FULL_SIDES else sides))
-    ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic = (
-        softmax_scale,
-        causal,
-        backend,
-        deterministic,
-    )
-    ctx.sides, ctx.softcap, ctx.dropout_p = sides, 0.0, 0.0
-    ctx.save_for_backward(q, k, v, out, lse, None, None, None)
+    sides = options.sides
+    out, lse = launch(q, k, v, options.softmax_scale, True, *(() if sides == FULL_SIDES else sides))
+    ctx.options = options
+    ctx.save_for_backward(q, k, v, out, lse)
     ctx.set_materialize_grads(False)
     return out, lse
 
 
 def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_forward_gradients(ctx, dout, dlse)[:3], None, None, None, None, None, None
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return *_plain_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.options), None, None
 
 
 def _forward_varlen_by(

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention import autograd, checks
+from cute_kernels.problem import MAX_SEQLEN
+from hopper_attention import autograd, checks, device_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS
-from hopper_attention.launch.forward import Launch, find_launch
+from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
+from hopper_attention.launch.gradients_again import GradientOptions
+from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.problem import longest_alike
+
+ELEMENTS = TMA_BYTES // 2
+"""Of 16 bits, in which strides are multiples."""
 
 Flags = tuple[bool, "str | None", int, Sides]
 """causal, backend, sm_margin and the sides of a mask, all checked."""
@@ -36,8 +43,8 @@ class DenseCall:
         scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
         causal, backend, _, sides = self.flags
         if self.records_gradient:
-            options = scale, deterministic, causal, backend, sides
-            out, lse = autograd.forward_by(q, k, v, self.launch, *options)
+            options = GradientOptions(scale, causal, backend, deterministic, sides)
+            out, lse = autograd.forward_by(q, k, v, self.launch, options)
             return out, lse
         window = () if sides == FULL_SIDES else sides
         return self.launch(q, k, v, scale, wants_lse, *window)
@@ -45,18 +52,68 @@ class DenseCall:
 
 remembered: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
 
+of_any_length: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
+"""The same by ``_class_key``: calls with other numbers of keys that are served alike."""
 
-def key_of(q: Any, k: Any, flags: Flags) -> Key | None:
+
+def key_of(q: Any, k: Any, v: Any, flags: Flags) -> Key | None:
     """Under what calls are remembered whose tensors may be plain: without descales, and nothing changes scores."""
     if type(q) is not Tensor or type(k) is not Tensor or not may_be_like():
         return None
-    return q.shape, k.shape, flags, torch.is_grad_enabled()
+    return q.shape, k.shape, v is k, flags, torch.is_grad_enabled()
+
+
+def find(key: Key, q: Tensor, k: Tensor, v: Any) -> DenseCall | None:
+    """What serves a call: one like it was made, perhaps with another number of keys; or None."""
+    given = _distinct(q, k, v)
+    found = remembered.find(key, *given)
+    return _find_of_any_length(key, given) if found is None else found
 
 
 def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
     """Keep a call that was made, of tensors of 16 bits on a GPU; ``key`` is that of ``key_of``."""
+    if device_memory.is_capturing(q.device):
+        return
+    class_key = _class_key(key)
+    comes_again = remembered.comes_again(key)
+    has_others = class_key is not None and of_any_length.comes_again(class_key)
+    if not comes_again and not has_others:
+        return
+    causal, backend, sm_margin, sides = flags
+    facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]
+    launch = find_launch(*facts, causal, backend, sm_margin, sides)
+    if isinstance(launch, ForwardLauncher) and not launch.repairs:
+        launch = ReadyLaunch.of(launch, q, k, () if sides == FULL_SIDES else sides)
+    call, given = DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5), _distinct(q, k, v)
+    if comes_again:
+        remembered.keep(key, call, *given)
+    if has_others and isinstance(launch, ReadyLaunch) and of_any_length.find(class_key, *given) is None:
+        of_any_length.keep(class_key, call, *given, of_any_length=range(1, len(given)))
+
+
+def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, each once; ``like`` knows no others."""
+    return (q, k) if v is k else (q, k, v)
+
+
+def _find_of_any_length(key: Key, given: tuple[Tensor, ...]) -> DenseCall | None:
+    """What serves a call by one with another number of keys, which does not decide on how it is served."""
+    class_key = _class_key(key)
+    found = None if class_key is None else of_any_length.find(class_key, *given)
+    if found is None:
+        return None
+    seqlen_k = given[1].shape[1]
+    for x in given[1:]:
+        if x.shape[1] != seqlen_k or (step := x.stride()[0]) <= 0 or step % ELEMENTS:
+            return None
     if remembered.comes_again(key):
-        causal, backend, sm_margin, sides = flags
-        facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]
-        launch = find_launch(*facts, causal, backend, sm_margin, sides)
-        remembered.keep(key, DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5), q, k, v)
+        remembered.keep(key, found, *given)
+    return found
+
+
+def _class_key(key: Key) -> Key | None:
+    """That of all numbers of keys for which a kernel is chosen alike; None where they decide on more."""
+    q_shape, k_shape, is_shared, flags, grad_mode = key
+    if len(k_shape) != 4 or not 0 < k_shape[1] <= MAX_SEQLEN or flags[3] != FULL_SIDES:
+        return None
+    return q_shape, longest_alike(k_shape[1]), is_shared, flags, grad_mode

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards
+
+from hopper_attention._kernels import kept_argument
+from hopper_attention.layout import new_layout
 
 MAX_KEPT = 4096
 """Constants kept at most, besides those of graphs. Each takes 512 bytes or more of a GPU."""
@@ -25,6 +28,12 @@ MAX_KEPT = 4096
 def is_capturing(device: torch.device) -> bool:
     """Whether torch's current stream records a CUDA graph in place of running."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def records_graph(device_index: int) -> bool:
+    """``is_capturing`` on a GPU, for less: no graph is ever captured on the default stream, 0, which is not asked."""
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    return bool(stream) and torch.cuda.is_current_stream_capturing()
 
 
 def make_apart(make: Callable[[], Tensor]) -> Tensor:
@@ -76,7 +85,7 @@ class Constants:
 
 constants = Constants()
 
-_tile_counters: dict[tuple[int, int], Tensor] = {}
+_tile_counters: dict[tuple[int, int], Any] = {}
 
 GRAPH_COUNTERS, COUNTER_STEP = 2**15, 8
 """Counters of a GPU for launches in graphs, and the int32 words from one to the next: one in each sector of memory."""
@@ -111,8 +120,9 @@ class GraphCounters:
 _graph_counters = GraphCounters()
 
 
-def tile_counter(device_index: int) -> Tensor:
-    """Two int32 zeros with which the CTAs of one launch share out the tiles; the kernel leaves them zero.
+def tile_counter(device_index: int) -> Any:
+    """Two int32 zeros with which the CTAs of one launch share out the tiles, as an argument of the kernel, which leaves
+    them zero.
 
     Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
     memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
@@ -130,13 +140,17 @@ def tile_counter(device_index: int) -> Tensor:
     key = device_index, stream
     counter = _tile_counters.get(key)
     if counter is None:
-        counter = _tile_counters.setdefault(key, _zeros_apart(2, device_index))
+        counter = _tile_counters.setdefault(key, kept_argument(_zeros_apart(2, device_index)))
         _graph_counters.prepare(device_index)
     return counter
 
 
 def _zeros_apart(words: int, device_index: int) -> Tensor:
     return make_apart(lambda: torch.zeros(words, dtype=torch.int32, device="cpu").to(f"cuda:{device_index}"))
+
+
+Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor, which ``empty_on_gpu`` makes one of."""
 
 
 class Piece(NamedTuple):
@@ -148,6 +162,10 @@ class Piece(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def facts(self) -> Facts:
+        return *new_layout(self.shape), self.dtype
 
     def empty(self, device: torch.device | str) -> Tensor:
         return torch.empty(*self.shape, dtype=self.dtype, device=device)
@@ -175,6 +193,13 @@ PIECE_BYTES = 256
 """Pieces begin at multiples of it."""
 
 
+class Work(NamedTuple):
+    """Pieces of work memory, whatever they hold: as tensors, and as arguments of kernels (``kept_argument``)."""
+
+    tensors: tuple[Tensor, ...]
+    arguments: tuple[Any, ...]
+
+
 class WorkMemory(threading.local):
     """Memory that the launches of a call fill and read, and the next call uses again.
 
@@ -185,26 +210,26 @@ class WorkMemory(threading.local):
 
     def __init__(self) -> None:
         self._of_streams: dict[tuple[int, int], Tensor] = {}
-        self._cuts: dict[tuple[int, int, Pieces], tuple[Tensor, ...]] = {}
+        self._cuts: dict[tuple[int, int, Pieces], Work] = {}
 
-    def get(self, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
-        """Tensors with whatever they hold, for the launches of a call on the current stream of a GPU.
+    def get(self, device_index: int, pieces: Pieces) -> Work:
+        """For the launches of a call on the current stream of a GPU.
 
         In a graph they are new, and where they take more than ``KEPT_BYTES``.
         """
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         # CUDA captures no graph of the default stream, 0, and is not asked.
         if stream and torch.cuda.is_current_stream_capturing():
-            return _new_pieces(device_index, pieces)
+            return _new_pieces(f"cuda:{device_index}", pieces)
         cut = self._cuts.get((device_index, stream, pieces))
         return self._cut(device_index, stream, pieces) if cut is None else cut
 
-    def _cut(self, device_index: int, stream: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    def _cut(self, device_index: int, stream: int, pieces: Pieces) -> Work:
         """``get`` of pieces that the stream had not yet."""
         rooms = [-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces]
         size, key = sum(rooms), (device_index, stream)
         if size > KEPT_BYTES:
-            return _new_pieces(device_index, pieces)
+            return _new_pieces(f"cuda:{device_index}", pieces)
         if len(self._of_streams) >= KEPT_STREAMS or len(self._cuts) >= KEPT_KINDS:
             self._cuts.clear()
             self._of_streams.clear()
@@ -213,13 +238,15 @@ class WorkMemory(threading.local):
             memory = self._of_streams[key] = _bytes_of_current_stream(device_index, size)
             self._cuts = {known: cut for known, cut in self._cuts.items() if known[:2] != key}
         parts = zip(pieces, memory[:size].split(rooms), strict=True)
-        cut = tuple(part[: piece.bytes].view(piece.dtype).view(piece.shape) for piece, part in parts)
+        tensors = tuple(part[: piece.bytes].view(piece.dtype).view(piece.shape) for piece, part in parts)
+        cut = Work(tensors, tuple(map(kept_argument, tensors)))
         self._cuts[device_index, stream, pieces] = cut
         return cut
 
 
-def _new_pieces(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
-    return tuple(piece.empty(f"cuda:{device_index}") for piece in pieces)
+def _new_pieces(device: torch.device | str, pieces: Pieces) -> Work:
+    tensors = tuple(piece.empty(device) for piece in pieces)
+    return Work(tensors, tensors)
 
 
 def _bytes_of_current_stream(device_index: int, size: int) -> Tensor:
@@ -236,15 +263,15 @@ def _bytes_of_current_stream(device_index: int, size: int) -> Tensor:
 _work_memory = WorkMemory()
 
 
-def stream_memory(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+def stream_memory(device_index: int, pieces: Pieces) -> Work:
     """``WorkMemory.get`` of this thread."""
     return _work_memory.get(device_index, pieces)
 
 
-def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
+def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> Work:
     """``WorkMemory.get`` of this thread; on a device without streams new tensors."""
     if device.type != "cuda":
-        return tuple(piece.empty(device) for piece in pieces)
+        return _new_pieces(device, pieces)
     return _work_memory.get(device_index, pieces)
 
 

@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from hopper_attention import checks
+from hopper_attention import checks, parts_again
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
@@ -21,6 +21,7 @@ from hopper_attention.features import is_full, is_given, resolve_packed_mask
 from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
+from hopper_attention.launch.fp8 import launch_for
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import FULL_SIDES, MaskSpec
@@ -209,7 +210,7 @@ def flash_attn_fp8_func(
         found = calls_at_once.find(*given, quantization, *options)
         if found is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-            out, lse = found.launcher.launch(q, k, v, scale, bool(return_attn_probs))
+            out, lse = found(q, k, v, scale, bool(return_attn_probs))
             return (out, lse) if return_attn_probs else out
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
@@ -240,7 +241,9 @@ def flash_attn_fp8_func(
             out, lse = launch(q, k, v, scale, return_attn_probs)
             # Not where autocast made others of them.
             if given[0] is q and given[1] is k and given[2] is v:
-                calls_at_once.keep(AtOnceCall(launch, quantization), *given, *options)
+                calls_at_once.keep(
+                    lambda: AtOnceCall.of(launch, quantization, q.device), *given, quantization, *options
+                )
             return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
@@ -360,6 +363,14 @@ def flash_attn_quantized_func(
     LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 64
     on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
     """
+    given = causal, return_attn_probs, two_level_accumulation, exact_lse, backend
+    has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
+    if type(parts) is QuantizedQKV and has_no_window:
+        found = parts_again.find(parts, given)
+        if found is not None:
+            scale = found.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
+            out, lse = found(parts, scale, bool(return_attn_probs))
+            return (out, lse) if return_attn_probs else out
     if not isinstance(parts, (QuantizedQKV, PackedQuantizedQKV)):
         raise TypeError(
             f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
@@ -384,6 +395,9 @@ def flash_attn_quantized_func(
     if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
         of_call = *options, return_attn_probs
         out, lse = attend_and_undo(parts, *of_call, mask.sides, exact_lse)
+        if has_no_window:
+            flags = mask.causal, backend, two_level_accumulation, 0, FULL_SIDES, exact_lse
+            parts_again.remember(parts, given, launch_for(parts, *flags))
     else:
         out, lse = attend_traced(parts, *options, mask.sides, exact_lse)
     return (out, lse) if return_attn_probs else out

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hopper_attention import device_memory
+from hopper_attention._kernels import kept_argument
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Piece, Pieces, no_floats, work_memory
+from hopper_attention.device_memory import Facts, Piece, Pieces, no_floats, unit_scales, work_memory
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.fused_again import FusedCalls
 from hopper_attention.launch import value_mean
-from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, ResultSpec, no_vectors
-from hopper_attention.launch.forward import layout_of
+from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, no_vectors
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
 from hopper_attention.launch.quantize import (
+    Extras,
     Outputs,
     QuantizeLauncher,
     addressable,
@@ -26,6 +29,7 @@ from hopper_attention.launch.quantize import (
     output_pieces,
     why_not_fused,
 )
+from hopper_attention.launch.value_mean import ValueMeanLauncher
 from hopper_attention.layout import new_layout
 from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.quantization_rules import check_sources, with_numbers
@@ -36,18 +40,30 @@ OUTPUTS = len(Outputs._fields)
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
+class Constants(NamedTuple):
+    """What the kernels read that is the same in all calls of a launcher: extras of the quantizer, scales that are 1,
+    and what stands for no mean of V and for no LSE."""
+
+    extras: Extras
+    ones: Any
+    no_mean: Any
+    no_lse: Any
+
+
 @dataclass(frozen=True)
 class AtOnceLauncher(Launcher):
     """The quantizer, with what finds the mean of V, and the FP8 kernel of calls with tensors of some sizes and strides.
 
-    ``pieces`` are what the first fills and the second reads, the mean last. ``seed`` is that of the rotation;
-    ``rows_q`` rows of Q share a scale.
+    ``finder`` finds the mean of V, if that is subtracted. ``pieces`` are what these fill and the FP8 kernel reads, the
+    mean last; ``out`` and ``lse`` what it fills. ``seed`` is that of the rotation; ``rows_q`` rows of Q share a scale.
     """
 
     quantizer: QuantizeLauncher
+    finder: ValueMeanLauncher | None
     attention: Fp8HopperLauncher
     pieces: Pieces
-    result: ResultSpec
+    out: Facts
+    lse: Facts
     seed: int
     rows_q: int
     window: Sides
@@ -60,23 +76,37 @@ class AtOnceLauncher(Launcher):
             out, lse = self.call_there(q, k, v, softmax_scale, wants_lse)
             return out, lse
         q, k, v = map(addressable, (q, k, v))
-        return self.launch(q, k, v, softmax_scale, wants_lse)
+        return self.launch(q, k, v, softmax_scale, wants_lse, self.constants(q.device))
+
+    def constants(self, device: torch.device) -> Constants:
+        """What ``launch`` takes. Of a CUDA graph that is being captured they are its own, or are never freed."""
+        (batch, heads, _), kv_heads, nothing = self.lse[0], self.pieces[1].shape[2], no_floats(device)
+        return Constants(
+            self.quantizer.extras(self.seed, Means(nothing, nothing), device),
+            unit_scales(batch, kv_heads, device),
+            no_vectors(batch, kv_heads, device),
+            no_vectors(batch, heads, device),
+        )
 
     def launch(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool, constants: Constants
     ) -> tuple[Tensor, Tensor]:
         """The same of tensors that the quantizer can address, on the current GPU, which is that of this launcher."""
-        device, (batch, _, heads, _), kv_heads = q.device, q.shape, k.shape[2]
-        nothing, no_mean = no_floats(device), no_vectors(batch, kv_heads, device)
-        pieces = work_memory(device, self.device_index, self.pieces)
-        parts, mean = Outputs(*pieces[:OUTPUTS]), no_mean
-        if self.quantizer.config.smooth_v:
+        extras, ones, mean, lse = constants
+        pieces, make = (
+            work_memory(q.device, self.device_index, self.pieces).arguments,
+            device_memory.empty_on_gpu,
+        )
+        parts = pieces[:OUTPUTS]
+        if self.finder is not None:
             mean = pieces[OUTPUTS]
-            value_mean.find(v).fill(v, mean)
-        self.quantizer.fill(parts, q, k, v, self.seed, Means(nothing, mean))
-        out = self.result.empty_out(q)
-        lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
-        tensors, scales = (*parts[:3], out, lse), parts[3:]
+            self.finder.fill(v, mean)
+            extras = Extras(*extras[:3], mean)
+        self.quantizer.fill(parts, q, k, v, extras)
+        out = make(*self.out)
+        if wants_lse:
+            lse = make(*self.lse)
+        tensors, scales = (*parts[:3], out, lse), (*parts[3:], ones)
         self.attention.queue(tensors, scales, mean, self.rows_q, softmax_scale, self.window)
         return out, lse
 
@@ -87,6 +117,18 @@ class AtOnceCall:
 
     launcher: AtOnceLauncher
     given: Fp8Quantization
+    constants: Constants
+
+    @classmethod
+    def of(cls, launcher: AtOnceLauncher, given: Fp8Quantization, device: torch.device) -> AtOnceCall:
+        """That of the calls which ``launcher`` serves."""
+        extras, *others = launcher.constants(device)
+        return cls(launcher, given, Constants(extras.kept(), *map(kept_argument, others)))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self.launcher.launch(q, k, v, softmax_scale, wants_lse, self.constants)
 
 
 calls_at_once: FusedCalls[AtOnceCall] = FusedCalls()
@@ -136,7 +178,11 @@ def find_at_once(
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
     if not isinstance(attention, Fp8HopperLauncher):
         return None
-    result = ResultSpec(q.dtype, shape.head_dim_v, layout_of(q, k, v)[0])
+    rows = shape.batch, shape.heads, shape.seqlen_q
+    out = Piece((shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v), q.dtype)
     rows_q = block_q if block_q < shape.seqlen_q else ALL_ROWS
-    options = pieces, result, c.seed, rows_q, window
-    return AtOnceLauncher(attention.device_index, quantizer, attention, *options)
+    finder = None
+    if c.smooth_v:
+        finder = value_mean.find_for(v.dtype, shape.batch, shape.kv_heads, shape.head_dim_v, v.device)
+    options = pieces, out.facts, Piece(rows).facts, c.seed, rows_q, window
+    return AtOnceLauncher(attention.device_index, quantizer, finder, attention, *options)

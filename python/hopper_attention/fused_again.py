@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from hopper_attention.device_memory import no_floats
+from hopper_attention import device_memory
+from hopper_attention.device_memory import Facts, Piece
+from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, current_device
-from hopper_attention.launch.quantize import QuantizeLauncher, addressable
+from hopper_attention.launch.quantize import (
+    Extras,
+    Outputs,
+    QuantizeLauncher,
+    addressable,
+    no_words,
+    output_pieces,
+)
+from hopper_attention.launch.value_mean import ValueMeanLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.quantized import Fp8Quantization, Means, QuantizedQKV
@@ -17,16 +28,46 @@ from hopper_attention.quantized import Fp8Quantization, Means, QuantizedQKV
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """A call of ``quantize_qkv``; ``made`` is its quantization with numbers."""
+    """A call of ``quantize_qkv``; ``made`` is its quantization with numbers. Where it subtracts the mean of V,
+    ``finder`` finds it, ``mean`` is what to make for it."""
 
     launcher: QuantizeLauncher
     given: Fp8Quantization
     made: Fp8Quantization
+    extras: Extras
+    outputs: tuple[Facts, ...]
+    finder: ValueMeanLauncher | None
+    mean: Facts
+
+    @classmethod
+    def of(
+        cls,
+        launcher: QuantizeLauncher,
+        given: Fp8Quantization,
+        made: Fp8Quantization,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> QuantizeCall:
+        """That of calls with tensors like these."""
+        c, (batch, _, kv_heads, head_dim_v), nothing = launcher.config, v.shape, no_words(v.device)
+        extras = launcher.extras(made.seed, Means(nothing, nothing), q.device).kept()
+        pieces = output_pieces(c.block_q, c.block_k, q.shape, k.shape, v.shape)
+        outputs, mean = tuple(piece.facts for piece in pieces), Piece((batch, kv_heads, head_dim_v)).facts
+        finder = value_mean.find(v) if c.smooth_v else None
+        return cls(launcher, given, made, extras, outputs, finder, mean)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
         """As ``quantizers.quantize_plain``."""
-        means = Means(no_floats(q.device), self.launcher.find_mean_v(v))
-        parts = self.launcher.launch(q, k, v, self.made.seed, means)
+        make, nothing = device_memory.empty_on_gpu, device_memory.no_floats(v.device)
+        extras, means = self.extras, Means(nothing, nothing)
+        if self.finder is not None:
+            mean = make(*self.mean)
+            self.finder.fill(v, mean)
+            extras, means = Extras(*extras[:3], mean), Means(nothing, mean)
+        outputs = Outputs(*[make(*facts) for facts in self.outputs])
+        self.launcher.fill(outputs, q, k, v, extras)
+        parts = self.launcher.parts(outputs, k.shape[1])
         return QuantizedQKV.unchecked(*parts, self.made, q.dtype, means)
 
 
@@ -51,21 +92,28 @@ class FusedCalls(Generic[Fused]):
         self.cache_clear = self._remembered.cache_clear
 
     def find(self, q: Any, k: Any, v: Any, quantization: Any, *options: Any) -> Fused | None:
-        """What serves a call of these arguments: one like it was made, and its GPU is the current one; or None."""
+        """What serves a call of these arguments: one like it was made, and its GPU is the current one; or None. None in
+        a CUDA graph too, which outlives the constants that are kept with a call, and where time does not count."""
         if type(q) is not Tensor or type(k) is not Tensor or not may_be_like():
             return None
         call = self._remembered.find(_key_of(q, k, quantization, options), q, k, v)
         if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             return None
-        return call if current_device() == call.launcher.device_index else None
+        index = call.launcher.device_index
+        return call if current_device() == index and not device_memory.records_graph(index) else None
 
-    def keep(self, call: Fused, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
-        """Let ``find`` with these arguments find a call that was made, if the kernel takes the tensors as they are."""
+    def keep(
+        self, make: Callable[[], Fused], q: Tensor, k: Tensor, v: Tensor, quantization: Any, *options: Any
+    ) -> None:
+        """Let ``find`` with these arguments find what ``make`` makes of a call that was made, if the kernel takes the
+        tensors as they are."""
         if any(x.requires_grad or addressable(x) is not x for x in (q, k, v)):
             return
-        key = _key_of(q, k, call.given, options)
+        if device_memory.is_capturing(q.device):
+            return
+        key = _key_of(q, k, quantization, options)
         if self._remembered.comes_again(key):
-            self._remembered.keep(key, call, q, k, v)
+            self._remembered.keep(key, make(), q, k, v)
 
 
 def _key_of(q: Tensor, k: Tensor, quantization: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ in C++, for the code that torch.compile made for tensors of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,8 +21,10 @@ IsLike = Callable[..., bool]
 Call = TypeVar("Call")
 
 
-def like(*tensors: Tensor) -> IsLike:
+def like(*tensors: Tensor, of_any_length: Iterable[int] = ()) -> IsLike:
     """Whether tensors are of the class, dtype, device, shape, strides and requires_grad of these, each of its own.
+
+    Of those whose places are ``of_any_length``, the second size and the first stride do not count.
 
     They are not, either, where autocast, inference mode, torch.jit.trace or a transform of torch.func is at work and
     was not when this was called, or the other way round. Storage, and where in it a tensor begins, does not count. Of
@@ -31,6 +33,8 @@ def like(*tensors: Tensor) -> IsLike:
     # Each a list a tensor, which is not what torch's declaration of it says.
     sizes: Any = [list(x.shape) for x in tensors]
     strides: Any = [list(x.stride()) for x in tensors]
+    for place in of_any_length:
+        sizes[place][1] = strides[place][0] = None
     make = vars(guards).get("TensorGuards")
     # A torch that has it no more: each call is read and checked.
     return (
@@ -85,13 +89,13 @@ class Remembered(Generic[Call]):
                     return kept.call
         return None
 
-    def keep(self, key: Hashable, call: Call, *tensors: Tensor) -> None:
-        """Serve calls with tensors like these so. Nothing is like tensors of which two are one."""
+    def keep(self, key: Hashable, call: Call, *tensors: Tensor, of_any_length: Iterable[int] = ()) -> None:
+        """Serve calls with tensors ``like`` these so. Nothing is like tensors of which two are one."""
         if len(self._calls) >= self._limit:
             self._calls.clear()
         kinds = self._calls.setdefault(key, [])
         if len(kinds) < KINDS and len(set(map(id, tensors))) == len(tensors):
-            kinds.append(Kept(like(*tensors), call))
+            kinds.append(Kept(like(*tensors, of_any_length=of_any_length), call))
 
     def comes_again(self, key: Hashable) -> bool:
         """Whether this was asked of the key before: what ``keep`` takes is lost on sizes that are new in every call."""

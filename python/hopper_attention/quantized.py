@@ -187,7 +187,7 @@ class QuantizedTensor:
         cls, data: torch.Tensor, scale: torch.Tensor, block: int, largest: float
     ) -> QuantizedTensor:
         """Of tensors that fit together because they were made so; checks take longer than the rest of a short call."""
-        return _unchecked(cls, data=data, scale=scale, block=block, largest=largest)
+        return _unchecked(cls, {"data": data, "scale": scale, "block": block, "largest": largest})
 
     def __post_init__(self) -> None:
         _check_parts(self.data, self.scale, self.block, "(batch, seqlen, heads, head_dim)")
@@ -235,7 +235,7 @@ class TransposedV:
     @classmethod
     def unchecked(cls, data: torch.Tensor, scale: torch.Tensor, block: int, seqlen: int) -> TransposedV:
         """As ``QuantizedTensor.unchecked``."""
-        return _unchecked(cls, data=data, scale=scale, block=block, seqlen=seqlen)
+        return _unchecked(cls, {"data": data, "scale": scale, "block": block, "seqlen": seqlen})
 
     def __post_init__(self) -> None:
         _check_parts(self.data, self.scale, self.block, "(batch, kv_heads, head_dim_v, keys)")
@@ -269,7 +269,7 @@ class TransposedV:
         return exact.mul_(row_scale(self.scale, self.block, self.seqlen))
 
 
-def _unchecked(kind: type[Made], **fields: Any) -> Made:
+def _unchecked(kind: type[Made], fields: dict[str, Any]) -> Made:
     """A frozen dataclass with these fields, all of them, without its ``__init__``."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
@@ -324,7 +324,7 @@ class QuantizedQKV:
     ) -> QuantizedQKV:
         """As ``QuantizedTensor.unchecked``, of tensors that lost the mean of V of ``means`` at most."""
         options = {"quantization": quantization, "dtype": dtype, "shift": means.k, "mean_v": means.v}
-        return _unchecked(cls, q=q, k=k, v=v, **options)
+        return _unchecked(cls, {"q": q, "k": k, "v": v, **options})
 
     def __post_init__(self) -> None:
         device = self.q.data.device

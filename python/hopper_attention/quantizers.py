@@ -69,7 +69,7 @@ def quantize_plain(
         return quantize_here(q, k, v, c, backend)
     means = Means(no_floats(q.device), launch.find_mean_v(addressable(v)))
     parts = launch(q, k, v, c.seed, means)
-    quantizing.keep(QuantizeCall(launch, quantization, c), q, k, v, backend)
+    quantizing.keep(lambda: QuantizeCall.of(launch, quantization, c, q, k, v), q, k, v, quantization, backend)
     return QuantizedQKV.unchecked(*parts, c, q.dtype, means)
 
 

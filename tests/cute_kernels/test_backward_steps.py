@@ -177,7 +177,7 @@ def test_prepare_says_what_the_kernel_needs_of_each_row(config: SteppedConfig) -
     out, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     lse = torch.randn(batch, heads, seqlen, generator=generator)
     lse[0, 1, 4] = -torch.inf
-    lse_log2, delta = prepare_on_numpy(config, out, dout, lse)
+    lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
 
     expected = (out.double() * dout.double()).sum(-1).transpose(1, 2).float()
     expected[0, 1, 4] = 0.0
@@ -186,3 +186,5 @@ def test_prepare_says_what_the_kernel_needs_of_each_row(config: SteppedConfig) -
     torch.testing.assert_close(lse_log2[0, 0, :seqlen], finite, atol=1e-6, rtol=1e-6)
     assert lse_log2[0, 1, 4] == torch.inf
     assert (lse_log2[:, :, seqlen:] == torch.inf).all() and (delta[:, :, seqlen:] == 0).all()
+    # They were NaN before.
+    assert (sums == 0).all()

@@ -25,9 +25,9 @@ from cute_kernels.copies.config import CopiesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
-from hopper_attention import compile_cache, flash_attn_func
+from hopper_attention import compile_cache, device_memory, flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
-from hopper_attention.launch import backward, packed_forward, packed_fp8
+from hopper_attention.launch import packed_forward, packed_fp8
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
 from tests.c_library import Library
@@ -97,12 +97,13 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResultSpec, "empty_lse", lambda spec, q: empty_lse(spec, q).fill_(math.nan))
     for module in (packed_forward, packed_fp8):
         monkeypatch.setattr(module, "empty_results", partial(poisoned_results, module.empty_results))
-    empty_gradients = backward.empty_gradients
+    make = device_memory.empty_on_gpu
 
-    def poisoned(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.fill_(math.nan) for x in empty_gradients(*inputs))
+    def poisoned(*facts: Any) -> Tensor:
+        made = make(*facts)
+        return made.fill_(math.nan) if made.is_floating_point() else made
 
-    monkeypatch.setattr(backward, "empty_gradients", poisoned)
+    monkeypatch.setattr(device_memory, "empty_on_gpu", poisoned)
 
 
 def poisoned_results(

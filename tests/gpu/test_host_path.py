@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +12,18 @@ import torch
 from torch import Tensor
 
 from hopper_attention import (
+    dense_again,
+    device_memory,
     flash_attn_fp8_func,
     flash_attn_func,
+    flash_attn_quantized_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    fp8_at_once,
+    fused_again,
     get_scheduler_metadata,
     kvcache,
+    parts_again,
     quantize_qkv,
 )
 
@@ -123,6 +130,10 @@ def quantized(inputs) -> Tensor:
     return torch.cat([x.data.view(torch.uint8).flatten() for x in (parts.q, parts.k, parts.v)])
 
 
+def attend_to_parts(inputs) -> Tensor:
+    return flash_attn_quantized_func(quantize_qkv(inputs.q, inputs.k, inputs.v), causal=True)
+
+
 AGAIN: dict[str, Callable[..., Tensor]] = {
     "forward": lambda x: flash_attn_func(x.q, x.k, x.v, causal=True),
     "gradients": gradients,
@@ -130,6 +141,7 @@ AGAIN: dict[str, Callable[..., Tensor]] = {
     "decode": decoded,
     "fp8": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, causal=True),
     "quantizer": quantized,
+    "attention to parts": attend_to_parts,
 }
 
 
@@ -144,6 +156,42 @@ def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) ->
         assert all(torch.equal(call(x), first) for _ in range(3))
     results = [call(x) for x in inputs]
     assert not any(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("name", ["forward", "fp8", "quantizer", "attention to parts"])
+def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -> None:
+    x, call = draw(torch.bfloat16, 2, (128, 400), (4, 2), 64), AGAIN[name]
+    expected = call(x)
+    for _ in range(3):
+        assert torch.equal(call(x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(x)
+    for kept in (dense_again.remembered, dense_again.of_any_length, parts_again.remembered):
+        kept.cache_clear()
+    fused_again.quantizing.cache_clear()
+    fp8_at_once.calls_at_once.cache_clear()
+    device_memory.constants._let_go()
+    # What was freed is taken by others, and written.
+    others = [torch.full((n,), math.nan, device="cuda") for n in (1, 8, 64, 256, 1024) for _ in range(50)]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert len(others) == 250
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_numbers_of_keys_that_are_new_are_served_as_by_the_operator(draw, requires_grad: bool) -> None:
+    x = draw(torch.bfloat16, 2, (64, 600), (4, 2), 128)
+    q = x.q.requires_grad_(requires_grad)
+    for keys in (*range(33, 140, 3), 600, 1, 130, 599, 33):
+        k, v = x.k[:, :keys], x.v[:, :keys]
+        wanted, wanted_lse = torch.ops.hopper_attention.forward(q, k, v, 128**-0.5, False, None, 0, True)
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+        assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+        shared = torch.ops.hopper_attention.forward(q, k, k, 128**-0.5, False, None, 0, True)[0]
+        assert torch.equal(flash_attn_func(q, k, k), shared)
 
 
 def decode_step(inputs, lengths: Tensor, **options) -> Tensor:

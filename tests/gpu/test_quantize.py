@@ -249,7 +249,8 @@ def test_all_outputs_are_written_and_nothing_else(
     tensors, memories = zip(*map(guarded, empty_outputs(config, x.q, x.k, x.v)), strict=True)
     outputs = Outputs(*tensors)
     means = means_of(x.k, x.v, c)
-    quantize.find(config, x.q.device).fill(outputs, x.q, x.k, x.v, c.seed, means)
+    launcher = quantize.find(config, x.q.device)
+    launcher.fill(outputs, x.q, x.k, x.v, launcher.extras(c.seed, means, x.q.device))
     parts = (
         QuantizedTensor(outputs.q8, outputs.q_scale, config.block_q),
         QuantizedTensor(outputs.k8, outputs.k_scale, config.block_k),

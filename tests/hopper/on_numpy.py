@@ -376,10 +376,9 @@ def backward_on_numpy(
     those of a window, ``key_tiles`` those of a strip where there are strips."""
     dout, q, k, v = inputs
     has_strips = isinstance(config, BackwardConfig) and config.strips
-    sums = torch.zeros((*q.shape[::2], 1) if has_strips else dq_shape(config, q.shape))
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
-    lse_log2, delta = prepare_on_numpy(config, out, dout, lse)
+    lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
     if dlse is not None:
         subtract_lse_gradient(delta, lse, dlse)
 
@@ -411,17 +410,21 @@ def finish_on_numpy(config: SteppedConfig, sums: Tensor, dq: Tensor, softmax_sca
     arguments.launch(program_of(BackwardStep("finish", config)), (tiles, heads, batch))
 
 
-def prepare_on_numpy(config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp in base 2 and delta, as they are given to a backward kernel of ``config``."""
+def prepare_on_numpy(
+    config: SteppedConfig, out: Tensor, dout: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-sum-exp in base 2, delta and sums of dQ, as they are given to a backward kernel of ``config``."""
     lse_log2, delta = (torch.full(lse_shape(config, out.shape), math.nan) for _ in range(2))
+    sums = torch.full(dq_shape(config, out.shape), math.nan)
     arguments = Arguments()
     for tensor in (out, dout):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
     for tensor in (lse, lse_log2, delta):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
+    arguments.tensor(sums, tuple(sums.shape), sums.stride()[:4])
     batch, heads, padded = delta.shape
     arguments.launch(program_of(BackwardStep("prepare", config)), (padded // config.tile_m, heads, batch))
-    return lse_log2, delta
+    return lse_log2, delta, sums
 
 
 def _launch_ampere_gradients(

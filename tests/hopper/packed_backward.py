@@ -33,8 +33,7 @@ def packed_backward_on_numpy(
     plan = plan_of(*sequences, tile=c.tile_n, of_keys=True)
     number = sequences[0].batch + 1
     tiles = plan_entries(q.shape[0], sequences[0].batch, c.tile_m)
-    lse_log2, delta = prepare_on_numpy(c, (*rows, dlse), dout, (plan, number), tiles)
-    sums = torch.zeros(q.shape[1], tiles, c.dq_parts, c.dq_words)
+    lse_log2, delta, sums = prepare_on_numpy(c, (*rows, dlse), dout, (plan, number), tiles)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
     arguments = Arguments()
@@ -68,21 +67,24 @@ def prepare_on_numpy(
     dout: Tensor,
     plan_and_number: tuple[Tensor, int],
     tiles: int,
-) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp in base 2 and delta, (heads, rows of all query tiles), of out, lse and its gradient or None."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-sum-exp in base 2 and delta, (heads, rows of all query tiles), and sums of dQ, of out and lse and its
+    gradient or None."""
     out, lse, dlse = rows
     plan, number = plan_and_number
     heads = out.shape[1]
     lse_log2, delta = (torch.full((heads, tiles * config.tile_m), math.nan) for _ in range(2))
+    sums = torch.full((heads, tiles, config.dq_parts, config.dq_words), math.nan)
     arguments = Arguments()
     for tensor in (out, dout):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:2])
     for tensor in (lse, torch.empty(heads, 0) if dlse is None else dlse, lse_log2, delta):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:1])
+    arguments.tensor(sums, tuple(sums.shape), sums.stride()[:3])
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number)
     arguments.launch(program_of(BackwardStep("prepare", config)), (tiles, heads, 1))
-    return lse_log2, delta
+    return lse_log2, delta, sums
 
 
 def _launch(

@@ -18,6 +18,7 @@ from hopper_attention import (
     fused_again,
     kvcache_again,
     kvcache_schedule,
+    parts_again,
     quantizers,
     varlen_again,
 )
@@ -71,6 +72,7 @@ REMEMBERING = (
     packed_fp8,
     packed_quantize,
     paged_forward,
+    parts_again,
     quantize,
     quantizers,
     packed_gradients_again,
@@ -83,9 +85,10 @@ REMEMBERING = (
 """Modules of launchers that are remembered."""
 
 
-def new_memory(device_index: int, pieces: device_memory.Pieces) -> tuple[torch.Tensor, ...]:
+def new_memory(device_index: int, pieces: device_memory.Pieces) -> device_memory.Work:
     """Stands for ``device_memory.stream_memory``."""
-    return tuple(piece.empty("cpu") for piece in pieces)
+    tensors = tuple(piece.empty("cpu") for piece in pieces)
+    return device_memory.Work(tensors, tensors)
 
 
 def pretend(
@@ -119,6 +122,7 @@ def pretend(
         monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
     monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
     monkeypatch.setattr(device_memory, "stream_memory", new_memory)
+    monkeypatch.setattr(device_memory, "records_graph", lambda index: False)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)

@@ -63,7 +63,10 @@ class StandIns:
             return self.prepare if config.step == "prepare" else self.finish
         return lambda *arguments: self.kernel(config, *arguments)
 
-    def prepare(self, out: Tensor, dout: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor) -> None:
+    def prepare(
+        self, out: Tensor, dout: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor, dq_sums: Tensor
+    ) -> None:
+        dq_sums.zero_()
         hidden = lse == -math.inf
         rows = slice(lse.shape[2])
         lse_log2.fill_(math.inf)[:, :, rows] = (lse * math.log2(math.e)).masked_fill(hidden, math.inf)

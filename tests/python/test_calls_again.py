@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hopper_attention import (
     Fp8Quantization,
     api,
+    autograd,
     compile_cache,
+    device_memory,
     flash_attn_fp8_func,
     flash_attn_func,
+    flash_attn_quantized_func,
     flash_attn_varlen_func,
     fp8,
+    fused_again,
     ops,
+    parts_again,
     quantization,
     quantize_qkv,
     varlen,
@@ -195,6 +201,65 @@ def test_tensors_at_odd_addresses_are_copied(seen: Seen) -> None:
     assert seen[-1][0] is not odd and seen[-1][0].data_ptr() % 16 == 0
 
 
+def keys_of(rows: int, batch: int = 2, heads: int = 2) -> Tensor:
+    """The first rows of a larger tensor, as of a cache."""
+    return draw(batch, 100, heads, 64)[:, :rows]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_with_another_number_of_keys_is_found(
+    is_shared: bool, requires_grad: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = draw(2, 3, 2, 64, requires_grad=requires_grad)
+
+    def attend(rows: int) -> Tensor:
+        k = keys_of(rows)
+        return flash_attn_func(q, k, k if is_shared else keys_of(rows))
+
+    attend(33), attend(34)
+    monkeypatch.setattr(api, "run_forward", refuse)
+    monkeypatch.setattr(autograd, "forward", refuse)
+    for rows in (35, 60, 1, 64):
+        out = attend(rows)
+        assert out.shape == q.shape and out.requires_grad == requires_grad
+        assert seen[-1][1].shape == seen[-1][2].shape == (2, rows, 2, 64)
+    # Of other lengths another kernel may be the faster one, and no length is no problem of a kernel.
+    for rows in (65, 0):
+        with pytest.raises(AssertionError, match="found anew"):
+            attend(rows)
+
+
+def test_keys_that_are_unlike_in_more_than_their_number_are_checked(seen: Seen) -> None:
+    q = draw(2, 3, 2, 64)
+    for rows in (33, 34, 35):
+        flash_attn_func(q, keys_of(rows), keys_of(rows))
+    for k, v, error, message in (
+        (keys_of(40), keys_of(41), ValueError, r"v has shape \(2, 41, 2, 64\)"),
+        (keys_of(40), keys_of(40).half(), TypeError, "v has dtype"),
+        (keys_of(40, heads=3), keys_of(40, heads=3), ValueError, "q has 2 heads and k has 3"),
+        (keys_of(40, batch=1), keys_of(40, batch=1), ValueError, r"k has shape \(1, 40, 2, 64\)"),
+        (keys_of(40)[0], keys_of(40)[0], ValueError, "k has 3 dimensions"),
+        (draw(), draw(), ValueError, "k has 0 dimensions"),
+        (keys_of(40), None, TypeError, "v is a NoneType"),
+        (keys_of(40), keys_of(40).to("meta"), ValueError, "v is on meta"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_func(q, k, v)
+    # What TMA cannot address is copied: a batch whose stride is 0, or no multiple of 16 bytes.
+    for base in (
+        keys_of(40)[:1].expand(2, -1, -1, -1),
+        draw(2 * 5121).as_strided((2, 40, 2, 64), (5121, 128, 64, 1)),
+    ):
+        flash_attn_func(q, base, keys_of(40))
+        assert seen[-1][1].is_contiguous() and seen[-1][1].shape == base.shape
+    # A window reads its sides against the number of keys.
+    for rows in (36, 37, 38):
+        flash_attn_func(q, keys_of(rows), keys_of(rows), window_size=(rows - 34, 0))
+    lefts = [x for x in seen[-1] if isinstance(x, int) and not isinstance(x, bool)]
+    assert 38 - 34 in lefts
+
+
 def gradients_of(
     attend: Callable[..., Tensor], leaves: tuple[Tensor, ...], **options: Any
 ) -> tuple[Tensor, ...]:
@@ -329,3 +394,79 @@ def test_an_fp8_call_that_is_unlike_is_checked() -> None:
         quantize_qkv(q, k, v, backend="cuda")
     with pytest.raises(TypeError, match=r"quantization is \{\}"):
         quantize_qkv(q, k, v, quantization={})
+
+
+def test_attention_to_parts_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        flash_attn_quantized_func(quantize_qkv(*qkv()), causal=True)
+    first = seen[-1]
+    monkeypatch.setattr(fp8, "attend_and_undo", refuse)
+    parts = quantize_qkv(*qkv())
+    out = flash_attn_quantized_func(parts, 0.25, True)
+    assert out.shape == (1, 40, 2, 64) and out.dtype == BF16
+    # What the kernel is given is what it was given by the call that was found, but for tensors and the scale.
+    given = seen[-1]
+    tensors = parts.q.data, parts.k.data, parts.v.data, out
+    assert all(x is y for x, y in zip(given, tensors, strict=False)) and given[10] is parts.mean_v
+    # A lone scale of V is a factor of the output, behind that of V.
+    q_scale, k_scale, _, o_scale = given[6:10]
+    assert q_scale is parts.q.scale and k_scale is parts.k.scale and o_scale is parts.v.scale
+    numbers = [x for x in given if isinstance(x, int | float)]
+    expected = [0.25 if x == 64**-0.5 else x for x in first if isinstance(x, int | float)]
+    assert numbers == expected
+    with pytest.raises(ValueError, match="softmax_scale is -1"):
+        flash_attn_quantized_func(parts, -1.0, True)
+    without_mean = quantize_qkv(*qkv(), quantization=Fp8Quantization(smooth_v=False))
+    for options in (
+        {"parts": parts, "causal": False},
+        {"parts": parts, "causal": True, "return_attn_probs": True},
+        {"parts": parts, "causal": True, "exact_lse": True},
+        {"parts": parts, "causal": True, "window_size": (5, 0)},
+        {"parts": replace(parts, dtype=torch.float16), "causal": True},
+        {"parts": replace(parts, q=replace(parts.q, largest=200.0)), "causal": True},
+        {"parts": without_mean, "causal": True},
+    ):
+        with pytest.raises(AssertionError, match="found anew"):
+            flash_attn_quantized_func(**options)
+    with pytest.raises(TypeError, match="two_level_accumulation is 1"):
+        flash_attn_quantized_func(parts, causal=True, two_level_accumulation=1)
+
+
+def test_parts_that_pytorch_has_to_undo_are_not_taken_for_others(seen: Seen) -> None:
+    rotated = Fp8Quantization(rotate_v=True)
+    for c in (rotated, Fp8Quantization(smooth_k=True, smooth_v=False)):
+        parts = quantize_qkv(*qkv(), quantization=c)
+        for _ in range(3):
+            flash_attn_quantized_func(parts)
+    assert not parts_again.remembered._calls
+
+
+@pytest.mark.parametrize("how", ["graph", "address", "gpu"])
+def test_what_was_found_does_not_serve_elsewhere(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A graph outlives constants that are kept with a call, and TMA wants multiples of 16 bytes.
+    inputs = qkv()
+    parts = quantize_qkv(*inputs)
+    for _ in range(2):
+        quantize_qkv(*inputs)
+        flash_attn_fp8_func(*inputs)
+        flash_attn_quantized_func(parts)
+    for module, name in ((quantization, "quantize_plain"), (fp8, "find_at_once"), (fp8, "attend_and_undo")):
+        monkeypatch.setattr(module, name, refuse)
+    quantize_qkv(*inputs), flash_attn_fp8_func(*inputs), flash_attn_quantized_func(parts)
+    if how == "graph":
+        monkeypatch.setattr(device_memory, "records_graph", lambda index: True)
+    elif how == "gpu":
+        for module in (fused_again, parts_again):
+            monkeypatch.setattr(module, "current_device", lambda: 1)
+    else:
+        inputs[2] = draw(inputs[2].numel() + 1)[1:].view(inputs[2].shape)
+        data = draw(parts.v.data.numel() + 1, dtype=torch.float8_e4m3fn)[1:].view(parts.v.data.shape)
+        parts = replace(parts, v=replace(parts.v, data=data))
+    calls = (
+        lambda: quantize_qkv(*inputs),
+        lambda: flash_attn_fp8_func(*inputs),
+        lambda: flash_attn_quantized_func(parts),
+    )
+    for call in calls:
+        with pytest.raises(AssertionError, match="found anew"):
+            call()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +18,7 @@ from hopper_attention.device_memory import (
     GraphCounters,
     Piece,
     Pieces,
+    Work,
     WorkMemory,
     make_apart,
     tile_counter,
@@ -195,8 +197,10 @@ def made(state: State, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(size)
         return torch.zeros(size, dtype=torch.uint8)
 
-    def new(device_index: int, pieces: Pieces) -> tuple[Tensor, ...]:
-        return tuple(piece.empty(CPU) for piece in pieces)
+    def new(device: str, pieces: Pieces) -> Work:
+        assert device.startswith("cuda:")
+        tensors = tuple(piece.empty(CPU) for piece in pieces)
+        return Work(tensors, tensors)
 
     monkeypatch.setattr(device_memory, "_bytes_of_current_stream", make)
     monkeypatch.setattr(device_memory, "_new_pieces", new)
@@ -206,12 +210,12 @@ def made(state: State, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 PIECES = Piece((3, 5)), Piece((2, 7), torch.float8_e4m3fn)
 
 
-def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
+def addresses(work: Work) -> list[int]:
+    return [x.data_ptr() for x in work.tensors]
 
 
 def test_work_memory_is_cut_into_pieces_that_do_not_overlap(made: list[int]) -> None:
-    rows, codes = WorkMemory().get(0, PIECES)
+    rows, codes = WorkMemory().get(0, PIECES).tensors
     assert (rows.shape, rows.dtype, codes.shape) == ((3, 5), torch.float32, (2, 7)) and made == [512]
     assert codes.dtype == torch.float8_e4m3fn and rows.is_contiguous() and codes.is_contiguous()
     rows.fill_(1.0)
@@ -222,12 +226,12 @@ def test_work_memory_is_cut_into_pieces_that_do_not_overlap(made: list[int]) -> 
 def test_calls_on_a_stream_share_work_memory_and_others_do_not(made: list[int], state: State) -> None:
     memory = WorkMemory()
     first = memory.get(0, PIECES)
-    assert memory.get(0, PIECES) is first and addresses(memory.get(0, PIECES[:1])) == addresses(first[:1])
+    assert memory.get(0, PIECES) is first and addresses(memory.get(0, PIECES[:1])) == addresses(first)[:1]
     state["stream"] = 12
     assert addresses(memory.get(0, PIECES)) != addresses(first)
     state["stream"] = 11
     assert addresses(memory.get(1, PIECES)) != addresses(first) and memory.get(0, PIECES) is first
-    others: list[tuple[Tensor, ...]] = []
+    others: list[Work] = []
     thread = threading.Thread(target=lambda: others.append(memory.get(0, PIECES)))
     thread.start()
     thread.join()
@@ -239,9 +243,9 @@ def test_work_memory_grows_and_stays_small(made: list[int]) -> None:
     small = memory.get(0, PIECES)
     large = memory.get(0, (Piece((1000,)),))
     assert made == [512, 4096] and memory.get(0, PIECES) is not small
-    assert addresses(memory.get(0, PIECES))[0] == large[0].data_ptr() and len(made) == 2
+    assert addresses(memory.get(0, PIECES))[0] == addresses(large)[0] and len(made) == 2
     huge = (Piece((device_memory.KEPT_BYTES // 4 + 1,)),)
-    assert memory.get(0, huge)[0] is not memory.get(0, huge)[0] and len(made) == 2
+    assert memory.get(0, huge) is not memory.get(0, huge) and len(made) == 2
 
 
 def test_what_a_graph_works_in_is_not_kept(made: list[int], state: State) -> None:
@@ -261,3 +265,25 @@ def test_few_streams_are_remembered(made: list[int], state: State) -> None:
         state["stream"] = stream
         memory.get(0, PIECES)
     assert len(memory._of_streams) <= device_memory.KEPT_STREAMS and len(made) == 100
+
+
+def test_kernels_get_what_is_kept_as_views_that_need_no_conversion(
+    made: list[int], state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    memory = WorkMemory()
+    for tensor, argument in zip(*memory.get(0, PIECES), strict=True):
+        assert isinstance(argument, tvm_ffi.Tensor)
+        assert torch.from_dlpack(argument).data_ptr() == tensor.data_ptr()
+        assert (argument.shape, str(argument.dtype)) == (
+            tensor.shape,
+            str(tensor.dtype).removeprefix("torch."),
+        )
+    # They keep the memory alive, which may be freed with what is kept here.
+    rows = memory.get(0, PIECES).tensors[0].fill_(7.0)
+    (view, _), _ = memory.get(0, PIECES).arguments, rows
+    del memory, rows
+    assert (torch.from_dlpack(view) == 7).all()
+    state["capturing"] = True
+    of_graph = WorkMemory().get(0, PIECES)
+    assert of_graph.arguments is of_graph.tensors

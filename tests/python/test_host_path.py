@@ -71,19 +71,18 @@ def operations(call: Call) -> list[str]:
 
 def test_a_forward_call_makes_its_results_and_no_more() -> None:
     inputs, leaves = qkv(), qkv(requires_grad=True)
-    assert operations(lambda: flash_attn_func(*inputs, causal=True)) == ["aten::empty_like"]
-    # With gradients also the LSE, and no operator of ours: torch's dispatcher is left out.
-    with_gradients = operations(lambda: flash_attn_func(*leaves, causal=True))
-    assert with_gradients == ["aten::empty_like", "aten::empty"]
+    # The results are not made by torch's dispatcher, and with gradients no operator of ours is called by it.
+    for given in (inputs, leaves):
+        assert operations(lambda given=given: flash_attn_func(*given, causal=True)) == []
 
 
-def test_a_backward_call_makes_three_gradients_and_clears_one_sum() -> None:
+def test_a_backward_call_makes_three_gradients_and_no_more() -> None:
     leaves = qkv(requires_grad=True)
     out = flash_attn_func(*leaves, causal=True)
     dout = torch.ones_like(out)
     names = operations(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
     # The gradients are not made by the dispatcher.
-    assert names == ["aten::zero_"]
+    assert names == []
 
 
 def test_no_operator_of_ours_is_between_packed_sequences_and_their_gradients() -> None:
@@ -118,16 +117,16 @@ def test_a_decode_call_makes_its_results_and_no_more(paged: bool, wants_lse: boo
 
 def test_fp8_from_16_bits_makes_its_results_and_no_more() -> None:
     inputs = qkv()
-    assert operations(lambda: flash_attn_fp8_func(*inputs)) == ["aten::empty_like"]
-    with_lse = operations(lambda: flash_attn_fp8_func(*inputs, return_attn_probs=True))
-    assert with_lse == ["aten::empty_like", "aten::empty"]
+    # Nor are its results made by the dispatcher.
+    assert operations(lambda: flash_attn_fp8_func(*inputs)) == []
+    assert operations(lambda: flash_attn_fp8_func(*inputs, return_attn_probs=True)) == []
 
 
-def test_quantization_asks_nothing_of_torch_and_attention_to_its_tensors_makes_one() -> None:
+def test_quantization_and_attention_to_its_tensors_ask_nothing_of_torch() -> None:
     inputs = qkv()
     assert operations(lambda: quantize_qkv(*inputs)) == []
     parts = quantize_qkv(*inputs)
-    assert operations(lambda: flash_attn_quantized_func(parts)) == ["aten::empty"]
+    assert operations(lambda: flash_attn_quantized_func(parts)) == []
 
 
 def test_options_that_equal_others_are_not_taken_for_them() -> None:

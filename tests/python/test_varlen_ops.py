@@ -237,8 +237,8 @@ def test_what_gradient_kernels_are_given(
     assert all(x is y for x, y in zip(given, lengths[:4], strict=True))
     assert (total_q, total_k, rows) == (41, len(tensors[1]), OF_KEYS) and tile in (64, 128)
     # A plan has a word more than there are sequences for where each starts.
-    assert prepare[6] is plan and prepare[7] == 5 and finish[2:] == (plan, 5, 0.3)
-    assert all(x is y for x, y in zip(prepare[4:6], kernel[4:6], strict=True)) and finish[0] is kernel[6]
+    assert prepare[7] is plan and prepare[8] == 5 and finish[2:] == (plan, 5, 0.3)
+    assert all(x is y for x, y in zip(prepare[4:7], kernel[4:7], strict=True)) and finish[0] is kernel[6]
     sides = kernel_sides(*window) if window != (-1, -1, 0) else ()
     if backend == "hopper":
         sides = sides or (None, None, None)

@@ -24,7 +24,7 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
-from hopper_attention.device_memory import Piece, Pieces
+from hopper_attention.device_memory import Piece, Pieces, Work
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -38,6 +38,9 @@ from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
+
+FEWEST_WORDS = 4
+"""That are cleared in each query tile, where the kernel adds nothing up."""
 
 
 class DqTile(NamedTuple):
@@ -102,24 +105,27 @@ class GradientLauncher(Launcher):
         ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
         """
 
-    def _prepare(
-        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, rows: tuple[Tensor, Tensor]
-    ) -> None:
-        """Fill ``rows``, the lse in base 2 and delta."""
-        lse_log2, delta = rows
-        self.prepare(out, dout, lse, lse_log2, delta)
+    def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
+        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
+        self.prepare(out, dout, lse, *work.arguments)
         if dlse is not None:
-            subtract_lse_gradient(delta, lse, dlse)
+            subtract_lse_gradient(work.tensors[1], lse, dlse)
 
     def _start(
         self,
         inputs: tuple[Tensor, ...],
-        memory: tuple[Tensor, ...],
+        memory: tuple[Any, ...],
+        counter: Any,
         softmax_scale: float,
         options: tuple[Any, ...],
     ) -> None:
-        counter = backward_counter(self.config, memory[2])
         self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
+
+    def _counter(self, sums: Tensor) -> Any:
+        """``backward_counter``, of which only that of ordered sums depends on them."""
+        if self.config.ordered:
+            return backward_counter(self.config, sums)
+        return device_memory.tile_counter(self.device_index)
 
     def _options(self, window: tuple[int, ...], scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         """What the kernel takes behind the scale."""
@@ -187,12 +193,12 @@ class BackwardLauncher(GradientLauncher):
         options: tuple[Any, ...],
     ) -> None:
         pieces = work_pieces(self.dq_tile, q.shape)
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        sums.zero_()
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
+        work = device_memory.work_memory(q.device, self.device_index, pieces)
+        self._prepare(dout, out, lse, dlse, work)
         dq, dk, dv = gradients
-        self._start((q, k, v, dout), (lse_log2, delta, sums, dk, dv), softmax_scale, options)
-        self.finish(sums, dq, softmax_scale)
+        counter = self._counter(work.tensors[2])
+        self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
+        self.finish(work.arguments[2], dq, softmax_scale)
 
     def start(
         self,
@@ -204,7 +210,8 @@ class BackwardLauncher(GradientLauncher):
     ) -> None:
         """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
         base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
-        self._start(inputs, memory, softmax_scale, self._options(window, scores, *inputs[:2]))
+        counter = self._counter(memory[2])
+        self._start(inputs, memory, counter, softmax_scale, self._options(window, scores, *inputs[:2]))
 
 
 @dataclass(frozen=True)
@@ -224,10 +231,11 @@ class StripLauncher(GradientLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile, q.shape)[:2]
-        lse_log2, delta = device_memory.work_memory(q.device, self.device_index, pieces)
-        self._prepare(dout, out, lse, dlse, (lse_log2, delta))
-        self._start((q, k, v, dout), (lse_log2, delta, *gradients), softmax_scale, options)
+        pieces = work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q.shape)
+        work = device_memory.work_memory(q.device, self.device_index, pieces)
+        self._prepare(dout, out, lse, dlse, work)
+        counter = self._counter(work.tensors[2])
+        self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -421,7 +429,7 @@ def run_backward(
     return dq, dk, dv
 
 
-def backward_counter(config: KernelConfig, sums: Tensor) -> Tensor:
+def backward_counter(config: KernelConfig, sums: Tensor) -> Any:
     """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return device_memory.tile_counter(sums.device.index)

@@ -89,7 +89,7 @@ class DecodeLauncher(Launcher):
         ``queries`` are q, or q and qv; ``descales`` are those of Q, K and V, or none for the kernel of qv.
         """
         out = device_memory.empty_on_gpu(*self.out_facts)
-        work = device_memory.stream_memory(self.device_index, self.work)
+        work = device_memory.stream_memory(self.device_index, self.work).arguments
         lse = device_memory.empty_on_gpu(*self.lse_facts) if self.wants_lse else work[-1]
         self.kernel(
             *queries,

@@ -19,9 +19,10 @@ from torch import Tensor
 from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import checks, compile_cache, device_memory
-from hopper_attention._kernels import Kernel
+from hopper_attention._kernels import Kernel, kept_argument
 from hopper_attention.backends import target_of
 from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import Facts, Piece
 from hopper_attention.forward_rules import (
     Config,
     ReferenceConfig,
@@ -40,6 +41,7 @@ from hopper_attention.launch.base import (
     Launcher,
     ResultSpec,
     count_ctas,
+    current_device,
     index_of,
     no_vectors,
 )
@@ -158,20 +160,27 @@ class ForwardLauncher(Launcher):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
             q, k, v = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k, v))
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        options: tuple[Any, ...] = ()
-        if window or scores is not NO_SCORES:
-            options = self._options((batch, heads, q.shape[1], k.shape[1]), window, scores)
+        sizes = batch, heads, q.shape[1], k.shape[1]
+        self.start(q, k, v, out, lse, scale, self.options(sizes, window, scores))
+        return out, lse
+
+    def start(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, scale: float, options: tuple[Any, ...]
+    ) -> None:
+        """Queue the kernel on tensors that it can address, on the current GPU, which is that of this launcher."""
         if self.num_ctas:
             counter = device_memory.tile_counter(self.device_index)
             self.kernel(q, k, v, out, lse, counter, scale, *options, self.num_ctas)
         else:
             self.kernel(q, k, v, out, lse, scale, *options)
-        return out, lse
 
-    def _options(
+    def options(
         self, sizes: tuple[int, int, int, int], window: tuple[int, ...], scores: Scores
     ) -> tuple[int | float | Tensor | None, ...]:
-        """What a kernel takes behind the scale if it is not plain; ``sizes`` are batch, heads, seqlen_q, seqlen_k."""
+        """What a kernel takes behind the scale, nothing if it is plain; ``sizes`` are batch, heads, seqlen_q,
+        seqlen_k."""
+        if not window and scores is NO_SCORES:
+            return ()
         (batch, heads, *_), sides = sizes, kernel_sides(*window)
         if self.listed:
             tile_m, tile_n = self.listed
@@ -180,6 +189,43 @@ class ForwardLauncher(Launcher):
         if self.num_ctas:
             return *(sides or NO_SIDES), *NO_PLAN, *NO_PAGES, *scores.for_kernel(batch, heads)
         return *present(sides), *(() if scores is NO_SCORES else scores.for_kernel(batch, heads))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyLaunch:
+    """A ``Launch`` of tensors of the same sizes and strides in every call, which the kernel can address wherever they
+    are aligned. ``options`` are those of every call, whose window is the same and whose scores nothing changes."""
+
+    launcher: ForwardLauncher
+    options: tuple[Any, ...]
+    out: Facts
+    lse: Facts
+    no_lse: Any
+
+    @classmethod
+    def of(cls, launcher: ForwardLauncher, q: Tensor, k: Tensor, window: tuple[int, ...]) -> ReadyLaunch:
+        """That of calls with tensors like these; ``launcher`` repairs none of them."""
+        batch, seqlen_q, heads, _ = q.shape
+        options = launcher.options((batch, heads, seqlen_q, k.shape[1]), window, NO_SCORES)
+        result = launcher.result
+        out = Piece((batch, seqlen_q, heads, result.head_dim_v), result.dtype)
+        no_lse = kept_argument(no_vectors(batch, heads, q.device))
+        return cls(launcher, options, out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
+    ) -> tuple[Tensor, Tensor]:
+        launcher = self.launcher
+        if (
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES
+            or current_device() != launcher.device_index
+        ):  # fmt: skip
+            return launcher(q, k, v, softmax_scale, wants_lse, *window)
+        make = device_memory.empty_on_gpu
+        out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
+        scale = launcher.default_scale if softmax_scale is None else softmax_scale
+        launcher.start(q, k, v, out, lse, scale, self.options)
+        return out, lse
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,25 +136,24 @@ class Fp8HopperLauncher(Launcher):
         mean = vectors_of(parts.mean_v) if adds else no_vectors(batch, kv_heads, device)
         rows_q = parts.q.block if parts.q.block < seqlen_q else ALL_ROWS
         values = self._values(parts.v)
-        self.queue((q, k, values, out, lse), tuple(scales), mean, rows_q, softmax_scale, window)
+        ones = device_memory.unit_scales(batch, kv_heads, device)
+        self.queue((q, k, values, out, lse), (*scales, ones), mean, rows_q, softmax_scale, window)
         if adds or not changes_values(parts):
             return out, lse
         return restore_values(out, parts, self.causal, window).to(out.dtype), lse
 
     def queue(
         self,
-        tensors: tuple[Tensor, ...],
-        scales: tuple[Tensor, ...],
-        mean: Tensor,
+        tensors: tuple[Any, ...],
+        scales: tuple[Any, ...],
+        mean: Any,
         rows_q: int,
         softmax_scale: float,
         window: Sides,
     ) -> None:
-        """Queue the kernel on q, k, v, out and lse, with the scales of the first three and the mean of V, all as it
-        reads them. ``rows_q`` rows of Q share a scale."""
-        q_scale, k_scale, v_scale = scales
-        batch, _, kv_heads, _ = tensors[1].shape
-        o_scale = device_memory.unit_scales(batch, kv_heads, v_scale.device)
+        """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
+        V, all as it reads them. ``rows_q`` rows of Q share a scale."""
+        q_scale, k_scale, v_scale, o_scale = scales
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
             v_scale, o_scale = o_scale, v_scale
@@ -230,8 +230,22 @@ def attend(
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
+    launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse)
+    return launch(parts, softmax_scale, wants_lse, window)
+
+
+def launch_for(
+    parts: QuantizedQKV,
+    causal: bool,
+    backend: str | None,
+    two_level: bool,
+    sm_margin: int,
+    window: Sides,
+    exact_lse: bool,
+) -> Fp8Launch:
+    """What serves a call of ``attend``, which says what the arguments are and what is raised."""
     q, k, v = parts.q, parts.k, parts.v
-    launch = _find_flat(
+    return _find_flat(
         q.data.shape,
         q.data.stride(),
         q.block,
@@ -252,7 +266,6 @@ def attend(
         window,
         exact_lse,
     )
-    return launch(parts, softmax_scale, wants_lse, window)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

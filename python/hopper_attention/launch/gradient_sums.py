@@ -34,9 +34,8 @@ class GradientSums:
         # Of this pass alone: memory that launches share is filled anew by each.
         pieces = work_pieces(launcher.dq_tile, q.shape)
         self.lse_log2, self.delta, self.sums = (piece.empty(q.device) for piece in pieces)
-        self.sums.zero_()
         with torch.cuda.device(launcher.device_index):
-            launcher.prepare(out, self.dout, lse.contiguous(), self.lse_log2, self.delta)
+            launcher.prepare(out, self.dout, lse.contiguous(), self.lse_log2, self.delta, self.sums)
         if dlse is not None:
             subtract_lse_gradient(self.delta, lse, dlse)
 

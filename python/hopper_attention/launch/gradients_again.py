@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import Facts, Piece
 from hopper_attention.launch import backward
 from hopper_attention.launch.backward import GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
@@ -41,11 +43,13 @@ class ForGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale."""
+    """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale,
+    ``gradients`` are what to make for those of q, k and v."""
 
     launcher: GradientLauncher
     softmax_scale: float
     options: tuple[Any, ...]
+    gradients: tuple[Facts, ...]
 
     def __call__(self, tensors: ForGradients) -> tuple[Tensor, ...] | None:
         """dq, dk and dv; None if TMA cannot address the tensors, or another GPU is current."""
@@ -53,8 +57,9 @@ class GradientCall:
         addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         if addresses % TMA_BYTES or current_device() != self.launcher.device_index:
             return None
-        gradients = backward.empty_gradients(q, k, v)
-        self.launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
+        make, launcher = device_memory.empty_on_gpu, self.launcher
+        gradients = tuple([make(*facts) for facts in self.gradients])
+        launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
         return gradients
 
 
@@ -90,4 +95,5 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    remembered.keep(key, GradientCall(launcher, scale, behind), *tensors)
+    facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
+    remembered.keep(key, GradientCall(launcher, scale, behind, facts), *tensors)

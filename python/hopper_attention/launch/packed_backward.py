@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from cute_kernels.backward.step import BackwardStep
 from cute_kernels.plan.config import check_packed_size, plan_entries
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
-from hopper_attention._kernels import Kernel
+from hopper_attention._kernels import Kernel, kept_argument
 from hopper_attention.backward_rules import KernelConfig
+from hopper_attention.device_memory import make_apart
 from hopper_attention.launch import backward
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.launch.packed_forward import OF_KEYS, Planner, find_planner
-from hopper_attention.layout import make_packed_addressable, new_layout
+from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import NO_SCORES, Scores
 
@@ -66,7 +68,7 @@ class PackedBackwardLauncher(Launcher):
         c, totals = self.config, (q.shape[0], k.shape[0])
         sequences = cu_seqlens_q.shape[0]
         check_packed_size("backward kernel", q.shape[1], sequences - 1, totals, c.tile_m)
-        lse_log2, delta, sums = self._work(q, sequences - 1)
+        work = self._work(q, sequences - 1)
         dq, dk, dv = backward.empty_gradients(q, k, v)
         if seqused_k is not None:
             # The kernel writes the keys of sequences, and those behind the last one.
@@ -74,28 +76,34 @@ class PackedBackwardLauncher(Launcher):
             dv.zero_()
         dout, out, q, k, v = map(make_packed_addressable, (dout, out, q, k, v))
         plan = self.planner(*lengths, totals, c.tile_n, OF_KEYS)
-        if dlse is None:
-            dlse = device_memory.empty_on_gpu(*new_layout((lse.shape[0], 0)), torch.float32)
-        dlse = dlse.contiguous()
-        self.prepare(out, dout, lse.contiguous(), dlse, lse_log2, delta, plan, sequences)
-        counter = backward.backward_counter(c, sums)
+        dlse_rows = no_rows(lse.shape[0], lse.device) if dlse is None else dlse.contiguous()
+        self.prepare(out, dout, lse.contiguous(), dlse_rows, *work.arguments, plan, sequences)
+        counter = backward.backward_counter(c, work.tensors[2])
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
         options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
         first = () if isinstance(c, BackwardConfig) else (plan, sequences)
-        self.kernel(
-            q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *first, softmax_scale, *options, *self.grid
-        )
-        self.finish(sums, dq, plan, sequences, softmax_scale)
+        memory = *work.arguments, dk, dv, counter
+        self.kernel(q, k, v, dout, *memory, *first, softmax_scale, *options, *self.grid)
+        self.finish(work.arguments[2], dq, plan, sequences, softmax_scale)
         return dq, dk, dv
 
-    def _work(self, q: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _work(self, q: Tensor, batch: int) -> device_memory.Work:
         """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence."""
-        c, (total_q, heads, _) = self.config, q.shape
-        tile = backward.DqTile(c.tile_m, c.dq_parts, c.dq_words)
-        pieces = packed_work_pieces(tile, heads, plan_entries(total_q, batch, c.tile_m))
-        lse_log2, delta, sums = device_memory.work_memory(q.device, self.device_index, pieces)
-        return lse_log2, delta, sums.zero_()
+        total_q, heads, _ = q.shape
+        pieces = packed_work_pieces(self.dq_tile, heads, plan_entries(total_q, batch, self.dq_tile.tile_m))
+        return device_memory.work_memory(q.device, self.device_index, pieces)
+
+    @cached_property
+    def dq_tile(self) -> backward.DqTile:
+        """That of ``config``, as ``GradientLauncher.dq_tile``."""
+        return backward.DqTile(self.config.tile_m, self.config.dq_parts, self.config.dq_words)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def no_rows(heads: int, device: torch.device) -> Any:
+    """float32 (heads, 0), as an argument that says that the LSE has no gradient. It has no memory."""
+    return kept_argument(make_apart(lambda: torch.empty(heads, 0, dtype=torch.float32, device=device)))
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.problem import MAX_SEQLEN
 from hopper.quantize.config import CHUNK, HEAD_DIM_STEP, QuantizeConfig, validate_quantize_config
 from hopper_attention import compile_cache, device_memory
-from hopper_attention._kernels import Kernel
+from hopper_attention._kernels import Kernel, kept_argument
 from hopper_attention.backends import Target, target_of, why_not_hopper
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec
 from hopper_attention.device_memory import Piece, Pieces, make_apart
@@ -158,6 +158,20 @@ class Outputs(NamedTuple):
     v_scale: Tensor
 
 
+class Extras(NamedTuple):
+    """What the kernel takes behind its outputs: signs of the rotations, and means to subtract. What its config has no
+    use for is int32 without elements."""
+
+    signs: Any
+    signs_v: Any
+    mean_k: Any
+    mean_v: Any
+
+    def kept(self) -> Extras:
+        """The same, of tensors that are kept."""
+        return Extras(*map(kept_argument, self))
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def output_pieces(
     block_q: int,
@@ -212,35 +226,38 @@ class QuantizeLauncher(Launcher):
         self, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means
     ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
         """The same of ``addressable`` tensors on the current GPU, which is that of this launcher."""
-        c = self.config
-        outputs = empty_outputs(c, q, k, v)
-        self.fill(outputs, q, k, v, seed, means)
-        largest_q, largest_k = self.largest_codes
+        outputs = empty_outputs(self.config, q, k, v)
+        self.fill(outputs, q, k, v, self.extras(seed, means, q.device))
+        return self.parts(outputs, k.shape[1])
+
+    def parts(self, outputs: Outputs, seqlen_k: int) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
+        """What was filled, with what its scales hold for."""
+        c, (largest_q, largest_k) = self.config, self.largest_codes
         return (
             QuantizedTensor.unchecked(outputs.q8, outputs.q_scale, c.block_q, largest_q),
             QuantizedTensor.unchecked(outputs.k8, outputs.k_scale, c.block_k, largest_k),
-            TransposedV.unchecked(outputs.vt8, outputs.v_scale, c.block_k, k.shape[1]),
+            TransposedV.unchecked(outputs.vt8, outputs.v_scale, c.block_k, seqlen_k),
         )
 
     def find_mean_v(self, v: Tensor) -> Tensor:
         """What the quantizer subtracts from an ``addressable`` V; no elements if that is nothing."""
         return mean_of_values(v) if self.config.smooth_v else device_memory.no_floats(v.device)
 
-    def fill(self, outputs: Outputs, q: Tensor, k: Tensor, v: Tensor, seed: int, means: Means) -> None:
-        """Queue the kernel on ``outputs`` and on tensors that are ``addressable``."""
-        c, device = self.config, q.device
-        unused = no_words(device)
-        self.kernel(
-            q,
-            k,
-            v,
-            *outputs,
+    def extras(self, seed: int, means: Means, device: torch.device) -> Extras:
+        """Those of a call; of ``means`` those that the config asks for."""
+        c, unused = self.config, no_words(device)
+        return Extras(
             sign_masks(c.head_dim, seed, device) if c.rotate else unused,
             sign_masks(c.head_dim_v, seed, device) if c.rotate_v else unused,
             means.k if c.smooth_k else unused,
             means.v if c.smooth_v else unused,
-            self.num_ctas,
         )
+
+    def fill(
+        self, outputs: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, extras: tuple[Any, ...]
+    ) -> None:
+        """Queue the kernel on ``Outputs``, on tensors that are ``addressable``, and on ``Extras``."""
+        self.kernel(q, k, v, *outputs, *extras, self.num_ctas)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class ValueMeanLauncher(Launcher):
         self.fill(v, mean)
         return mean
 
-    def fill(self, v: Tensor, mean: Tensor) -> None:
+    def fill(self, v: Tensor, mean: Any) -> None:
         """The same into ``mean``, on the current GPU, which is that of this launcher."""
         self.kernel(v, mean)
 
@@ -48,7 +49,14 @@ class ValueMeanLauncher(Launcher):
 def find(v: Tensor) -> ValueMeanLauncher:
     """The launcher for v (b, s, hk, dv); compiles or loads its kernel the first time."""
     batch, _, kv_heads, head_dim_v = v.shape
-    return _find(v.dtype, batch, kv_heads, head_dim_v, DENSE, v.device)
+    return find_for(v.dtype, batch, kv_heads, head_dim_v, v.device)
+
+
+def find_for(
+    dtype: torch.dtype, batch: int, kv_heads: int, head_dim_v: int, device: torch.device
+) -> ValueMeanLauncher:
+    """The same by what a call tells."""
+    return _find(dtype, batch, kv_heads, head_dim_v, DENSE, device)
 
 
 def find_packed(v: Tensor, sequences: int) -> ValueMeanLauncher:

@@ -335,7 +335,8 @@ class FakeKernels:
         out[...], lse[...] = oracle.out, oracle.lse
 
     def prepare(self, config: Any, *arguments: Any) -> None:
-        out, dout, lse, lse_log2, delta = self.views(*arguments)
+        out, dout, lse, lse_log2, delta, sums = self.views(*arguments)
+        sums[...] = 0.0
         rows = lse.shape[2]
         lse_log2[...], delta[...] = np.inf, 0.0
         lse_log2[:, :, :rows] = np.where(np.isneginf(lse), np.inf, lse / math.log(2))

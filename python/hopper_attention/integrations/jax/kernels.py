@@ -26,7 +26,7 @@ from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.ffi import Launch, Written
 from hopper_attention.integrations.jax.script import COUNTER, Counter
-from hopper_attention.launch.backward import dq_shape, kernel_options, lse_shape
+from hopper_attention.launch.backward import FEWEST_WORDS, dq_shape, kernel_options, lse_shape
 from hopper_attention.launch.base import NO_PAGES, NO_PLAN, NO_SIDES
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.notices import warn_once
@@ -182,15 +182,17 @@ def launch_backward(
     rows = lse_shape(config, q.shape)
     lse_log2: Any = Written(rows)
     delta: Any = Written(rows)
-    prepare = _step("prepare", config, (out, dout, lse, lse_log2, delta))
-    before: tuple[Launch, ...] = (prepare,)
+    sums = Written(dq_shape(config, q.shape))
+    before: tuple[Launch, ...] = (_step("prepare", config, (out, dout, lse, lse_log2, delta, sums)),)
     if dlse is not None:
-        lse_log2, delta = ffi.call(before, lse_log2, delta)
-        before = ()
+        # A call of XLA fills what is new, so that the sums are not those of the next one.
+        unused = Written((*rows[:2], rows[2] // config.tile_m, 1, FEWEST_WORDS))
+        prepare = _step("prepare", config, (out, dout, lse, lse_log2, delta, unused))
+        lse_log2, delta = ffi.call((prepare,), lse_log2, delta)
+        before, sums = (), Written.zeros(dq_shape(config, q.shape), jnp.float32)
         # A row without keys keeps its delta of 0.
         seen = jnp.where(lse == -math.inf, 0.0, dlse)
         delta = delta - jnp.pad(seen, ((0, 0), (0, 0), (0, rows[2] - seen.shape[2])))
-    sums = Written.zeros(dq_shape(config, q.shape), jnp.float32)
     dq, dk, dv = (Written(x.shape, x.dtype) for x in (q, k, v))
     like_q: Any = q
     sides = kernel_sides(*call.mask.sides) if call.mask.has_window else ()
