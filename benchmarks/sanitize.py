@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, paged, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward and
-ampere_backward.
+Families are forward, paged, decode, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward
+and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
@@ -19,6 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from hopper.forward.tilings import ONE_PAGE, select_paged_config, shipped_forwar
 from hopper.mean.config import ValueMeanConfig, shipped_value_mean_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper.wide.config import WideForwardConfig, select_wide_config
+from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.compile_cache import get_forward, get_quantize
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
@@ -160,6 +162,87 @@ def run_paged_case(config: ForwardConfig, device: str) -> str:
     launch(q[0].to(device), *caches, (table[None].to(device), None), *options)
     torch.cuda.synchronize()
     return "; ".join(_faults((q, k, v), out.cpu()[None], lse.cpu()[None], config.causal))
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """A token a sequence, which the append kernel writes to a cache of ``cache_dtype`` in pages of ``page_size`` rows,
+    or of one page a sequence with 0, and which the decode kernel attends to; with ``is_latent`` that of ``qv``."""
+
+    cache_dtype: str
+    page_size: int
+    head_dim: int = 128
+    head_dim_v: int = 128
+    is_latent: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        kind = "latent" if self.is_latent else "step"
+        return f"{kind}_{self.dtype}_{self.cache_dtype}_d{self.head_dim}_page{self.page_size}"
+
+
+LENGTHS = (261, 3, 0)
+"""Keys of the sequences of a step before it."""
+
+
+def decode_steps() -> tuple[DecodeStep, ...]:
+    """Of 16 bits, of e4m3 that is multiplied as it is and that is widened, and over a latent."""
+    return (
+        *(DecodeStep("bfloat16", page_size, d, d) for page_size in (0, 8, 64) for d in (64, 128, 256)),
+        *(
+            DecodeStep("float8_e4m3fn", page_size, dtype=dtype)
+            for page_size in (0, 16)
+            for dtype in ("bfloat16", "float16")
+        ),
+        *(DecodeStep("bfloat16", page_size, 64, 512, is_latent=True) for page_size in (0, 64)),
+    )
+
+
+def run_decode_case(step: DecodeStep, device: str) -> str:
+    """A step on a cache of NaN but for its keys, of which the pages are in reverse order and those that are not in use
+    have numbers out of range. Then one whose lengths and pages make no sense, of which nothing is asked but that it
+    stays within the tensors, as the tool sees."""
+    dtype, cache_dtype = getattr(torch, step.dtype), getattr(torch, step.cache_dtype)
+    page_size = step.page_size or max(LENGTHS) + 7
+    width = -(-(max(LENGTHS) + 1) // page_size)
+    generator, batch = torch.Generator().manual_seed(0), len(LENGTHS)
+    columns = step.head_dim, step.head_dim_v
+    rows = [torch.full((batch, width * page_size, KV_HEADS, n), math.nan) for n in columns]
+    for x in rows:
+        for row, length in zip(x, LENGTHS, strict=True):
+            row[: length + 1] = torch.randn(length + 1, *x.shape[2:], generator=generator)
+    rows = [x.to(cache_dtype).to(dtype) for x in rows]
+    new = [
+        torch.stack([row[n : n + 1] for row, n in zip(x, LENGTHS, strict=True)]).to(device, copy=True)
+        for x in rows
+    ]
+    caches = [x.to(cache_dtype).view(-1, page_size, *x.shape[2:]).flip(0).to(device) for x in rows]
+    pages = torch.arange(batch * width - 1, -1, -1, dtype=torch.int32).view(batch, width)
+    needed = torch.tensor([[-(-(n + 1) // page_size)] for n in LENGTHS])
+    given: dict[str, Any] = {
+        "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32, device=device),
+        "page_table": torch.where(torch.arange(width) < needed, pages, 2**31 - 1).to(device),
+    }
+    qs = [torch.randn(batch, 1, HEADS, n, generator=generator).to(dtype) for n in columns]
+    q, qv = qs[0], qs[1] if step.is_latent else None
+    # Positions of these tables turn nothing, but have to be read.
+    angles = torch.ones(max(LENGTHS) + 1, step.head_dim // 2, device=device, dtype=dtype)
+    rotary = {"rotary_cos": angles, "rotary_sin": torch.zeros_like(angles)}
+    options = {"k": new[0], "v": new[1], "qv": None if qv is None else qv.to(device), **rotary}
+    options |= {"causal": True, "return_softmax_lse": True}
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(q.to(device), *caches, **given, **options)[:2])
+    wrong = []
+    for i, length in enumerate(LENGTHS):
+        inputs = q[i : i + 1], *(x[i : i + 1, : length + 1] for x in rows)
+        of_latent = None if qv is None else qv[i : i + 1]
+        wrong += _faults(inputs, out[i : i + 1], lse[i : i + 1], True, qv=of_latent)
+    for length, page in ((2**31 - 1, -(2**31)), (-(2**31), 2**31 - 1), (width * page_size - 1, -1)):
+        given["cache_seqlens"].fill_(length)
+        given["page_table"].fill_(page)
+        flash_attn_with_kvcache(q.to(device), *caches, **given, **options)
+    torch.cuda.synchronize()
+    return "; ".join(wrong)
 
 
 def wide_configs() -> tuple[WideForwardConfig, ...]:
@@ -294,6 +377,7 @@ def run_value_mean_case(config: ValueMeanConfig, device: str) -> str:
 FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], str]]] = {
     "forward": (shipped_forward_configs, run_case),
     "paged": (paged_configs, run_paged_case),
+    "decode": (decode_steps, run_decode_case),
     "wide": (wide_configs, run_wide_case),
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),

@@ -207,11 +207,11 @@ PAGED_REGISTERS = {(96, 96): TWO_CONSUMERS_OF_PAGES}
 """Of kernels on pages, by (head_dim, head_dim_v), where they are not those of the tiles."""
 
 
-WIDE_BOX = 32
-"""Rows of a page from which on a tile is chosen that has whole boxes of them."""
-
-PAGED_TILE_N = {(128, 128): 160}
-"""Keys of a tile then, by head_dim and head_dim_v, in place of those of the table."""
+PAGED_TILINGS: dict[tuple[int, int], dict[int, Tiling]] = {
+    (128, 128): {ONE_PAGE: tiling(128, 160, 2), 16: tiling(128, 128, 3)},
+}
+"""Tiles of kernels on pages by (head_dim, head_dim_v) and the rows of a page from which on they serve, where those of
+the table do not. 128 keys are whole boxes of wide pages, and a third stage gives boxes time to arrive."""
 
 
 def select_paged_config(
@@ -220,12 +220,13 @@ def select_paged_config(
     """The config of packed queries on keys and values in the pages of a cache, of which ``page_rows`` are whole boxes
     of rows: one of PAGE_ROWS that divides the page size, or ONE_PAGE.
 
-    Its tiles are those of the longest sequences: a cache has few queries for its keys, and the walks are long.
+    Its tiles are those of ``PAGED_TILINGS``, or of the longest sequences: a cache has few queries for its keys, and the
+    walks are long.
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
-    config = _build(TILINGS[key][-1], dtype, key)
-    if key[:2] in PAGED_TILE_N and page_rows >= WIDE_BOX:
-        config = replace(config, tile_n=PAGED_TILE_N[key[:2]])
+    of_pages = PAGED_TILINGS.get(key[:2], {})
+    chosen = next((tiles for rows, tiles in of_pages.items() if page_rows >= rows), TILINGS[key][-1])
+    config = _build(chosen, dtype, key)
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])
     box = config.tile_n if page_rows == ONE_PAGE else gcd(config.tile_n, page_rows)

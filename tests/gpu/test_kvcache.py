@@ -162,6 +162,87 @@ def test_numbers_that_make_no_sense_stay_in_the_cache(backend: str, cache_dtype:
         call["v_cache"].copy_(before)
 
 
+def filled(
+    lengths: list[int], page_size: int, cache_dtype: torch.dtype, head_dim: int = 128
+) -> dict[str, Tensor]:
+    """Caches of NaN but for the keys of some sequences, in pages of any order, and their table."""
+    width = -(-(max(lengths) + 64) // page_size)
+    table = torch.randperm(len(lengths) * width, device="cuda").view(len(lengths), width).int()
+    found: dict[str, Tensor] = {"page_table": table}
+    for name in ("k_cache", "v_cache"):
+        rows = torch.full((len(lengths), width * page_size, 2, head_dim), math.nan, device="cuda")
+        for row, length in zip(rows, lengths, strict=True):
+            row[:length].normal_()
+        pages = rows.to(cache_dtype).view(-1, page_size, 2, head_dim)
+        found[name] = pages.new_empty(pages.shape)
+        found[name].view(torch.uint8)[table.flatten().long()] = pages.view(torch.uint8)
+    return found
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)
+def test_streams_append_and_read_at_once(cache_dtype: torch.dtype) -> None:
+    """Two streams append to sequences of their own in one cache and attend to them; a third one attends to the keys
+    that all sequences had. Each has the bits of its calls alone."""
+    torch.manual_seed(3)
+    lengths, steps = [17, 2300, 64, 900, 5, 1250], 40
+    cache = filled(lengths, 16, cache_dtype)
+    q, k, v = (torch.randn(steps, 6, 1, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2))
+    angles = torch.rand(max(lengths) + steps, 64, device="cuda").mul(2 * math.pi)
+    rotary = {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+    at_step = [int32(lengths).cuda() + step for step in range(steps)]
+
+    def append(caches: dict[str, Tensor], step: int, own: slice) -> Tensor:
+        new = {"k": k[step, own], "v": v[step, own], "cache_seqlens": at_step[step][own], **rotary}
+        given = caches | {"page_table": cache["page_table"][own]}
+        return flash_attn_with_kvcache(q[step, own], **given, **new, causal=True)
+
+    def read(caches: dict[str, Tensor], step: int) -> Tensor:
+        return flash_attn_with_kvcache(q[step], **caches, cache_seqlens=at_step[0])
+
+    def copied() -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in cache.items()}
+
+    halves = slice(0, 3), slice(3, 6)
+    alone, before = copied(), copied()
+    appended = [[append(alone, step, own) for own in halves] for step in range(steps)]
+    seen = [read(before, step) for step in range(steps)]
+    together, streams = copied(), [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found: list[tuple[Tensor, Tensor]] = []
+    for step in range(steps):
+        for number, own in enumerate(halves):
+            with torch.cuda.stream(streams[number]):
+                found.append((append(together, step, own), appended[step][number]))
+        with torch.cuda.stream(streams[2]):
+            found.append((read(together, step), seen[step]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) and not wanted.isnan().any() for out, wanted in found)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(bits(together[name]), bits(alone[name]))
+    # What a step writes counts in it.
+    assert not torch.equal(appended[0][0], seen[0][halves[0]])
+
+
+@pytest.mark.parametrize(("queries", "head_dim"), [(1, 128), (3, 128), (90, 64)])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)
+def test_pages_change_no_bit(cache_dtype: torch.dtype, queries: int, head_dim: int) -> None:
+    """Of a step, and of many queries where wide pages have no tiles of their own."""
+    torch.manual_seed(4)
+    lengths = [3000, 1, 777, 128, 2049]
+    q = torch.randn(5, queries, 8, head_dim, device="cuda").bfloat16()
+    of_step = {"cache_seqlens": int32(lengths).cuda(), "causal": True, "return_softmax_lse": True}
+    for page_size in (8, 16, 64, 3072):
+        cache = filled(lengths, page_size, cache_dtype, head_dim)
+        table = cache["page_table"].long()
+        rows = [
+            cache[name].view(torch.uint8)[table].flatten(1, 2).view(cache_dtype)
+            for name in ("k_cache", "v_cache")
+        ]
+        out, lse = flash_attn_with_kvcache(q, **cache, **of_step)
+        plain, plain_lse = flash_attn_with_kvcache(q, *rows, **of_step)
+        assert torch.equal(out, plain) and torch.equal(lse, plain_lse) and not out.isnan().any(), page_size
+
+
 def test_compiled_with_a_graph(backend: str) -> None:
     call, other = (on("cuda", NEW.build(torch.bfloat16)) for _ in range(2))
 

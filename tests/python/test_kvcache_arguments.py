@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -9,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import explain_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
+from hopper_attention import (
+    explain_kvcache,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from hopper_attention.kvcache import check_cache
 from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
 
@@ -414,3 +420,18 @@ def test_explain_says_what_runs_here() -> None:
     plan = explain_kvcache(**call, qv=zeros(3, 3, 4, 64))
     assert plan.backend == "reference" and not plan.steps and "qv: a second query" in str(plan)
     assert "before     nothing" in str(plan)
+
+
+def test_arguments_are_those_of_flash_attention_3_in_its_order() -> None:
+    """So that calls by position mean the same; ours come behind them."""
+    theirs = (
+        "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+        "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
+        "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+        "return_softmax_lse"
+    ).split()
+    for function, names in (
+        (flash_attn_with_kvcache, theirs),
+        (flash_attn_combine, ["out_partial", "lse_partial", "out", "out_dtype"]),
+    ):
+        assert list(inspect.signature(function).parameters)[: len(names)] == names

@@ -265,7 +265,7 @@ def test_boxes_are_as_wide_as_pages_and_tiles_allow() -> None:
         rows: select_paged_config("float16", 128, 128, True, rows).page_box
         for rows in (8, 16, 32, 128, ONE_PAGE)
     }
-    assert boxes == {8: 8, 16: 16, 32: 32, 128: 32, ONE_PAGE: 160}
+    assert boxes == {8: 8, 16: 16, 32: 32, 128: 128, ONE_PAGE: 160}
     assert select_paged_config("float16", 192, 128, False, 128).page_box == 128
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,26 @@ def test_the_sanitizer_runs_caches_in_pages(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "attend", lambda *given: None)
     assert sanitize.run_paged_case(config, "cpu").startswith("error nan")
     forget_launchers()
+
+
+def test_the_sanitizer_runs_steps_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps = sanitize.decode_steps()
+    assert [sanitize.run_decode_case(step, "cpu") for step in steps] == [""] * len(steps)
+    assert len({step.name for step in steps}) == len(steps)
+    given, attend = [], sanitize.flash_attn_with_kvcache
+
+    def lose_a_row(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        given.append((options["cache_seqlens"].tolist(), options["page_table"].flatten().tolist()))
+        out, lse = attend(*tensors, **options)
+        return out.index_fill(2, torch.tensor([1]), 0.0), lse
+
+    monkeypatch.setattr(sanitize, "flash_attn_with_kvcache", lose_a_row)
+    assert sanitize.run_decode_case(steps[0], "cpu").startswith("error ")
+    assert given[0] == ([261, 3, 0], [2, 1, 0]), "pages in reverse order"
+    assert given[1:] == [
+        ([x] * 3, [y] * 3) for x, y in ((2**31 - 1, -(2**31)), (-(2**31), 2**31 - 1), (267, -1))
+    ]
 
 
 def test_the_sanitizer_runs_what_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
