@@ -199,13 +199,24 @@ class TileScheduler(LoopInvariant):
         """
         tile = Int32(0)
         if self.lane == 0:
-            tile = self.handed_out() + cute.arch.atomic_add(
-                self._word(CLAIMED_TILES), Int32(1), sem="relaxed", scope="gpu"
-            )
+            tile = self._next_number()
             self.pipe.producer_acquire(state)
             self.mailbox[state.index] = tile
             self.pipe.producer_commit(state)
         return cute.arch.make_warp_uniform(tile)
+
+    @cute.jit
+    def claim_alone(self) -> Int32:
+        """The same, but the consumers are told by the caller."""
+        tile = Int32(0)
+        if self.lane == 0:
+            tile = self._next_number()
+        return cute.arch.make_warp_uniform(tile)
+
+    def _next_number(self) -> Int32:
+        return self.handed_out() + cute.arch.atomic_add(
+            self._word(CLAIMED_TILES), Int32(1), sem="relaxed", scope="gpu"
+        )
 
     @cute.jit
     def receive(self, state: PipelineState) -> Int32:

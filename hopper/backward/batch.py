@@ -14,7 +14,7 @@ from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
-from hopper.backward.work import BackwardWork, PackedBackwardWork
+from hopper.backward.work import BackwardWork, PackedBackwardWork, PlacedBackwardWork
 from hopper.tiles import ragged_view
 
 TAIL_HEADS = 4
@@ -27,6 +27,8 @@ class DenseBatch(LoopInvariant):
     seqlen_q), dQ (batch, heads, query tiles, parts, words)."""
 
     config: BackwardConfig
+
+    mail_words = BackwardWork.mail_words
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
         """A tensor of rows as TMA sees it: (seqlen, head_dim, heads, batch)."""
@@ -126,7 +128,18 @@ class PackedBatch(DenseBatch):
             of_keys=True,
         )
         seqlens = PackedSeqlens(plan)
-        return PackedBackwardWork(c, window, scheduler, order, num_tiles, m_end, seqlens, heads_per_kv_head)
+        rest = window, scheduler, order, num_tiles, m_end, seqlens, heads_per_kv_head
+        return self._work_type(c, *rest)
+
+    @property
+    def _work_type(self) -> type[PackedBackwardWork]:
+        """Couriers take numbers, and in windows the producer warp has no registers for messages."""
+        c = self.config
+        return PackedBackwardWork if c.ordered or c.window else PlacedBackwardWork
+
+    @property
+    def mail_words(self) -> int:
+        return self._work_type.mail_words
 
 
 def batch_of(config: BackwardConfig) -> DenseBatch:

@@ -189,7 +189,7 @@ class BackwardKernel:
         kind = ResidentTileScheduler if const_expr(c.ordered) else TileScheduler
         scheduler = kind(
             mCounter,
-            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
+            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES * self.batch.mail_words)),
             TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), self._receiving_warps()),
             cute.arch.lane_idx(),
         )
@@ -257,19 +257,22 @@ class BackwardKernel:
         if const_expr(self.config.ordered):
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
-        while tile < work.num_tiles:
+        sent = Int32(0)
+        while tile < work.tiles_to_load:
             n_block, head_kv, batch = work.coordinates(tile)
+            work.tell((n_block, head_kv, batch), sent)
             seqlens = work.seqlens.of(batch)
-            producer.load_keys(n_block, head_kv, seqlens, kv_state)
+            producer.load_keys(n_block, head_kv, seqlens, work.state_of_keys(kv_state, sent))
+            sent += 1
             kv_state.advance()
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
                 state = producer.load_queries(head, seqlens, of_head, state)
-            tile = work.scheduler.claim(mail_state)
+            tile = work.claim(mail_state)
             mail_state.advance()
-        work.scheduler.finish()
+        work.finish(sent)
 
     @cute.jit
     def _consume(
@@ -288,12 +291,12 @@ class BackwardKernel:
         state = pipeline.make_pipeline_state(receiving, c.stages)
         visited = Int32(0)
         consumer.dq.clear()
-        tile = work.scheduler.first()
+        tile = work.first()
         mails_before = 0
         if const_expr(c.ordered):
             tile, mails_before = work.scheduler.receive(state_of(MAILBOX_STAGES, Int32(0))), 1
-        while tile < work.num_tiles:
-            n_block, head_kv, batch = work.coordinates(tile)
+        while tile < work.end:
+            n_block, head_kv, batch = work.place(tile, visited)
             visit = work.visit(n_block, batch)
             key = n_block * c.tile_n + key_in_tile
             seqlens = work.seqlens.of(batch)
@@ -333,7 +336,7 @@ class BackwardKernel:
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
             epilogue.store(consumer, last, (n_block, head_kv, seqlens.rows_k))
-            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited + mails_before))
+            tile = work.next(visited, mails_before)
             visited += 1
         consumer.dq.finish(previous_stage(c, state.index), state)
 
@@ -374,7 +377,9 @@ class BackwardKernel:
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
-            mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
+            mailbox: cute.struct.Align[
+                cute.struct.MemRange[Int32, MAILBOX_STAGES * self.batch.mail_words], 16
+            ]
             sLSE: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]

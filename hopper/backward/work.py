@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from cutlass import Boolean, Int32, const_expr
+from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pin
 from cute_kernels.integers import ceil_div
@@ -10,10 +11,12 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.query_range import ListedQueries, QueryRange, Visit
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import MAILBOX_STAGES, TailedTileOrder, TileOrder, TileScheduler
 from cute_kernels.visible import first_query, queries_end
 from cute_kernels.window import Window
+from hopper import mail
 from hopper.backward.config import BackwardConfig
+from hopper.backward.exchange import state_of
 from hopper.config import WARPGROUP_ROWS
 
 
@@ -52,6 +55,46 @@ class BackwardWork(LoopInvariant):
         if const_expr(self.config.ordered and self.queries.last_keys_first):
             n_block = self._num_n_blocks(batch) - 1 - n_block
         return n_block, head_kv, batch
+
+    mail_words = 1
+    """int32 of a message to the consumers."""
+
+    @property
+    def end(self) -> Int32:
+        """What is below it is a tile to the consumers."""
+        return self.num_tiles
+
+    @property
+    def tiles_to_load(self) -> Int32:
+        """The same to the producer warp."""
+        return self.num_tiles
+
+    def tell(self, place: tuple[Int32, Int32, Int32], sent: Int32) -> None:
+        """Producer warp: where the tile lies that it is about to load; ``sent`` came before."""
+
+    def state_of_keys(self, kept: PipelineState, sent: Int32) -> PipelineState:
+        """Of the pipeline of K and V, ``kept`` or worked out, for the tile that the producer warp is about to load."""
+        return kept
+
+    def claim(self, mail_state: PipelineState) -> Int32:
+        """Producer warp: the next tile."""
+        return self.scheduler.claim(mail_state)
+
+    def finish(self, sent: Int32) -> None:
+        """Producer warp, when there are no more tiles."""
+        self.scheduler.finish()
+
+    def first(self) -> Int32:
+        """Consumer warp: the first tile, unless all are claimed."""
+        return self.scheduler.first()
+
+    def place(self, tile: Int32, visited: Int32) -> tuple[Int32, Int32, Int32]:
+        """Consumer warp: where the tile lies that it was told of after ``visited`` others."""
+        return self.coordinates(tile)
+
+    def next(self, visited: Int32, mails_before: int) -> Int32:
+        """Consumer warp: the tile after ``visited`` others and one more."""
+        return self.scheduler.receive(state_of(MAILBOX_STAGES, visited + mails_before))
 
     def visit(self, n_block: Int32, batch: Int32) -> Visit:
         """That of all heads; without lists."""
@@ -129,3 +172,47 @@ class PackedBackwardWork(BackwardWork):
 
     def _num_n_blocks(self, batch: Int32) -> Int32:
         return ceil_div(self.seqlens.of(batch).seqlen_k, self.config.tile_n)
+
+
+class PlacedBackwardWork(PackedBackwardWork):
+    """The same, where the producer tells the consumers where a key tile lies: a consumer would look it up in the plan
+    between two tiles. What it takes for a tile's number is its n_block."""
+
+    mail_words = mail.WORDS_OF_A_COPY
+
+    @property
+    def end(self) -> Int32:
+        return Int32(mail.NO_TILE)
+
+    @property
+    def tiles_to_load(self) -> Int32:
+        """Read anew: kept, it would take one of few registers."""
+        return self.order.count(self.order.plan, self.order.num_heads)
+
+    def tell(self, place: tuple[Int32, Int32, Int32], sent: Int32) -> None:
+        mail.send(self.scheduler, (*place, Int32(0)), sent)
+
+    def state_of_keys(self, kept: PipelineState, sent: Int32) -> PipelineState:
+        return state_of(1, sent, is_producer=True)
+
+    def claim(self, mail_state: PipelineState) -> Int32:
+        return self.scheduler.claim_alone()
+
+    def finish(self, sent: Int32) -> None:
+        mail.send_end(self.scheduler, self.mail_words, sent)
+        self.scheduler.finish()
+
+    def first(self) -> Int32:
+        return self._await(Int32(0))
+
+    def place(self, tile: Int32, visited: Int32) -> tuple[Int32, Int32, Int32]:
+        n_block, head_kv, batch, _ = mail.read(
+            self.scheduler, self.mail_words, state_of(MAILBOX_STAGES, visited)
+        )
+        return n_block, head_kv, batch
+
+    def next(self, visited: Int32, mails_before: int) -> Int32:
+        return self._await(visited + 1)
+
+    def _await(self, visited: Int32) -> Int32:
+        return mail.await_first_word(self.scheduler, self.mail_words, state_of(MAILBOX_STAGES, visited))

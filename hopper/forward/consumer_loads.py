@@ -9,13 +9,14 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import ForwardConfig
+from hopper.forward.places import TilePlace
 from hopper.forward.producer import Producer
 
 
 class NoConsumerLoads(LoopInvariant):
     """What a consumer has where a producer warp loads."""
 
-    def begin(self, coordinates: tuple, head_kv: Int32, blocks: KeyBlocks, q_phase: Int32):
+    def begin(self, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
         """Called once a tile, before its first block is awaited."""
 
     def load_next(self):
@@ -38,14 +39,14 @@ class ConsumerLoads(NoConsumerLoads):
             state[0], state[1] = Int32(0), Int32(1)
 
     @cute.jit
-    def begin(self, coordinates: tuple, head_kv: Int32, blocks: KeyBlocks, q_phase: Int32):
+    def begin(self, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
         """Load Q and the first blocks of a tile."""
-        m_block, head, batch = coordinates
-        self.head[0], self.head[1] = head_kv, batch
+        batch = place.seqlens.batch
+        self.head[0], self.head[1] = place.head_kv, batch
         self.k_state[2], self.v_state[2] = blocks.last, blocks.last
         self.begin_block[0] = Int32(blocks.begin)
         if self.is_loader:
-            self.producer.load_queries(m_block, head, SeqlenInfo(0, 0, batch), q_phase)
+            self.producer.load_queries(place.m_block, place.head, SeqlenInfo(0, 0, batch), q_phase)
         for _ in cutlass.range_constexpr(self.config.stages - 1):
             self.load_next()
         self._feed_k()

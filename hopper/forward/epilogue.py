@@ -10,11 +10,11 @@ from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.softmax import normalize_rows
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import q_state
+from hopper.forward.places import TilePlace
 from hopper.forward.store import DenseTmaStore
 from hopper.forward.unscaled import NoCorrection
 
@@ -38,20 +38,18 @@ class Epilogue(LoopInvariant):
     def finish(
         self,
         consumer: Consumer,
-        coordinates: tuple,
-        seqlens: SeqlenInfo,
-        head_kv: Int32,
+        place: TilePlace,
         row: Int32,
         q_phase: Int32,
     ):
         """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
-        ``coordinates`` are m_block and head, ``row`` is the query index of the thread's first row.
+        ``row`` is the query index of the thread's first row.
         """
-        (m_block, head), batch = coordinates, seqlens.batch
+        m_block, head, seqlens = place.m_block, place.head, place.seqlens
         config, wg = consumer.config, consumer.wg
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
-        consumer.softmax.finalize(inverse_sum, lse, head_kv, batch)
+        consumer.softmax.finalize(inverse_sum, lse, place.head_kv, seqlens.batch)
         multiply_all(inverse_sum, self.factors)
         normalize_rows(consumer.output.acc, inverse_sum)
         self.correction.add(consumer.output.acc, inverse_sum)

@@ -254,7 +254,7 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         scheduler = TileScheduler(
             tile_counter,
-            storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES)),
+            storage.mailbox.get_tensor(cute.make_layout(self._mailbox_words)),
             TileScheduler.make_pipe(
                 storage.barriers_mailbox.data_ptr(), self.parts.kv_source.receiving_warps
             ),
@@ -338,34 +338,32 @@ class ForwardKernel:
         # Each warpgroup has one stage of Q, so its barrier changes phase once a tile.
         q_phase = Int32(0)
         consumer.ping_pong.prime()
-        tile = work.scheduler.first()
-        while tile < work.order.num_tiles:
-            m_block, head, batch = work.order.coordinates(tile)
-            head_kv = work.head_kv(head)
-            blocks = work.key_blocks(m_block, head, batch)
-            loads.begin((m_block, head, batch), head_kv, blocks, q_phase ^ 1)
-            row = m_block * c.tile_m + row_in_tile
-            seqlens = work.seqlens.of(batch)
+        tiles = self.parts.kv_source.tiles_type(work)
+        tile = tiles.first(mail_state)
+        while tile < tiles.end:
+            place = tiles.place(tile, mail_state)
+            head, seqlens = place.head, place.seqlens
+            blocks = work.key_blocks_of(place)
+            loads.begin(place, blocks, q_phase ^ 1)
+            row = place.m_block * c.tile_m + row_in_tile
             mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
-            scores = work.score_tile(mask, head, batch, blocks)
+            scores = work.score_tile(mask, head, seqlens.batch, blocks)
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, seqlens)
-            correction.begin(head_kv, seqlens.batch)
+            correction.begin(place.head_kv, seqlens.batch)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 # `pin` hides from the compiler that this is known already, and so need not be held in registers.
-                m_block, head, batch = work.order.coordinates(pin(tile, Int32))
-                row, head_kv = m_block * c.tile_m + row_in_tile, work.head_kv(head)
-                seqlens = work.seqlens.of(batch)
-            epilogue.finish(consumer, (m_block, head), seqlens, head_kv, row, q_phase)
+                place = tiles.place(pin(tile, Int32), mail_state)
+                row = place.m_block * c.tile_m + row_in_tile
+            epilogue.finish(consumer, place, row, q_phase)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
                 if warp == 0:
                     work.scheduler.claim(claim_state)
                 claim_state.advance()
-            tile = work.scheduler.receive(mail_state)
-            mail_state.advance()
+            tile, mail_state = tiles.next(mail_state)
         if const_expr(not c.warp_specialized):
             if warp == 0:
                 work.scheduler.finish()
@@ -376,6 +374,10 @@ class ForwardKernel:
         """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
         read and write no global memory until then. e4m3 has not been measured so."""
         return self.config.element_bytes == 2
+
+    @property
+    def _mailbox_words(self) -> int:
+        return MAILBOX_STAGES * self.parts.kv_source.tiles_type.words
 
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there
@@ -407,7 +409,7 @@ class ForwardKernel:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
-            mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
+            mailbox: cute.struct.Align[cute.struct.MemRange[Int32, self._mailbox_words], 16]
             barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_floats], 16]
             means: cute.struct.Align[cute.struct.MemRange[Float32, mean_floats], 16]

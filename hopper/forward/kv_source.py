@@ -11,11 +11,40 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from hopper import mail
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.forward.barriers import MAX_CONSUMERS, NamedBarrier
 from hopper.forward.batch import DenseBatch
 from hopper.forward.operands import PerOperand, Pipelines, Work
-from hopper.forward.producer import Producer
+from hopper.forward.places import WORDS, NumberedTiles, PlacedTiles, message_of
+from hopper.forward.producer import NoWord, Producer
 from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
+
+LOADING_WARP, FINDING_WARP = 0, 1
+THREADS_OF_TWO_WARPS = 64
+
+NEXT_TILE = NamedBarrier.PING_PONG + MAX_CONSUMERS
+"""The named barrier at which the loading warp asks for the next tile."""
+
+BLOCKS_AHEAD = 2
+"""Blocks of a tile that are not yet loaded when the next one is asked for."""
+
+
+class WordOfNextTile(NoWord):
+    """Asks for the next tile."""
+
+    @cute.jit
+    def of_tile(self, blocks: Int32):
+        if blocks <= BLOCKS_AHEAD:
+            self._ask()
+
+    @cute.jit
+    def of_block(self, left: Int32):
+        if left == BLOCKS_AHEAD:
+            self._ask()
+
+    def _ask(self):
+        cute.arch.barrier_arrive(barrier_id=NEXT_TILE, number_of_threads=THREADS_OF_TWO_WARPS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +62,8 @@ class DenseTma(LoopInvariant):
     v_row_mode = 1
     v_row_step = 1
     row_stages = 0
+    tiles_type = NumberedTiles
+    """How consumers learn of the tiles."""
 
     @property
     def receiving_warps(self) -> int:
@@ -123,9 +154,56 @@ class DenseTma(LoopInvariant):
 
 
 class PackedTma(DenseTma):
-    """``DenseTma`` for packed sequences: V is (total_k, kv_heads, head_dim_v)."""
+    """``DenseTma`` for packed sequences: V is (total_k, kv_heads, head_dim_v).
+
+    Two warps: one finds tiles in the plan, and one loads them. A tile is claimed when BLOCKS_AHEAD blocks of the one
+    before are still to be loaded, so that nothing waits while it is looked up. A message of the mailbox says where a
+    tile lies. In ``ForwardKernel``'s table it has 32 bytes then, and `4 * consumers + 1` arrivals empty it.
+    """
 
     def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
         return ragged_view(
             cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 0, 1])), self.v_row_mode
         )
+
+    tiles_type = PlacedTiles
+
+    @property
+    def receiving_warps(self) -> int:
+        return super().receiving_warps + 1
+
+    @cute.jit
+    def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
+        if warp == LOADING_WARP:
+            self._load_tiles(work, producer)
+        elif warp == FINDING_WARP:
+            self._find_tiles(work)
+
+    @cute.jit
+    def _find_tiles(self, work: Work):
+        """Claim tiles, find each in the plan and tell the other warps where it lies."""
+        sent = Int32(0)
+        tile = work.scheduler.first()
+        while tile < work.order.num_tiles:
+            mail.send(work.scheduler, message_of(work.place(tile)), sent)
+            sent += 1
+            cute.arch.barrier(barrier_id=NEXT_TILE, number_of_threads=THREADS_OF_TWO_WARPS)
+            tile = work.scheduler.claim_alone()
+        mail.send_end(work.scheduler, WORDS, sent)
+        work.scheduler.finish()
+
+    @cute.jit
+    def _load_tiles(self, work: Work, producer: Producer):
+        """Load the tiles that are found."""
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
+        q_phase = Int32(1)
+        tiles, word = self.tiles_type(work), WordOfNextTile()
+        tile = tiles.first(mail_state)
+        while tile < tiles.end:
+            place = tiles.place(tile, mail_state)
+            coordinates = place.m_block, place.head, place.seqlens.batch
+            blocks = work.key_blocks_of(place)
+            kv_state = producer.load_tile(coordinates, place.head_kv, blocks, kv_state, q_phase, word)
+            q_phase ^= 1
+            tile, mail_state = tiles.next(mail_state)

@@ -12,9 +12,10 @@ from cute_kernels.key_blocks import BlockRange, KeyBlocks, ListedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.score_tile import ScoreRules, ScoreTile
-from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.tile_scheduler import TileOrder, TileScheduler, divide_with_rest
 from hopper.config import ForwardConfig
+from hopper.forward.places import TilePlace
 
 
 class PerOperand(NamedTuple):
@@ -66,10 +67,22 @@ class Work(LoopInvariant):
             return divide_with_rest(head, divisors.group)[0]
         return head // self.heads_per_kv_head
 
+    def place(self, tile: Int32) -> TilePlace:
+        """Where the tile of a number below ``order.num_tiles`` lies."""
+        m_block, head, batch = self.order.coordinates(tile)
+        return TilePlace(m_block, head, self.head_kv(head), self.seqlens.of(batch))
+
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
-        seqlens = self.seqlens.of(batch)
+        return self._key_blocks(m_block, head, self.seqlens.of(batch))
+
+    def key_blocks_of(self, place: TilePlace) -> KeyBlocks:
+        return self._key_blocks(place.m_block, place.head, place.seqlens)
+
+    def _key_blocks(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo) -> KeyBlocks:
         for lists in self.lists:
-            return ListedBlocks.of(self.block_range, m_block, seqlens, lists[batch, head, m_block, None])
+            return ListedBlocks.of(
+                self.block_range, m_block, seqlens, lists[seqlens.batch, head, m_block, None]
+            )
         return self.block_range.of(m_block, seqlens)
 
     def score_tile(self, mask: TileMask, head: Int32, batch: Int32, blocks: KeyBlocks) -> ScoreTile:

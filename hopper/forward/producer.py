@@ -13,6 +13,19 @@ from hopper.forward.operands import PerOperand, Pipelines, producer_slot, q_stat
 from hopper.forward.unscaled import NoScales
 
 
+class NoWord(LoopInvariant):
+    """Told of each block of a tile before it is loaded, and does nothing."""
+
+    def of_tile(self, blocks: Int32):
+        """Before the first one of so many."""
+
+    def of_block(self, left: Int32):
+        """Before each other one, with which so many are left."""
+
+
+NO_WORD = NoWord()
+
+
 class Producer(LoopInvariant):
     """Loads Q once a tile, one stage for each consumer warpgroup, and K and V once a key block.
 
@@ -34,8 +47,10 @@ class Producer(LoopInvariant):
         blocks: KeyBlocks,
         kv_state: pipeline.PipelineState,
         q_phase: Int32,
+        word: NoWord = NO_WORD,
     ) -> pipeline.PipelineState:
-        """Issue the loads of one output tile; returns the state of K's and V's pipelines after it."""
+        """Issue the loads of one output tile; returns the state of K's and V's pipelines after it. ``word`` is told of
+        each block."""
         c = self.config
         m_block, head, _ = coordinates
         seqlens = blocks.seqlens
@@ -43,6 +58,7 @@ class Producer(LoopInvariant):
         tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, seqlens.rows_k)
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
 
+        word.of_tile(blocks.count)
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
         first = blocks.number(blocks.last)
         self.scales.begin()
@@ -54,6 +70,7 @@ class Producer(LoopInvariant):
         kv_state.advance()
         for step in cutlass.range(blocks.count - 1, unroll=1):
             n_block = blocks.number(blocks.end - 2 - step)
+            word.of_block(blocks.count - 1 - step)
             self.scales.publish(head_kv, seqlens, n_block, producer_slot(kv_state))
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
