@@ -424,12 +424,38 @@ def test_explain_says_what_runs_here() -> None:
 
 def test_arguments_are_those_of_flash_attention_3_in_its_order() -> None:
     """So that calls by position mean the same; ours come behind them."""
-    theirs = (
-        "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
-        "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
-        "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
-        "return_softmax_lse"
-    ).split()
+    theirs = [
+        "q",
+        "k_cache",
+        "v_cache",
+        "k",
+        "v",
+        "qv",
+        "rotary_cos",
+        "rotary_sin",
+        "cache_seqlens",
+        "cache_batch_idx",
+        "cache_leftpad",
+        "page_table",
+        "cu_seqlens_q",
+        "cu_seqlens_k_new",
+        "max_seqlen_q",
+        "rotary_seqlens",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "attention_chunk",
+        "softcap",
+        "rotary_interleaved",
+        "scheduler_metadata",
+        "num_splits",
+        "pack_gqa",
+        "sm_margin",
+        "return_softmax_lse",
+    ]
     for function, names in (
         (flash_attn_with_kvcache, theirs),
         (flash_attn_combine, ["out_partial", "lse_partial", "out", "out_dtype"]),
