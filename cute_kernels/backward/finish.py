@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
+from cute_kernels.backward.packed import find_query_tile, from_the_last, heads_as_batch, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP
 from cute_kernels.dtypes import DSL_DTYPES
@@ -46,7 +46,8 @@ class FinishKernel:
 
     @cute.kernel
     def kernel(self, mSums: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32):
-        self._finish(mSums, mdQ, cute.arch.block_idx(), softmax_scale)
+        place = from_the_last(mSums.shape[2], mSums.shape[1], mSums.shape[0])
+        self._finish(mSums, mdQ, place, softmax_scale)
 
     @cute.jit
     def _finish(self, mSums: cute.Tensor, mdQ: cute.Tensor, place: tuple, softmax_scale: Float32):
@@ -136,7 +137,7 @@ class PackedFinishKernel(FinishKernel):
         sequences: Int32,
         softmax_scale: Float32,
     ):
-        tile, head, _ = cute.arch.block_idx()
+        tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
         place = find_query_tile(mPlan, sequences, mdQ.shape[0], tile, self.config.tile_m)
         offset = place.seqlens.offset_q
         rows = rows_as_batch(mdQ, offset, place.rows_end - offset)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
+from cute_kernels.backward.packed import find_query_tile, from_the_last, heads_as_batch, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
@@ -16,6 +16,9 @@ ELEMENTS = 8
 
 WORDS = 4
 """Of the sums, in the 16 bytes that a thread clears."""
+
+ROWS_UNDER_WAY = 8
+"""Whose loads a thread has under way at a time: 128 KB of an SM, with four CTAs there."""
 
 
 class PrepareKernel:
@@ -62,9 +65,51 @@ class PrepareKernel:
         mDelta: cute.Tensor,
         mSums: cute.Tensor,
     ):
-        tile, head, batch = cute.arch.block_idx()
-        self._clear(mSums[batch, head, tile, None, None])
-        self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), (tile, head, batch))
+        place = from_the_last(mSums.shape[2], mSums.shape[1], mSums.shape[0])
+        tile, head, batch = place
+        self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), place, mSums[batch, head, tile, None, None])
+
+    @cute.jit
+    def _prepare(self, inputs: tuple, results: tuple, place: tuple, sums: cute.Tensor):
+        """A query tile, at ``place``: its number, head and batch. ``inputs`` are mO, mdO, mLSE and perhaps mdLSE, which
+        may have no rows; ``results`` are mLSE2 and mDelta; ``sums`` is (parts, words) of the tile, for zeros.
+
+        Loads of several rows are under way before the first of them is used, and while sums are cleared.
+        """
+        first_row = place[0] * self.config.tile_m + cute.arch.thread_idx()[0] // self.lanes
+        rows_at_once = THREADS // self.lanes
+        steps = self.config.tile_m // rows_at_once
+        for first in cutlass.range_constexpr(0, steps, ROWS_UNDER_WAY):
+            rows = [first_row + i * rows_at_once for i in range(first, min(first + ROWS_UNDER_WAY, steps))]
+            loaded = [self._load(inputs, place, row) for row in rows]
+            if const_expr(first == 0):
+                self._clear(sums)
+            for row, (parts, numbers) in zip(rows, loaded, strict=True):
+                self._write(results, (place[2], place[1], row), parts, numbers)
+
+    @cute.jit
+    def _load(self, inputs: tuple, place: tuple, row: Int32) -> tuple:
+        """A lane's part of a row of O and dO, zeros past the end, and the row's LSE with what is subtracted from delta,
+        in the first lane."""
+        mO, mdO, mLSE, *mdLSE = inputs
+        _, head, batch = place
+        lane = cute.arch.thread_idx()[0] % self.lanes
+        parts = tuple(cute.make_rmem_tensor(ELEMENTS, self.dtype) for _ in range(2))
+        numbers = cute.make_rmem_tensor(2, Float32)
+        for part in parts:
+            part.fill(self.dtype(0.0))
+        numbers[0], numbers[1] = -Float32.inf, Float32(0.0)
+        if row < mO.shape[1]:
+            if lane * ELEMENTS < mO.shape[3]:
+                for i in cutlass.range_constexpr(2):
+                    source = (mO, mdO)[i][batch, row, head, None]
+                    cute.autovec_copy(cute.local_tile(source, (ELEMENTS,), (lane,)), parts[i])
+            if lane == 0:
+                numbers[0] = mLSE[batch, head, row]
+                if const_expr(len(mdLSE) == 1):
+                    if mdLSE[0].shape[2] > 0:
+                        numbers[1] = mdLSE[0][batch, head, row]
+        return parts, numbers
 
     @cute.jit
     def _clear(self, sums: cute.Tensor):
@@ -77,40 +122,16 @@ class PrepareKernel:
                 cute.autovec_copy(zeros, cute.local_tile(words, (WORDS,), (vector,)))
 
     @cute.jit
-    def _prepare(self, inputs: tuple, results: tuple, place: tuple):
-        """A query tile, at ``place``: its number, head and batch. ``inputs`` are mO, mdO, mLSE and perhaps mdLSE, which
-        may have no rows; ``results`` are mLSE2 and mDelta."""
-        mO, mdO, mLSE, *mdLSE = inputs
+    def _write(self, results: tuple, place: tuple, parts: tuple, numbers: cute.Tensor):
+        """LSE and delta of the row at ``place``, batch, head and row, of what its lanes have loaded."""
         mLSE2, mDelta = results
-        tile, head, batch = place
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % self.lanes
-        rows_at_once = THREADS // self.lanes
-        for i in cutlass.range_constexpr(self.config.tile_m // rows_at_once):
-            row = tile * self.config.tile_m + i * rows_at_once + thread // self.lanes
-            total = Float32(0.0)
-            if row < mO.shape[1] and lane * ELEMENTS < mO.shape[3]:
-                total = self._dot(mO[batch, row, head, None], mdO[batch, row, head, None], lane)
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-            if lane == 0:
-                lse = -Float32.inf
-                if row < mO.shape[1]:
-                    lse = mLSE[batch, head, row]
-                    if const_expr(len(mdLSE) == 1):
-                        if mdLSE[0].shape[2] > 0:
-                            total -= mdLSE[0][batch, head, row]
-                is_empty = lse == -Float32.inf
-                mLSE2[batch, head, row] = Float32.inf if is_empty else lse * Float32(math.log2(math.e))
-                mDelta[batch, head, row] = Float32(0.0) if is_empty else total
-
-    @cute.jit
-    def _dot(self, o: cute.Tensor, do: cute.Tensor, lane: Int32) -> Float32:
-        parts = []
-        for source in (o, do):
-            part = cute.make_rmem_tensor(ELEMENTS, self.dtype)
-            cute.autovec_copy(cute.local_tile(source, (ELEMENTS,), (lane,)), part)
-            parts.append(part.load().to(Float32))
-        return (parts[0] * parts[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        o, do = (part.load().to(Float32) for part in parts)
+        total = (o * do).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes) - numbers[1]
+        if cute.arch.thread_idx()[0] % self.lanes == 0:
+            is_empty = numbers[0] == -Float32.inf
+            mLSE2[place] = Float32.inf if is_empty else numbers[0] * Float32(math.log2(math.e))
+            mDelta[place] = Float32(0.0) if is_empty else total
 
 
 class PackedPrepareKernel(PrepareKernel):
@@ -153,12 +174,11 @@ class PackedPrepareKernel(PrepareKernel):
         sequences: Int32,
     ):
         tile_m = self.config.tile_m
-        tile, head, _ = cute.arch.block_idx()
-        self._clear(mSums[head, tile, None, None])
+        tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
         place = find_query_tile(mPlan, sequences, mO.shape[0], tile, tile_m)
         seqlens = place.seqlens
         rows = (rows_as_batch(tensor, seqlens.offset_q, seqlens.seqlen_q) for tensor in (mO, mdO))
         first = seqlens.first_query_tile(tile_m) * tile_m
         results = tuple(heads_as_batch(tensor, first) for tensor in (mLSE2, mDelta))
         inputs = (*rows, *(heads_as_batch(tensor, seqlens.offset_q) for tensor in (mLSE, mdLSE)))
-        self._prepare(inputs, results, (place.m_block, head, 0))
+        self._prepare(inputs, results, (place.m_block, head, 0), mSums[head, tile, None, None])

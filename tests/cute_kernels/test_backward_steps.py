@@ -138,7 +138,8 @@ def usages() -> dict[BackwardStep, ResourceUsage]:
 def test_step_compiles_without_spills(step: BackwardStep, usages: dict[BackwardStep, ResourceUsage]) -> None:
     usage = usages[step]
     assert usage.local_bytes == 0
-    assert usage.registers <= 64, "1024 threads of a CTA share 65536 registers"
+    # 65536 are shared out to the 1024 threads of a CTA, or to those of four CTAs of 128, by which loads are hidden.
+    assert usage.registers <= {"finish": 64, "prepare": 128}[step.step]
 
 
 FINISHED = [
