@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from cute_kernels.copies.config import CopiesConfig
 from hopper_attention.distributed import (
+    api,
     attention_interface,
     context_parallel_attention,
     ring,
@@ -40,6 +42,8 @@ from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
+from hopper_attention.launch import copies
+from hopper_attention.launch.copies import CopiesLauncher
 from hopper_attention.quantized import Fp8Quantization
 
 WORLD = 8
@@ -170,10 +174,10 @@ class FileMemory(PeerMemory):
         dist.barrier(self.ranks.group)
         time.sleep(random.uniform(0, 2e-3))
 
-    def launch_aside(self, launch: Callable[[], None]) -> Any:
-        launch()
+    def copy_aside(self, x: Tensor) -> Tensor:
+        return x.clone()
 
-    def wait(self, copies: Any) -> None:
+    def wait(self) -> None:
         pass
 
 
@@ -198,6 +202,83 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
         return attend(case), len(turns)
 
 
+def copies_by_torch(dtype: torch.dtype, sources: int, pieces: int, device: torch.device) -> CopiesLauncher:
+    """Stands for ``launch.copies.find``."""
+
+    def kernel(*given: Any) -> None:
+        xs, targets = given[:sources], given[sources:][: sources * pieces]
+        places = given[sources + len(targets) : -1]
+        for i, target in enumerate(targets):
+            x, (first, step) = xs[i // pieces], places[2 * i : 2 * i + 2]
+            strides = x.stride(0), step, x.stride(1), 1
+            target.copy_(torch.as_strided(x, target.shape, strides, x.storage_offset() + first))
+
+    return CopiesLauncher(
+        0, CopiesConfig("sm_90a", str(dtype).removeprefix("torch."), sources, pieces), kernel
+    )
+
+
+def rows_like(kind: str) -> list[Tensor]:
+    """q, k and v of some rows, of two ranks, and a gradient of the output, of new values."""
+    dtype = torch.bfloat16 if kind == "dtype" else DTYPE
+    shape = 1, 8 if kind == "shape" else 4, 4, 16
+    q, k, v, dout = (torch.randn(shape).to(dtype) for _ in range(4))
+    if kind == "strides":
+        q = torch.stack([q, q], 2)[:, :, 1]
+    if kind == "misaligned":
+        q = torch.cat([torch.zeros(1, dtype=dtype), q.flatten()])[1:].view(shape)
+    return [*(x.requires_grad_(kind != "no gradient") for x in (q, k, v)), dout]
+
+
+def call_again(kind: str, folder: str) -> list[tuple[int, int, int]]:
+    """Of a call like those before, and of one of another kind: requests, plans of an exchange, and views that it made.
+
+    Raises where its results are not those of messages.
+    """
+    counts = {"make_request": 0, "_sending": 0, "as_strided": 0}
+    exchanges: dict[str, PushedExchange] = {}
+
+    def count(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*given, **options)
+
+        patch.setattr(owner, name, counted)
+
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        return exchanges.setdefault(
+            group.group_name, writes_to_files(ranks, f"{folder}/{len(exchanges)}", 1 << 14)
+        )
+
+    def call(kind: str, tensors: list[Tensor]) -> list[Tensor]:
+        *qkv, dout = tensors
+        group = other if kind == "group" else groups()[2]
+        options = {"causal": kind != "options", "layout": "contiguous" if kind == "layout" else "zigzag"}
+        out = context_parallel_attention(*qkv, group, method="ulysses", **options)
+        return [out.detach(), *(torch.autograd.grad(out, qkv, dout) if out.requires_grad else ())]
+
+    other = dist.new_group([0, 1], use_local_synchronization=True)
+    for n in range(2):
+        Path(folder, str(n)).mkdir(exist_ok=True)
+    found = []
+    for kind_now in (*["like"] * 4, kind):
+        tensors = rows_like(kind_now)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "_pushes_between", find)
+            patch.setattr(copies, "find", copies_by_torch)
+            patch.setattr(copies, "current_device", lambda: 0)
+            for owner, name in ((api, "make_request"), (PushedExchange, "_sending"), (Tensor, "as_strided")):
+                count(patch, owner, name)
+            before = list(counts.values())
+            results = call(kind_now, tensors)
+        found.append(tuple(b - a for a, b in zip(before, counts.values(), strict=True)))
+        # By messages.
+        assert all(map(torch.equal, results, call(kind_now, tensors)))
+    return found[-2:]
+
+
 def there_and_back(exchange: HeadExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
     """What comes of rows as heads, and of these as rows."""
     of_heads = exchange.to_heads(rows, layout)
@@ -215,7 +296,7 @@ def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
         rows.append(torch.randn(1, 2 * ranks, 2 * n, 1, generator=g).transpose(1, 2))
         wanted, found = (there_and_back(x, rows, layout) for x in (by_messages, by_writes))
         assert all(map(torch.equal, wanted, found)) and all(x.is_contiguous() for x in found)
-        lent = by_writes.lend_heads(rows, layout)
+        lent = by_writes.lend_heads(rows, layout).tensors
         assert all(map(torch.equal, wanted, lent))
     return True
 
@@ -242,12 +323,44 @@ def exchange_between_gpus(layout: str) -> str:
             if number % ranks.size == ranks.rank:
                 torch.cuda._sleep(2_000_000)
             found = there_and_back(by_writes, rows, layout)
-            lent = [x.clone() for x in by_writes.lend_heads(rows, layout)]
+            lent = [x.clone() for x in by_writes.lend_heads(rows, layout).tensors]
         torch.cuda.current_stream().wait_stream(stream)
         pairs += [*zip(wanted, found, strict=True), *zip(wanted, lent, strict=False)]
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in pairs)
     return by_writes.name
+
+
+def attend_again_on_gpus(calls: int) -> tuple[bool, int]:
+    """Whether calls that are alike, of new values and without a wait of the host, have the bits of messages; and how
+    many exchanges were planned."""
+    group, shape = groups()[2], (1, 512, 8, 64)
+    torch.manual_seed(dist.get_rank())
+    plans, plan = [], PushedExchange._sending
+
+    def call(tensors: list[Tensor], timeout: float) -> list[Tensor]:
+        *qkv, dout = tensors
+        options = {"causal": True, "deterministic": True, "timeout": timeout}
+        out = context_parallel_attention(*qkv, group, method="ulysses", **options)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+    given = [[torch.randn(shape, device=device(), dtype=DTYPE) for _ in range(4)] for _ in range(calls)]
+    for q, k, v, _ in given:
+        for x in (q, k, v):
+            x.requires_grad_()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PushedExchange, "_sending", lambda *of_call: (plans.append(1), plan(*of_call))[1])
+        for number, tensors in enumerate(given):
+            # A rank that is late, each time the other one.
+            if number % 2 == dist.get_rank():
+                torch.cuda._sleep(2_000_000)
+            found.append(call(tensors, 0.0))
+    wanted = [call(tensors, 30.0) for tensors in given]
+    is_right = [
+        torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
+    ]
+    return all(is_right), len(plans)
 
 
 def share_memory(what: str) -> str:

@@ -77,6 +77,33 @@ def test_writes_bring_what_messages_bring(pool: Pool, tmp_path: Path, ranks: int
     assert all(pool(ranks, "exchange_both_ways", ranks, layout, str(tmp_path)))
 
 
+OF_A_COPY = 3
+"""Views that every call makes: Q, K and V in what was kept of the buffer."""
+
+ANOTHER = {
+    "like": (0, 0),
+    "misaligned": (0, 1),
+    "strides": (1, 1),
+    "no gradient": (1, 1),
+    "options": (1, 0),
+    "shape": (1, 4),
+    "dtype": (1, 4),
+    "layout": (1, 4),
+    "group": (1, 4),
+}
+"""What a call of each kind is found anew in: the request, and exchanges. Two of four are in the backward pass."""
+
+
+def test_only_a_call_like_earlier_ones_is_not_found_anew(pool: Pool, tmp_path: Path) -> None:
+    for kind, (requests, exchanges) in ANOTHER.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        for like, other in pool(2, "call_again", kind, str(folder)):
+            assert like == (0, 0, OF_A_COPY)
+            assert other[:2] == (requests, exchanges), kind
+            assert (other[2] > OF_A_COPY) == (exchanges > 0), kind
+
+
 def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
     assert (
         pool(2, "share_memory", "cpu")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hopper_attention.distributed.attend import Call
+from hopper_attention import dense_again
+from hopper_attention.distributed.attend import Call, Gradients
 from hopper_attention.distributed.pieces import Piece, Problem
 from hopper_attention.distributed.pushed import PushedExchange
+from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
+from hopper_attention.launch.gradients_again import (
+    ForGradients,
+    GradientOptions,
+    differentiate_again,
+    remember,
+)
 from hopper_attention.masks import MaskSpec
 from hopper_attention.reference.tiles import Span
 from hopper_attention.scores import Scores
@@ -21,6 +30,7 @@ OF_HEADS = 3
 """Of the arguments: q, k and v."""
 
 
+@lru_cache(maxsize=REMEMBERED_CALLS)
 def whole_mask(problem: Problem) -> MaskSpec:
     """Of all rows and all keys."""
     whole = Span(0, problem.seqlen_q), Span(0, problem.seqlen_k)
@@ -47,37 +57,62 @@ class AttentionOverPeers(torch.autograd.Function):
         call: Call,
         wants_lse: bool,
     ) -> tuple[Tensor, ...]:
-        mask = whole_mask(problem)
-        q, k, v = lent = exchange.lend_heads((q, k, v), problem.layout)
+        lent = exchange.lend_heads((q, k, v), problem.layout)
         memory = exchange.memory
-        kept = [torch.empty_like(x) for x in lent] if any(ctx.needs_input_grad[:OF_HEADS]) else []
-
-        def keep() -> None:
-            for x, y in zip(kept, lent, strict=True):
-                x.copy_(y)
-
         # Beside the kernel, which reads the same.
-        keeping = [memory.launch_aside(keep)] if kept else []
-        options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True
-        out, lse = run_forward(q, k, v, *options, mask.sides, Scores.of(call.softcap, None, None))
-        for copies in keeping:
-            memory.wait(copies)
+        kept = [memory.copy_aside(lent.room)] if any(ctx.needs_input_grad[:OF_HEADS]) else []
+        out, lse = _attend(lent.tensors, whole_mask(problem), call)
+        if kept:
+            memory.wait()
         rows = exchange.to_rows(exchanged(out, lse, wants_lse), problem.layout)
         if kept:
             ctx.save_for_backward(*kept, out, lse)
-        ctx.way = exchange, problem, call
+        ctx.way = exchange, problem, call, lent
         return tuple(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, problem, call = ctx.way
+        exchange, problem, call, lent = ctx.way
         # Of the output, and of the LSE where it is wanted: zeros on a rank that uses only the other, as all ranks
         # exchange the same.
-        dout, *of_lse = exchange.lend_heads(grads, problem.layout)
+        dout, *of_lse = exchange.lend_heads(grads, problem.layout).tensors
         dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
-        scores = Scores.of(call.softcap, None, None)
-        options = call.softmax_scale, whole_mask(problem), scores, call.backend, call.deterministic
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = differentiate(dout, dlse, q, k, v, out, lse, *options)
+        copy, out, lse = ctx.saved_tensors
+        q, k, v = lent.found_in(copy)
+        tensors = ForGradients(dout, q, k, v, out, lse)
+        gradients = _differentiate(tensors, dlse, whole_mask(problem), call)
         return *exchange.to_rows(gradients, problem.layout), *[None] * 4
+
+
+def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse, by what served an earlier call of tensors like these."""
+    q, k, v = qkv
+    if call.softcap:
+        options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True, mask.sides
+        return run_forward(q, k, v, *options, Scores.of(call.softcap, None, None))
+    flags = mask.causal, call.backend, call.sm_margin, mask.sides
+    key = dense_again.key_of(q, k, flags)
+    found = None if key is None else dense_again.remembered.find(key, q, k, v)
+    if found is not None:
+        return found(q, k, v, call.softmax_scale, call.deterministic, True)
+    out, lse = run_forward(q, k, v, call.softmax_scale, *flags[:3], True, mask.sides)
+    if key is not None and q.is_cuda:
+        dense_again.remember(key, q, k, v, flags, False)
+    return out, lse
+
+
+def _differentiate(tensors: ForGradients, dlse: Tensor | None, mask: MaskSpec, call: Call) -> Gradients:
+    """dq, dk and dv, by what served an earlier call of tensors like these."""
+    options = GradientOptions(call.softmax_scale, mask.causal, call.backend, call.deterministic, mask.sides)
+    is_plain = dlse is None and not call.softcap
+    found = differentiate_again(tensors, options) if is_plain else None
+    if found is not None:
+        dq, dk, dv = found
+        return dq, dk, dv
+    dout, q, k, v, out, lse = tensors
+    others = call.softmax_scale, mask, Scores.of(call.softcap, None, None), call.backend, call.deterministic
+    gradients = differentiate(dout, dlse, q, k, v, out, lse, *others)
+    if is_plain:
+        remember(tensors, options)
+    return gradients

@@ -9,18 +9,21 @@ launched before the next exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.copies.config import MOST_COPIES, VECTOR
+from cute_kernels.copies.config import MOST_COPIES
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS
 from hopper_attention.distributed.peers import PeerMemory
-from hopper_attention.launch.copies import copy_known
+from hopper_attention.launch import copies
+from hopper_attention.launch.copies import CopiesLauncher, Piece
+from hopper_attention.like_calls import Remembered
 
 MOST_BYTES = 1 << 27
 """That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on four ranks have 101 MB with 16
@@ -30,16 +33,21 @@ rooms are kept."""
 LEAST_BYTES = 1 << 24
 ROOMS = 2
 ALIGNED = 256
-REMEMBERED_PLACES = 1024
+REMEMBERED_SENDINGS = 256
+
+ADDRESSED = 16
+"""Bytes of a vector, at multiples of which tensors begin that a kernel copies."""
 
 CTAS = 192
 """That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
-Part = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Of a tensor in a buffer: sizes, strides, and elements to its first."""
+Shape = tuple[int, ...]
 
-Copy = tuple[Tensor, Tensor]
-"""Target and source."""
+Launches = tuple[tuple[CopiesLauncher, tuple[int, ...], tuple[Any, ...]], ...]
+"""Of a kernel, for which tensors, and what it takes behind them."""
+
+Pieces = tuple[tuple[int, Piece], ...]
+"""With the tensor of each."""
 
 
 class Chunks(NamedTuple):
@@ -56,6 +64,52 @@ class Chunks(NamedTuple):
         return cls(rank, 2 * size - 1 - 2 * rank, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What all ranks give this one in an exchange, where it lies: until the next but one writes there.
+
+    Attributes:
+        tensors: in the buffer.
+        room: all of them as bytes, one behind the other.
+        firsts: where each begins in it, in elements of its own.
+    """
+
+    tensors: tuple[Tensor, ...]
+    room: Tensor
+    firsts: tuple[int, ...]
+
+    def found_in(self, copy: Tensor) -> list[Tensor]:
+        """The tensors, of a copy of the room."""
+        of_dtype = {dtype: copy.view(dtype) for dtype in {x.dtype for x in self.tensors}}
+        each = zip(self.tensors, self.firsts, strict=True)
+        return [of_dtype[x.dtype].as_strided(x.shape, x.stride(), first) for x, first in each]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What exchanges do whose tensors are like those of an earlier one: all of it but where these lie.
+
+    Attributes:
+        scattered: which tensors have heads that do not lie side by side, and are copied first.
+        launches: of kernels.
+        by_torch: pieces that no kernel moves.
+        brought: what comes.
+    """
+
+    scattered: tuple[int, ...]
+    launches: Launches
+    by_torch: Pieces
+    brought: Brought
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        if self.scattered:
+            tensors = [x.contiguous() if i in self.scattered else x for i, x in enumerate(tensors)]
+        for launcher, which, behind in self.launches:
+            launcher([tensors[i] for i in which], behind)
+        for i, piece in self.by_torch:
+            piece.target.copy_(piece.of(tensors[i]))
+
+
 class PushedExchange(HeadExchange):
     """By writes into each other's memory; all tensors of a call at once."""
 
@@ -67,116 +121,104 @@ class PushedExchange(HeadExchange):
         self.memory = memory
         self.make = make
         self.turn = 0
-        self.places: dict[tuple[Any, ...], Tensor] = {}
+        self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
 
     def to_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        return [x.clone() for x in self.lend_heads(tensors, layout)]
+        return [x.clone() for x in self.lend_heads(tensors, layout).tensors]
 
-    def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
+    def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> Brought:
         """``to_heads`` in the buffer itself: what reads them is launched before the next exchange."""
-        return self._exchange(
-            tensors, [self._of_heads(x) for x in tensors], partial(self._to_heads, layout=layout)
-        )
+        return self._exchange(tensors, True, layout)
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        places = [self._of_rows(x) for x in tensors]
-        return [x.clone() for x in self._exchange(tensors, places, partial(self._to_rows, layout=layout))]
+        return [x.clone() for x in self._exchange(tensors, False, layout).tensors]
 
-    def _exchange(
-        self,
-        tensors: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        copies_of: Callable[[Tensor, tuple[int, ...], int], list[Copy]],
-    ) -> list[Tensor]:
-        """What all ranks give this one, of these shapes, in the buffer."""
-        offsets = self._rooms_for(tensors)
-        # What one launch can do: copies of one dtype, whose rows are whole vectors.
-        kinds: dict[tuple[torch.dtype, bool], list[Copy]] = {}
-        for given, shape, offset in zip(tensors, shapes, offsets, strict=True):
-            x = _with_dense_rows(given)
-            copies = copies_of(x, shape, offset)
-            kinds.setdefault((x.dtype, _has_vectors(x, copies[0][1])), []).extend(copies)
-        for (_, has_vectors), found in kinds.items():
-            for i in range(0, len(found), MOST_COPIES):
-                targets, sources = zip(*found[i : i + MOST_COPIES], strict=True)
-                copy_known(targets, sources, has_vectors, CTAS // len(targets))
+    def _exchange(self, tensors: Sequence[Tensor], to_heads: bool, layout: str) -> Brought:
+        self.memory.begin()
+        self.turn = (self.turn + 1) % ROOMS
+        key = self.turn, to_heads, layout, len(tensors), tensors[0].shape, tensors[-1].shape
+        # An address is not part of what is remembered.
+        addresses = 0
+        for x in tensors:
+            addresses |= x.data_ptr()
+        is_aligned = not addresses % ADDRESSED
+        sending = self.sendings.find(key, *tensors) if is_aligned else None
+        if sending is None:
+            sending = self._sending(tensors, to_heads, layout)
+            if is_aligned and self.sendings.comes_again(key):
+                self.sendings.keep(key, sending, *tensors)
+        sending.write(tensors)
         self.memory.meet()
-        mine = zip(tensors, shapes, offsets, strict=True)
-        return [self.memory.view(self.ranks.rank, shape, x.dtype, offset) for x, shape, offset in mine]
+        return sending.brought
 
-    def _of_heads(self, x: Tensor) -> tuple[int, ...]:
+    def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
+        scattered = tuple(i for i, x in enumerate(given) if not _has_dense_rows(x))
+        tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
+        shape_of, pieces_of = (self._of_heads, self._to_heads) if to_heads else (self._of_rows, self._to_rows)
+        # A rank gets as many bytes as it gives.
+        *offsets, end = accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors), initial=0)
+        start = self._room_for(end)
+        places = [(shape_of(x), x.dtype, start + offset) for x, offset in zip(tensors, offsets, strict=True)]
+        pieces = [
+            pieces_of(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
+            for x, place in zip(tensors, places, strict=True)
+        ]
+        brought = Brought(
+            tuple(self.memory.view(self.ranks.rank, *place) for place in places),
+            self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
+            tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
+        )
+        return Sending(scattered, *_launches_of(tensors, pieces), brought)
+
+    def _room_for(self, total: int) -> int:
+        """Where in the buffer an exchange of so many bytes has its room."""
+        if ROOMS * total > self.memory.nbytes:
+            self.memory = self.make(bytes_for(total))
+            self.sendings.cache_clear()
+        return self.turn * (self.memory.nbytes // ROOMS)
+
+    def _of_heads(self, x: Tensor) -> Shape:
         """The shape that rows come in."""
         batch, rows, heads, head_dim = x.shape
         return batch, self.ranks.size * rows, heads // self.ranks.size, head_dim
 
-    def _of_rows(self, x: Tensor) -> tuple[int, ...]:
+    def _of_rows(self, x: Tensor) -> Shape:
         """The shape that heads come back in."""
         batch, positions, heads, head_dim = x.shape
         return batch, positions // self.ranks.size, self.ranks.size * heads, head_dim
 
-    def _to_heads(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
-        """For each rank, where its heads of the rows of this one belong, and where they are."""
+    def _to_heads(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
+        """For each rank its heads of the rows of this one; ``theirs`` are the tensors that they become a part of."""
         mine = Chunks.of(self.ranks.rank, self.ranks.size, layout)
-        batch, rows = x.shape[:2]
-        of_batch, of_row = x.stride()[:2]
-        columns, chunk = shape[2] * shape[3], rows // mine.number
+        batch, rows, heads, head_dim = x.shape
+        columns, chunk = heads // self.ranks.size * head_dim, rows // mine.number
         sizes = batch, mine.number, chunk, columns
-        strides = of_batch, chunk * of_row, of_row, 1
         there = self.ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
-        target = sizes, there, mine.first * chunk * columns
         found = []
         for owner in self._others_first():
-            source = x.as_strided(sizes, strides, x.storage_offset() + owner * columns)
-            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+            whole = theirs[owner]
+            target = whole.as_strided(sizes, there, whole.storage_offset() + mine.first * chunk * columns)
+            found.append(Piece(target, owner * columns, chunk * x.stride(1)))
         return found
 
-    def _to_rows(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
-        """For each rank, where the heads of this one belong in its rows, and where they are."""
-        batch, rows, heads, head_dim = shape
-        of_batch, of_row = x.stride()[:2]
-        width, columns = heads * head_dim, x.shape[2] * x.shape[3]
-        chunk = rows // CHUNKS_A_RANK[layout]
+    def _to_rows(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
+        """For each rank the heads of this one in its rows; ``theirs`` as for ``_to_heads``."""
+        batch, positions, heads, head_dim = x.shape
+        rows, columns = positions // self.ranks.size, heads * head_dim
+        chunk, width = rows // CHUNKS_A_RANK[layout], self.ranks.size * columns
         there = rows * width, chunk * width, width, 1
         found = []
         for owner in self._others_first():
-            theirs = Chunks.of(owner, self.ranks.size, layout)
-            sizes = batch, theirs.number, chunk, columns
-            strides = of_batch, theirs.step * chunk * of_row, of_row, 1
-            source = x.as_strided(sizes, strides, x.storage_offset() + theirs.first * chunk * of_row)
-            target = sizes, there, self.ranks.rank * columns
-            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+            whole, chunks = theirs[owner], Chunks.of(owner, self.ranks.size, layout)
+            sizes = batch, chunks.number, chunk, columns
+            target = whole.as_strided(sizes, there, whole.storage_offset() + self.ranks.rank * columns)
+            of_chunk = chunk * x.stride(1)
+            found.append(Piece(target, chunks.first * of_chunk, chunks.step * of_chunk))
         return found
-
-    def _rooms_for(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Where in the buffer each tensor of a new exchange lies. A rank gets as many bytes as it gives."""
-        sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors]
-        total = sum(sizes)
-        self.memory.begin()
-        if ROOMS * total > self.memory.nbytes:
-            self.memory = self.make(bytes_for(total))
-            self.places.clear()
-        self.turn = (self.turn + 1) % ROOMS
-        start = self.turn * (self.memory.nbytes // ROOMS)
-        return [start + sum(sizes[:i]) for i in range(len(sizes))]
 
     def _others_first(self) -> list[int]:
         """The ranks in an order in which no two ranks begin with the same one."""
         return [(self.ranks.rank + t) % self.ranks.size for t in range(1, self.ranks.size + 1)]
-
-    def _place(
-        self, owner: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int, part: Part
-    ) -> Tensor:
-        """A part of a tensor in the buffer of a rank."""
-        key = owner, shape, dtype, offset, part
-        found = self.places.get(key)
-        if found is None:
-            if len(self.places) >= REMEMBERED_PLACES:
-                self.places.clear()
-            whole = self.memory.view(owner, shape, dtype, offset)
-            sizes, strides, first = part
-            found = whole.as_strided(sizes, strides, whole.storage_offset() + first)
-            self.places[key] = found
-        return found
 
 
 def bytes_for(total: int) -> int:
@@ -184,12 +226,29 @@ def bytes_for(total: int) -> int:
     return ROOMS * max(LEAST_BYTES, 1 << (total - 1).bit_length())
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """The tensor, or a copy of one whose heads do not lie side by side."""
-    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+def _has_dense_rows(x: Tensor) -> bool:
+    """Whether the heads of a row lie side by side."""
+    return x.stride()[2:] == (x.shape[3], 1)
 
 
-def _has_vectors(x: Tensor, piece: Tensor) -> bool:
-    """Whether what is copied of a tensor with dense rows, in pieces like this one, can be moved in vectors."""
-    in_vectors = not any(n % VECTOR for n in (*x.stride()[:2], piece.shape[3]))
-    return in_vectors and x.numel() > 0 and not x.data_ptr() % (VECTOR * x.element_size())
+def _launches_of(tensors: Sequence[Tensor], pieces: Sequence[list[Piece]]) -> tuple[Launches, Pieces]:
+    """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, x in enumerate(tensors):
+        in_vectors = copies.is_in_vectors(x, pieces[i]) and not x.data_ptr() % ADDRESSED
+        kinds.setdefault((x.dtype, in_vectors), []).append(i)
+    launches, by_torch = [], []
+    size = len(pieces[0])
+    at_once = max(1, MOST_COPIES // size)
+    for (dtype, in_vectors), which in kinds.items():
+        for i, j in product(range(0, len(which), at_once), range(0, size, MOST_COPIES)):
+            some = tuple(which[i : i + at_once])
+            parts = [pieces[n][j : j + MOST_COPIES] for n in some]
+            number = len(parts[0])
+            launcher = copies.find(dtype, len(some), number, tensors[0].device) if in_vectors else None
+            if launcher is None:
+                by_torch += [(n, piece) for n, part in zip(some, parts, strict=True) for piece in part]
+            else:
+                behind = copies.behind_sources(parts, max(1, CTAS // (len(some) * number)))
+                launches.append((launcher, some, behind))
+    return tuple(launches), tuple(by_torch)

@@ -146,8 +146,10 @@ class Heads:
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
         exchange, given = self.exchange, self._as_many_keys(*tensors)
-        come = exchange.lend_heads if isinstance(exchange, PushedExchange) else exchange.to_heads
-        q, k, v = come(given, self.layout)
+        if isinstance(exchange, PushedExchange):
+            q, k, v = exchange.lend_heads(given, self.layout).tensors
+        else:
+            q, k, v = exchange.to_heads(given, self.layout)
         has_lse, own_sinks = wants_lse or sinks is not None, self.of_sinks(sinks)
         quantized: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
         found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)
