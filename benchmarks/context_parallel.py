@@ -1,9 +1,9 @@
-"""Attention over several GPUs of one host beside one GPU on its share, and beside torch's own context_parallel.
+"""Attention over several GPUs of one host beside one GPU on its share, and beside the ways of others.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/context_parallel.py --json report.json [--quick]
 
-``--short`` is about short shards: 32k tokens, with ulysses by peer memory and by messages, torch beside what ``auto``
-takes, and the ring alone at 128k with 16 heads.
+``--short`` is about what ``auto`` takes, beside torch and ring-flash-attn (``context_peers.py``): 32k tokens, with
+ulysses by peer memory and by messages, then 128k with the ring alone. The report is written anew after each shape.
 
 Every rank also runs the whole problem alone, all at once, so that clocks are the same: an efficiency is the time
 of one GPU over ranks times that of all. A round measures each way once, in an order of its own; a time is the median
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from context_peers import Peer, ring_flash_attns, torchs_own, why_no_ring_flash_attn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func
 from hopper_attention.distributed import (
@@ -58,7 +58,7 @@ from hopper_attention.reference import attention_naive
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
 BY_MESSAGES = "ulysses by messages"
-SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
+SHORT_METHODS = ("auto", "ring", "ulysses", BY_MESSAGES)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -111,12 +111,16 @@ class Setting:
         """What runs a forward pass in FP8."""
         if not self.is_short:
             return ("ring",)
-        return ("ring", "ulysses") if shape.seqlen < LONG else ()
+        return ("ring", "ulysses") if shape.seqlen < LONG else ("ring",)
 
     @property
-    def beside_torch(self) -> str:
-        """The method that takes turns with torch's."""
+    def beside_peers(self) -> str:
+        """The method that takes turns with those of others."""
         return "auto" if self.is_short else "ring"
+
+    def rounds_of(self, shape: Shape) -> int:
+        """Long shapes vary less, and take long."""
+        return min(self.rounds, 3) if self.is_short and shape.seqlen >= LONG else self.rounds
 
     @property
     def on_gpu(self) -> bool:
@@ -217,31 +221,6 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
     return found
 
 
-@contextmanager
-def torchs_own(s: Setting, whole: list[Tensor], rotate: str, backend: str) -> Iterator[Run]:
-    """Forward and backward of torch's context_parallel, with the SDPA of a backend."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    set_rotate_method(rotate)
-    group = whole[0].shape[2] // whole[1].shape[2]
-    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in whole)
-    # Its ring knows no groups of heads; what it costs to make K and V of as many heads as Q is not timed.
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    with (
-        context_parallel(s.mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4),
-        sdpa_kernel(getattr(SDPBackend, backend)),
-    ):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-        def run() -> list[Tensor]:
-            out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
-            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-        yield run
-
-
 def largest(s: Setting, value: float) -> float:
     """Of all ranks."""
     worst = torch.tensor([value], dtype=torch.float64, device=s.device)
@@ -287,7 +266,7 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     cells = cells_of(s, shape, kinds)
     for cell in cells.values():
         warm_up(s, cell)
-    for number in range(s.rounds):
+    for number in range(s.rounds_of(shape)):
         # What ran just before is worth as much as a method: each round has another order, the same on all ranks.
         for cell in Random(number).sample(list(cells.values()), len(cells)):
             measure(s, cell)
@@ -302,35 +281,43 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     return rows
 
 
-def play_torch(
-    s: Setting, shape: Shape, backends: tuple[str, ...], sampler: ClockSampler
-) -> list[dict[str, Any]]:
-    """Torch's context_parallel in turns with one of our methods; what it cannot do is in the report."""
+def play_peers(s: Setting, shape: Shape, peers: list[Peer], sampler: ClockSampler) -> list[dict[str, Any]]:
+    """Each peer in turns with one of our methods; what it cannot do is in the report."""
     whole = shape.tensors(s.device, s.dtype)
     local = [shard_sequence(x, s.mesh) for x in whole]
-    mine = Cell(BOTH, both(ours(s, s.beside_torch), local))
+    mine = Cell(BOTH, both(ours(s, s.beside_peers), local))
     warm_up(s, mine)
     rows = []
-    for backend in backends:
-        for rotate in ("allgather", "alltoall"):
-            name = f"torch context_parallel, {rotate}, {backend}"
-            try:
-                with torchs_own(s, whole, rotate, backend) as run:
-                    cell = Cell(BOTH, run)
-                    warm_up(s, cell)
-                    mine.seconds.clear()
-                    for _ in range(s.rounds):
-                        measure(s, cell)
-                        measure(s, mine)
-            except (RuntimeError, NotImplementedError) as error:
-                rows.append({"shape": shape.name, "way": name, "kind": BOTH, "unavailable": str(error)[:200]})
-                continue
-            row = row_of(s, shape, name, cell, sampler)
-            row["ours"] = s.beside_torch
-            row["ours_seconds"] = statistics.median(mine.seconds)
-            row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
-            rows.append(row)
+    for peer in peers:
+        try:
+            with peer.prepare(s.mesh, whole, local) as run:
+                cell = Cell(BOTH, run)
+                warm_up(s, cell)
+                mine.seconds.clear()
+                for _ in range(s.rounds_of(shape)):
+                    measure(s, cell)
+                    measure(s, mine)
+        except (ImportError, RuntimeError, NotImplementedError) as error:
+            rows.append(
+                {"shape": shape.name, "way": peer.name, "kind": BOTH, "unavailable": str(error)[:200]}
+            )
+            continue
+        row = row_of(s, shape, peer.name, cell, sampler)
+        row["ours"] = s.beside_peers
+        row["ours_seconds"] = statistics.median(mine.seconds)
+        row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
+        rows.append(row)
     return rows
+
+
+def peers_of(s: Setting, shape: Shape, without_torch: bool) -> list[Peer]:
+    """Those that are measured beside ours."""
+    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if s.on_gpu else ("FLASH_ATTENTION",)
+    if s.is_short and shape.seqlen >= LONG:
+        # Twice as slow as cuDNN's there, and long.
+        backends = backends[:1]
+    found = [] if without_torch else torchs_own(backends)
+    return found if why_no_ring_flash_attn() else ring_flash_attns() + found
 
 
 def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSampler) -> dict[str, Any]:
@@ -367,6 +354,9 @@ def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     for method in s.methods(shape):
         parts = both(ours(s, method), local)()
         ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
+    for peer in [] if why_no_ring_flash_attn() else ring_flash_attns():
+        with suppress(RuntimeError), peer.prepare(s.mesh, whole, local) as run:
+            ways[peer.name] = [unshard_sequence(x, s.mesh) for x in run()]
     with torch.no_grad():
         ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
         for method in s.methods_of_fp8(shape):
@@ -418,9 +408,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--quick", action="store_true", help="32k tokens of 16 heads and few rounds")
-    parser.add_argument("--short", action="store_true", help="short shards, and what carries them")
+    parser.add_argument(
+        "--short", action="store_true", help="what auto takes beside others, short shards first"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 32_768], help="of the shapes")
-    parser.add_argument("--without-torch", action="store_true", help="leave torch's own context_parallel out")
+    parser.add_argument("--without-torch", action="store_true", help="leave torch's context_parallel out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--margins", default="8", help="numbers of SMs to leave to transfers, to try beside 0"
@@ -436,30 +428,26 @@ def main(arguments: list[str]) -> int:
     shapes = [Shape(n, h, hk) for n in options.tokens for h, hk in ((16, 16), (32, 8))]
     shapes = [Shape(32_768, 16, 16)] if options.quick else shapes
     if options.short:
-        shapes = [Shape(32_768, 16, 16), Shape(32_768, 32, 8)]
-        shapes += [Shape(LONG, 16, 16)] if LONG in options.tokens else []
+        shapes = [Shape(n, h, hk) for n in sorted(options.tokens) for h, hk in ((16, 16), (32, 8))]
     shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
-    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if on_gpu else ("FLASH_ATTENTION",)
     gauge = find_gauge(str(device))
     rows: list[dict[str, Any]] = []
-    carried = carrier(s)
+    about = describe(device, gauge, shapes) | {"ulysses_by": carrier(s)}
     with ClockSampler(gauge) as sampler:
         found_errors = errors(s, of_errors)
         for shape in shapes:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
-            if s.is_short:
+            if s.is_short and shape.seqlen < LONG:
                 found_errors += beside_one_gpu(s, shape)
-            if not options.without_torch and not (s.is_short and shape.seqlen >= LONG):
-                rows += play_torch(s, shape, backends, sampler)
+            rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)
             if dist.get_rank() == 0:
                 show([row for row in rows if row["shape"] == shape.name])
+                if options.json:
+                    write_text(options.json, report(options.commit, s, rows, found_errors, about))
     if dist.get_rank() == 0:
         show_errors(found_errors)
-        print("ulysses by", carried, flush=True)
-        if options.json:
-            about = describe(device, gauge, shapes) | {"ulysses_by": carried}
-            write_text(options.json, report(options.commit, s, rows, found_errors, about))
+        print("ulysses by", about["ulysses_by"], flush=True)
     dist.destroy_process_group()
     return 0
 
