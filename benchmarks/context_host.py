@@ -114,7 +114,6 @@ def calls_of(exchange: PushedExchange, causal: bool) -> dict[str, Call]:
         )
 
     of_heads = torch.randn(1, WORLD * SHAPE[1], SHAPE[2] // WORLD, SHAPE[3]).bfloat16()
-    gradients = [of_heads.clone() for _ in leaves]
 
     def attend(*qkv: Tensor) -> Any:
         return context_parallel_attention(*qkv, method="ulysses", causal=causal)
@@ -126,7 +125,7 @@ def calls_of(exchange: PushedExchange, causal: bool) -> dict[str, Call]:
         "of it: Q, K, V to heads": lambda: exchange.lend_heads((q, k, v), ZIGZAG),
         "of it: out to rows": lambda: exchange.to_rows([of_heads], ZIGZAG),
         "of it: dO to heads": lambda: exchange.lend_heads((dout,), ZIGZAG),
-        "of it: dQ, dK, dV to rows": lambda: exchange.to_rows(gradients, ZIGZAG),
+        "of it: dQ, dK, dV to rows": lambda: exchange.take_rows(exchange.offer([of_heads] * 3, ZIGZAG)),
     }
 
 

@@ -18,7 +18,7 @@ def compile_copies(config: CopiesConfig, options: str = ""):
     targets (a, b, n, w) and as many places follow, each of two numbers of elements: where a piece begins in its source,
     and how far it is from one of its b blocks to the next; its strides along a and n are those of batch and rows. All
     of these, w and all strides of a target but the last, which is 1, are multiples of VECTOR elements. The vectors of
-    each target fit 31 bits.
+    each target fit 31 bits. Where ``config.gathers``, targets are read and sources written.
     """
     dtype = DSL_DTYPES[config.dtype]
 

@@ -23,13 +23,17 @@ MOST_COPIES = 32
 
 @dataclass(frozen=True)
 class CopiesConfig:
-    """Everything that is fixed when the kernel is compiled: of how many tensors it copies how many pieces each, and
-    their dtype."""
+    """Everything that is fixed when the kernel is compiled: of how many tensors it copies how many pieces each, their
+    dtype, and which way.
+
+    ``gathers``: what ``targets`` hold goes into the pieces of the ``sources``, and not the other way round.
+    """
 
     arch: str
     dtype: str
     sources: int
     pieces: int
+    gathers: bool = False
 
     @property
     def copies(self) -> int:
@@ -44,7 +48,8 @@ class CopiesConfig:
     @property
     def name(self) -> str:
         """Unique among kernels."""
-        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.sources}x{self.pieces}"
+        way = "_gathers" if self.gathers else ""
+        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.sources}x{self.pieces}{way}"
 
 
 def validate_copies_config(config: CopiesConfig) -> None:

@@ -1,4 +1,4 @@
-"""Copies pieces of several tensors of 16 bits in one launch, here or into the memory of other GPUs."""
+"""Copies pieces of several tensors of 16 bits in one launch, here, into the memory of other GPUs or out of it."""
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +23,7 @@ class CopiesKernel:
     def __init__(self, config: CopiesConfig):
         validate_copies_config(config)
         self.sources, self.pieces, self.copies = config.sources, config.pieces, config.copies
-        self.dtype = DSL_DTYPES[config.dtype]
+        self.dtype, self.gathers = DSL_DTYPES[config.dtype], config.gathers
 
     @cute.jit
     def __call__(self, *arguments):
@@ -44,11 +44,14 @@ class CopiesKernel:
         copy = cute.arch.block_idx()[1]
         for i in cutlass.range_constexpr(self.copies):
             if copy == i:
-                source = sources[i // self.pieces]
-                self._copy(targets[i], self._piece(source, targets[i], places[2 * i], places[2 * i + 1]))
+                piece = self._piece(sources[i // self.pieces], targets[i], places[2 * i], places[2 * i + 1])
+                if cutlass.const_expr(self.gathers):
+                    self._copy(piece, targets[i])
+                else:
+                    self._copy(targets[i], piece)
 
     def _piece(self, source: cute.Tensor, target: cute.Tensor, first: Int64, step: Int64) -> cute.Tensor:
-        """What goes to ``target``, of its shape."""
+        """Of a source what goes to ``target``, or comes from it, of its shape."""
         first, step = (cute.assume(x, divby=VECTOR) for x in (first, step))
         strides = source.stride[0], step, source.stride[1], 1
         return cute.make_tensor(source.iterator + first, cute.make_layout(target.shape, stride=strides))

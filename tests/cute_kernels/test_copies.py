@@ -90,7 +90,19 @@ def test_some_heads_of_some_rows_go_where_they_belong(
     assert launcher is not None
     launcher(sources, behind_sources(pieces, most_ctas))
     assert all(map(torch.equal, into, wanted))
-    assert launched == [CopiesConfig("sm_90a", str(dtype).removeprefix("torch."), 2, 2)]
+    name = str(dtype).removeprefix("torch.")
+    assert launched == [CopiesConfig("sm_90a", name, 2, 2)]
+    # And back, into sources of which all else stays as it is.
+    back = [first.clone(), whole.clone().as_strided(second.shape, second.stride(), second.storage_offset())]
+    for x, of_source in zip(back, pieces, strict=True):
+        for piece in of_source:
+            piece.of(x).zero_()
+    assert not any(map(torch.equal, back, sources))
+    launcher = copies.find(dtype, 2, 2, first.device, gathers=True)
+    assert launcher is not None
+    launcher(back, behind_sources(pieces, most_ctas))
+    assert all(map(torch.equal, back, sources))
+    assert launched[1:] == [CopiesConfig("sm_90a", name, 2, 2, gathers=True)]
 
 
 def test_what_the_kernel_is_not_for() -> None:
@@ -112,7 +124,11 @@ def test_what_the_kernel_is_not_for() -> None:
     )
 
 
-COMPILED = [CopiesConfig("sm_80", "float16", 1, 2), CopiesConfig("sm_90a", "bfloat16", 3, 4)]
+COMPILED = [
+    CopiesConfig("sm_80", "float16", 1, 2),
+    CopiesConfig("sm_90a", "bfloat16", 3, 4),
+    CopiesConfig("sm_90a", "bfloat16", 3, 4, gathers=True),
+]
 
 
 def test_kernels_compile_without_spills() -> None:
@@ -122,7 +138,11 @@ def test_kernels_compile_without_spills() -> None:
 
 
 def test_configs() -> None:
-    assert [config.name for config in COMPILED] == ["copies_sm_80_fp16_1x2", "copies_sm_90a_bf16_3x4"]
+    assert [config.name for config in COMPILED] == [
+        "copies_sm_80_fp16_1x2",
+        "copies_sm_90a_bf16_3x4",
+        "copies_sm_90a_bf16_3x4_gathers",
+    ]
     with pytest.raises(ValueError, match="dtype is 'float32', allowed: 'float16', 'bfloat16'"):
         validate_copies_config(replace(COMPILED[0], dtype="float32"))
     with pytest.raises(

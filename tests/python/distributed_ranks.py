@@ -202,7 +202,9 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
         return attend(case), len(turns)
 
 
-def copies_by_torch(dtype: torch.dtype, sources: int, pieces: int, device: torch.device) -> CopiesLauncher:
+def copies_by_torch(
+    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+) -> CopiesLauncher:
     """Stands for ``launch.copies.find``."""
 
     def kernel(*given: Any) -> None:
@@ -211,11 +213,11 @@ def copies_by_torch(dtype: torch.dtype, sources: int, pieces: int, device: torch
         for i, target in enumerate(targets):
             x, (first, step) = xs[i // pieces], places[2 * i : 2 * i + 2]
             strides = x.stride(0), step, x.stride(1), 1
-            target.copy_(torch.as_strided(x, target.shape, strides, x.storage_offset() + first))
+            piece = torch.as_strided(x, target.shape, strides, x.storage_offset() + first)
+            piece.copy_(target) if gathers else target.copy_(piece)
 
-    return CopiesLauncher(
-        0, CopiesConfig("sm_90a", str(dtype).removeprefix("torch."), sources, pieces), kernel
-    )
+    name = str(dtype).removeprefix("torch.")
+    return CopiesLauncher(0, CopiesConfig("sm_90a", name, sources, pieces, gathers), kernel)
 
 
 def rows_like(kind: str) -> list[Tensor]:
@@ -298,6 +300,11 @@ def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
         assert all(map(torch.equal, wanted, found)) and all(x.is_contiguous() for x in found)
         lent = by_writes.lend_heads(rows, layout).tensors
         assert all(map(torch.equal, wanted, lent))
+        offered = by_writes.offer(lent, layout)
+        # What was lent is still there.
+        for target, x in zip(offered.tensors, lent, strict=True):
+            target.copy_(x)
+        assert all(map(torch.equal, rows, by_writes.take_rows(offered)))
     return True
 
 
@@ -323,9 +330,13 @@ def exchange_between_gpus(layout: str) -> str:
             if number % ranks.size == ranks.rank:
                 torch.cuda._sleep(2_000_000)
             found = there_and_back(by_writes, rows, layout)
-            lent = [x.clone() for x in by_writes.lend_heads(rows, layout).tensors]
+            lent = by_writes.lend_heads(rows, layout).tensors
+            offered = by_writes.offer(lent, layout)
+            for target, x in zip(offered.tensors, lent, strict=True):
+                target.copy_(x)
+            found += by_writes.take_rows(offered)
         torch.cuda.current_stream().wait_stream(stream)
-        pairs += [*zip(wanted, found, strict=True), *zip(wanted, lent, strict=False)]
+        pairs += zip([*wanted, *rows], found, strict=True)
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in pairs)
     return by_writes.name

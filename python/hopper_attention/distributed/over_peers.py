@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopper_attention import dense_again
-from hopper_attention.distributed.attend import Call, Gradients
+from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
 from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.launch.base import REMEMBERED_CALLS
@@ -61,14 +61,18 @@ class AttentionOverPeers(torch.autograd.Function):
         memory = exchange.memory
         # Beside the kernel, which reads the same.
         kept = [memory.copy_aside(lent.room)] if any(ctx.needs_input_grad[:OF_HEADS]) else []
-        out, lse = _attend(lent.tensors, whole_mask(problem), call)
-        if kept:
-            memory.wait()
-        rows = exchange.to_rows(exchanged(out, lse, wants_lse), problem.layout)
+        try:
+            out, lse = _attend(lent.tensors, whole_mask(problem), call)
+        finally:
+            if kept:
+                memory.wait()
+        rows = exchange.lend_rows(exchanged(out, lse, wants_lse), problem.layout).tensors
         if kept:
             ctx.save_for_backward(*kept, out, lse)
-        ctx.way = exchange, problem, call, lent
-        return tuple(rows)
+            ctx.way = exchange, problem, call, lent
+        # The copies may take the memory of an output that nobody keeps.
+        del out, lse
+        return tuple([x.clone() for x in rows])
 
     @staticmethod
     @once_differentiable
@@ -81,8 +85,9 @@ class AttentionOverPeers(torch.autograd.Function):
         copy, out, lse = ctx.saved_tensors
         q, k, v = lent.found_in(copy)
         tensors = ForGradients(dout, q, k, v, out, lse)
-        gradients = _differentiate(tensors, dlse, whole_mask(problem), call)
-        return *exchange.to_rows(gradients, problem.layout), *[None] * 4
+        offered = exchange.offer((q, k, v), problem.layout)
+        _differentiate(tensors, dlse, whole_mask(problem), call, offered.tensors)
+        return *exchange.take_rows(offered), *[None] * 4
 
 
 def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
@@ -102,17 +107,18 @@ def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor
     return out, lse
 
 
-def _differentiate(tensors: ForGradients, dlse: Tensor | None, mask: MaskSpec, call: Call) -> Gradients:
-    """dq, dk and dv, by what served an earlier call of tensors like these."""
+def _differentiate(
+    tensors: ForGradients, dlse: Tensor | None, mask: MaskSpec, call: Call, into: tuple[Tensor, ...]
+) -> None:
+    """dq, dk and dv, in ``into``, by what served an earlier call of tensors like these."""
     options = GradientOptions(call.softmax_scale, mask.causal, call.backend, call.deterministic, mask.sides)
     is_plain = dlse is None and not call.softcap
-    found = differentiate_again(tensors, options) if is_plain else None
-    if found is not None:
-        dq, dk, dv = found
-        return dq, dk, dv
+    if is_plain and differentiate_again(tensors, options, into) is not None:
+        return
     dout, q, k, v, out, lse = tensors
     others = call.softmax_scale, mask, Scores.of(call.softcap, None, None), call.backend, call.deterministic
     gradients = differentiate(dout, dlse, q, k, v, out, lse, *others)
+    for target, gradient in zip(into, gradients, strict=True):
+        target.copy_(gradient)
     if is_plain:
         remember(tensors, options)
-    return gradients

@@ -1,9 +1,13 @@
-"""Rows of all heads for all rows of some heads, written into the memory of the ranks that want them.
+"""Rows of all heads for all rows of some heads, written into the memory of the ranks that want them, or read from it.
 
 One launch writes all tensors of an exchange to where they belong on every rank, over NVLink and in their final order.
-Then all ranks meet, and what they were given lies in a buffer of their own. It has two rooms, which exchanges use in
-turns. So whoever writes into a room has met its owner since the owner read it, provided that what reads a room is
-launched before the next exchange.
+Then all ranks meet, and what they were given lies in a buffer of their own. Gradients go the other way: each rank makes
+them in its buffer, all meet, and one launch reads those of its rows from every rank, to where they stay.
+
+What is given lies at the begin of the buffer as heads and at its end as rows, so that an exchange does not touch what
+the one before has left. So one meeting is enough: whoever writes into a room has met its owner, and those who read of
+it, since they did, provided that what reads a room is launched before the next exchange. Where two exchanges in a row
+do touch, as of a backward pass and the next forward pass, all ranks meet once more between them.
 """
 
 from __future__ import annotations
@@ -30,8 +34,12 @@ MOST_BYTES = 1 << 27
 heads of 128 columns, and as many with 32 over 8. What is larger takes long enough to hide what messages cost, and the
 rooms are kept."""
 
-LEAST_BYTES = 1 << 24
-ROOMS = 2
+LEAST_BYTES = 1 << 25
+"""Of a buffer."""
+
+STEPS = 8
+"""Sizes of a buffer from one power of two to the next."""
+
 ALIGNED = 256
 REMEMBERED_SENDINGS = 256
 
@@ -64,6 +72,23 @@ class Chunks(NamedTuple):
         return cls(rank, 2 * size - 1 - 2 * rank, 2)
 
 
+class Region(NamedTuple):
+    """Bytes of the buffer that an exchange uses."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    def touches(self, other: Region) -> bool:
+        return self.first < other.end and other.first < self.end
+
+
+NOTHING = Region(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Brought:
     """What all ranks give this one in an exchange, where it lies: until the next but one writes there.
@@ -93,12 +118,14 @@ class Sending:
         scattered: which tensors have heads that do not lie side by side, and are copied first.
         launches: of kernels.
         by_torch: pieces that no kernel moves.
+        region: where they go.
         brought: what comes.
     """
 
     scattered: tuple[int, ...]
     launches: Launches
     by_torch: Pieces
+    region: Region
     brought: Brought
 
     def write(self, tensors: Sequence[Tensor]) -> None:
@@ -108,6 +135,33 @@ class Sending:
             launcher([tensors[i] for i in which], behind)
         for i, piece in self.by_torch:
             piece.target.copy_(piece.of(tensors[i]))
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Heads that this rank makes for all, and how it takes its rows of those of all.
+
+    Attributes:
+        tensors: contiguous, in the buffer: to be written before the rows are taken.
+        region: where they lie.
+        rows: the shape of what is taken of each.
+        launches, by_torch: as of ``Sending``; pieces of the rows.
+    """
+
+    tensors: tuple[Tensor, ...]
+    region: Region
+    rows: tuple[Shape, ...]
+    launches: Launches
+    by_torch: Pieces
+
+    def take(self) -> list[Tensor]:
+        each = zip(self.rows, self.tensors, strict=True)
+        found = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in each]
+        for launcher, which, behind in self.launches:
+            launcher([found[i] for i in which], behind)
+        for i, piece in self.by_torch:
+            piece.of(found[i]).copy_(piece.target)
+        return found
 
 
 class PushedExchange(HeadExchange):
@@ -120,8 +174,9 @@ class PushedExchange(HeadExchange):
         self.ranks = ranks
         self.memory = memory
         self.make = make
-        self.turn = 0
+        self.last = NOTHING
         self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
+        self.offers: dict[tuple[Any, ...], Offered] = {}
 
     def to_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
         return [x.clone() for x in self.lend_heads(tensors, layout).tensors]
@@ -131,24 +186,65 @@ class PushedExchange(HeadExchange):
         return self._exchange(tensors, True, layout)
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        return [x.clone() for x in self._exchange(tensors, False, layout).tensors]
+        return [x.clone() for x in self.lend_rows(tensors, layout).tensors]
+
+    def lend_rows(self, tensors: Sequence[Tensor], layout: str) -> Brought:
+        """``to_rows`` in the buffer itself, as ``lend_heads``."""
+        return self._exchange(tensors, False, layout)
+
+    def offer(self, like: Sequence[Tensor], layout: str) -> Offered:
+        """Room for heads like these, to be written and then given to ``take_rows`` as the next exchange."""
+        self.memory.begin()
+        total = sum(map(_room_of, like))
+        # What the exchange before brought is still read while these are written.
+        self._make_room(total, False, 0)
+        key = layout, *((x.shape, x.dtype) for x in like)
+        offered = self.offers.get(key)
+        if offered is None:
+            if len(self.offers) >= REMEMBERED_SENDINGS:
+                self.offers.clear()
+            offered = self.offers[key] = self._offer(like, total, layout)
+        self._keep_off(offered.region)
+        return offered
+
+    def take_rows(self, offered: Offered) -> list[Tensor]:
+        """``to_rows`` of what was written to the room."""
+        self.memory.meet()
+        self.last = offered.region
+        return offered.take()
+
+    def _offer(self, like: Sequence[Tensor], total: int, layout: str) -> Offered:
+        region = self._region(total, False)
+        offsets = accumulate(map(_room_of, like), initial=region.first)
+        places = [(tuple(x.shape), x.dtype, offset) for x, offset in zip(like, offsets, strict=False)]
+        shapes = tuple(self._of_rows(x) for x in like)
+        rows = [
+            torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in zip(shapes, like, strict=True)
+        ]
+        pieces = [
+            self._to_heads(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
+            for x, place in zip(rows, places, strict=True)
+        ]
+        mine = tuple(self.memory.view(self.ranks.rank, *place) for place in places)
+        return Offered(mine, region, shapes, *_launches_of(rows, pieces, like[0].device, gathers=True))
 
     def _exchange(self, tensors: Sequence[Tensor], to_heads: bool, layout: str) -> Brought:
         self.memory.begin()
-        self.turn = (self.turn + 1) % ROOMS
-        key = self.turn, to_heads, layout, len(tensors), tensors[0].shape, tensors[-1].shape
+        key = to_heads, layout, len(tensors), tensors[0].shape, tensors[-1].shape
         # An address is not part of what is remembered.
         addresses = 0
         for x in tensors:
             addresses |= x.data_ptr()
         is_aligned = not addresses % ADDRESSED
         sending = self.sendings.find(key, *tensors) if is_aligned else None
-        if sending is None:
+        if sending is None or not self._has_room(sending.region.size, to_heads):
             sending = self._sending(tensors, to_heads, layout)
             if is_aligned and self.sendings.comes_again(key):
                 self.sendings.keep(key, sending, *tensors)
+        self._keep_off(sending.region)
         sending.write(tensors)
         self.memory.meet()
+        self.last = sending.region
         return sending.brought
 
     def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
@@ -156,8 +252,11 @@ class PushedExchange(HeadExchange):
         tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
         shape_of, pieces_of = (self._of_heads, self._to_heads) if to_heads else (self._of_rows, self._to_rows)
         # A rank gets as many bytes as it gives.
-        *offsets, end = accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors), initial=0)
-        start = self._room_for(end)
+        *offsets, end = accumulate(map(_room_of, tensors), initial=0)
+        # Heads are followed by an output, which is as large as Q.
+        self._make_room(end, to_heads, max(map(_room_of, tensors)) if to_heads else 0)
+        region = self._region(end, to_heads)
+        start = region.first
         places = [(shape_of(x), x.dtype, start + offset) for x, offset in zip(tensors, offsets, strict=True)]
         pieces = [
             pieces_of(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
@@ -168,14 +267,28 @@ class PushedExchange(HeadExchange):
             self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
             tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
         )
-        return Sending(scattered, *_launches_of(tensors, pieces), brought)
+        return Sending(scattered, *_launches_of(tensors, pieces, tensors[0].device), region, brought)
 
-    def _room_for(self, total: int) -> int:
-        """Where in the buffer an exchange of so many bytes has its room."""
-        if ROOMS * total > self.memory.nbytes:
-            self.memory = self.make(bytes_for(total))
+    def _has_room(self, total: int, to_heads: bool) -> bool:
+        """Whether an exchange of so many bytes fits: rows beside what the one before left. All ranks find the same."""
+        return total + (0 if to_heads else self.last.size) <= self.memory.nbytes
+
+    def _make_room(self, total: int, to_heads: bool, more: int) -> None:
+        """A larger buffer for an exchange that does not fit, with so many bytes more."""
+        if not self._has_room(total, to_heads):
+            self.memory = self.make(bytes_for(total + more + (0 if to_heads else self.last.size)))
+            self.last = NOTHING
             self.sendings.cache_clear()
-        return self.turn * (self.memory.nbytes // ROOMS)
+            self.offers.clear()
+
+    def _region(self, total: int, to_heads: bool) -> Region:
+        return Region(0, total) if to_heads else Region(self.memory.nbytes - total, self.memory.nbytes)
+
+    def _keep_off(self, region: Region) -> None:
+        """Wait for all that the exchange before left in a region."""
+        if region.touches(self.last):
+            self.memory.meet()
+            self.last = NOTHING
 
     def _of_heads(self, x: Tensor) -> Shape:
         """The shape that rows come in."""
@@ -222,8 +335,14 @@ class PushedExchange(HeadExchange):
 
 
 def bytes_for(total: int) -> int:
-    """Of a buffer with room for exchanges of ``total`` bytes."""
-    return ROOMS * max(LEAST_BYTES, 1 << (total - 1).bit_length())
+    """Of a buffer for ``total`` bytes. There are few sizes, as all ranks stop to make a larger one."""
+    step = max(ALIGNED, (1 << (total - 1).bit_length()) // (2 * STEPS))
+    return max(LEAST_BYTES, -(-total // step) * step)
+
+
+def _room_of(x: Tensor) -> int:
+    """Bytes that a tensor takes."""
+    return -(-x.nbytes // ALIGNED) * ALIGNED
 
 
 def _has_dense_rows(x: Tensor) -> bool:
@@ -231,7 +350,9 @@ def _has_dense_rows(x: Tensor) -> bool:
     return x.stride()[2:] == (x.shape[3], 1)
 
 
-def _launches_of(tensors: Sequence[Tensor], pieces: Sequence[list[Piece]]) -> tuple[Launches, Pieces]:
+def _launches_of(
+    tensors: Sequence[Tensor], pieces: Sequence[list[Piece]], device: torch.device, gathers: bool = False
+) -> tuple[Launches, Pieces]:
     """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, x in enumerate(tensors):
@@ -245,7 +366,7 @@ def _launches_of(tensors: Sequence[Tensor], pieces: Sequence[list[Piece]]) -> tu
             some = tuple(which[i : i + at_once])
             parts = [pieces[n][j : j + MOST_COPIES] for n in some]
             number = len(parts[0])
-            launcher = copies.find(dtype, len(some), number, tensors[0].device) if in_vectors else None
+            launcher = copies.find(dtype, len(some), number, device, gathers) if in_vectors else None
             if launcher is None:
                 by_torch += [(n, piece) for n, part in zip(some, parts, strict=True) for piece in part]
             else:

@@ -22,7 +22,7 @@ from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange, bytes_for
+from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange
 from hopper_attention.fp8 import flash_attn_fp8_func
 from hopper_attention.quantized import Fp8Quantization
 
@@ -38,7 +38,7 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 @lru_cache(maxsize=64)
 def _pushes_between(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange | str:
-    memory = share_memory(ranks, device, bytes_for(LEAST_BYTES))
+    memory = share_memory(ranks, device, LEAST_BYTES)
     if isinstance(memory, str):
         return memory
 

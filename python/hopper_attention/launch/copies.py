@@ -1,4 +1,4 @@
-"""Pieces of several 16-bit tensors, copied on a GPU in one launch, also into the memory of its peers."""
+"""Pieces of several 16-bit tensors, copied on a GPU in one launch, also into the memory of its peers or out of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """Of a tensor (batch, rows, heads, d) whose heads lie side by side: blocks of its rows, and some of their columns.
 
     Attributes:
-        target: (batch, blocks, rows of each, columns), where the piece goes.
+        target: (batch, blocks, rows of each, columns), where the piece goes, or comes from.
         first: elements from the tensor's first to the piece's.
         step: elements from one block to the next.
     """
@@ -63,14 +63,18 @@ def behind_sources(pieces: Sequence[Sequence[Piece]], most_ctas: int) -> tuple[A
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def find(dtype: torch.dtype, sources: int, pieces: int, device: torch.device) -> CopiesLauncher | None:
-    """The launcher, or None where there is no kernel; compiles or loads it the first time."""
+def find(
+    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+) -> CopiesLauncher | None:
+    """The launcher, or None where there is no kernel; compiles or loads it the first time.
+
+    With ``gathers`` pieces come from their targets."""
     target = target_of(device)
     is_possible = min(sources, pieces) > 0 and sources * pieces <= MOST_COPIES
     if dtype not in DTYPE_NAMES or not is_possible or why_not_ampere(target):
         return None
     major, minor = target.capability
-    config = CopiesConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], sources, pieces)
+    config = CopiesConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], sources, pieces, gathers)
     return CopiesLauncher(index_of(device), config, compile_cache.get_serving(config))
 
 
