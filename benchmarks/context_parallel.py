@@ -42,7 +42,8 @@ from hopper_attention.distributed import (
 )
 from hopper_attention.distributed.auto import ULYSSES
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.heads import MessageExchange
+from hopper_attention.distributed.heads import HeadExchange, MessageExchange
+from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.experiments.bench.machine import (
     ClockSampler,
     describe_machine,
@@ -433,11 +434,14 @@ def main(arguments: list[str]) -> int:
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
     gauge = find_gauge(str(device))
     rows: list[dict[str, Any]] = []
-    about = describe(device, gauge, shapes) | {"ulysses_by": carrier(s)}
+    carried = carrier(s)
+    about = describe(device, gauge, shapes) | {"ulysses_by": carried.name}
     with ClockSampler(gauge) as sampler:
         found_errors = errors(s, of_errors)
         for shape in shapes:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
+            # Rooms grow with what is exchanged; short shapes come first.
+            about[f"room_bytes_after_{shape.name}"] = room_bytes(carried)
             if s.is_short and shape.seqlen < LONG:
                 found_errors += beside_one_gpu(s, shape)
             rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)
@@ -447,7 +451,7 @@ def main(arguments: list[str]) -> int:
                     write_text(options.json, report(options.commit, s, rows, found_errors, about))
     if dist.get_rank() == 0:
         show_errors(found_errors)
-        print("ulysses by", about["ulysses_by"], flush=True)
+        print("ulysses by", carried.name, "in a room of", room_bytes(carried), "bytes", flush=True)
     dist.destroy_process_group()
     return 0
 
@@ -467,9 +471,14 @@ def describe(device: torch.device, gauge: Any, shapes: list[Shape]) -> dict[str,
     return {"ranks": ranks, "machine": describe_machine(str(device), gauge) | {"nccl": nccl}, "auto": plans}
 
 
-def carrier(s: Setting) -> str:
+def carrier(s: Setting) -> HeadExchange:
     """What carries the heads of ulysses between short shards. All ranks ask together."""
-    return ulysses.exchange_for(Ranks.of(s.mesh.get_group(0)), 1, s.device).name
+    return ulysses.exchange_for(Ranks.of(s.mesh.get_group(0)), 1, s.device)
+
+
+def room_bytes(carried: HeadExchange) -> int:
+    """Of the memory that a group keeps beside what calls take; it is not in ``extra_bytes``."""
+    return carried.memory.nbytes if isinstance(carried, PushedExchange) else 0
 
 
 def report(
