@@ -18,10 +18,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,7 +44,8 @@ from hopper_attention.distributed import (
 from hopper_attention.distributed.auto import ULYSSES
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
-from hopper_attention.distributed.pushed import PushedExchange
+from hopper_attention.distributed.peers import PeerMemory, share_memory
+from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
 from hopper_attention.experiments.bench.machine import (
     ClockSampler,
     describe_machine,
@@ -58,8 +60,8 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES = "ulysses by messages"
-SHORT_METHODS = ("auto", "ring", "ulysses", BY_MESSAGES)
+BY_MESSAGES, WRITTEN = "ulysses by messages", "ulysses, gradients written"
+SHORT_METHODS = ("auto", "ring", "ulysses", BY_MESSAGES, WRITTEN)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -179,8 +181,53 @@ def messages_only() -> Iterator[None]:
         ulysses.exchange_for = chosen
 
 
+@dataclass(frozen=True)
+class OwnMemory:
+    """Gradients of heads that nobody reads where they are made."""
+
+    tensors: tuple[Tensor, ...]
+    layout: str
+
+
+class WrittenExchange(PushedExchange):
+    """Gradients are written into the memory of those that want them too, and copied out of it."""
+
+    def offer(self, like: Sequence[Tensor], layout: str) -> Any:
+        return OwnMemory(tuple(x.new_empty(x.shape) for x in like), layout)
+
+    def take_rows(self, offered: Any) -> list[Tensor]:
+        return self.to_rows(offered.tensors, offered.layout)
+
+
+@lru_cache(maxsize=1)
+def written_exchange(ranks: Ranks, device: torch.device) -> HeadExchange:
+    """With a memory of its own; messages where there is none."""
+
+    def make(nbytes: int) -> PeerMemory:
+        made = share_memory(ranks, device, nbytes)
+        assert not isinstance(made, str)
+        return made
+
+    found = share_memory(ranks, device, LEAST_BYTES)
+    return MessageExchange(ranks) if isinstance(found, str) else WrittenExchange(ranks, found, make)
+
+
+@contextmanager
+def gradients_written() -> Iterator[None]:
+    """Ulysses as if ranks did not read of each other."""
+    chosen = ulysses.exchange_for
+    ulysses.exchange_for = lambda ranks, nbytes, device: written_exchange(ranks, device)
+    try:
+        yield
+    finally:
+        ulysses.exchange_for = chosen
+
+
+VARIANTS = {BY_MESSAGES: messages_only, WRITTEN: gradients_written}
+
+
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
+    name, carried = (ULYSSES, VARIANTS[method]) if method in VARIANTS else (method, nullcontext)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with carried():

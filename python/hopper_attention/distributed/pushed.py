@@ -356,7 +356,7 @@ def _launches_of(
     """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, x in enumerate(tensors):
-        in_vectors = copies.is_in_vectors(x, pieces[i]) and not x.data_ptr() % ADDRESSED
+        in_vectors = copies.is_in_vectors(x, pieces[i]) and (x.is_meta or not x.data_ptr() % ADDRESSED)
         kinds.setdefault((x.dtype, in_vectors), []).append(i)
     launches, by_torch = [], []
     size = len(pieces[0])
