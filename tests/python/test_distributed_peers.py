@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,7 @@ import torch
 
 from hopper_attention import flash_attn_fp8_func
 from hopper_attention.distributed import Machine, explain_context_parallel
-from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.peers import PeerMemory, why_not
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
+from hopper_attention.distributed.peers import why_not
 from hopper_attention.quantized import Fp8Quantization
 from tests.python.distributed_ranks import Case, Pool, members
 from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
@@ -146,57 +143,3 @@ def test_an_explanation_says_what_carries_the_heads() -> None:
     ) and "in 16 bits it would take" in fp8.reason
     mesh = explain_context_parallel(8, 1 << 15, 16, 16, 128, causal=True, ulysses=4)
     assert mesh.transport == "peer memory"
-
-
-class MetaMemory(PeerMemory):
-    """Buffers of a size and without memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.meetings = 0
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
-        assert offset + math.prod(shape) * dtype.itemsize <= self.nbytes
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def begin(self) -> None:
-        pass
-
-    def meet(self) -> None:
-        self.meetings += 1
-
-    def copy_aside(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    def wait(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "mib"), [(16, 16, 128), (32, 8, 160)])
-def test_a_group_keeps_room_for_q_k_v_and_an_output(heads: int, kv_heads: int, mib: int) -> None:
-    # 32k tokens on four ranks, as exchanges of two layers follow each other, and then the next step.
-    made: list[MetaMemory] = []
-
-    def make(nbytes: int) -> PeerMemory:
-        made.append(MetaMemory(nbytes))
-        return made[-1]
-
-    exchange = PushedExchange(Ranks(None, 1, 4), make(LEAST_BYTES), make)  # type: ignore[arg-type]
-    q, k, v = (
-        torch.empty(1, 8192, n, 128, dtype=torch.float16, device="meta") for n in (heads, kv_heads, kv_heads)
-    )
-    extra = []
-    for _ in range(2):
-        before = made[-1].meetings
-        for _ in range(2):
-            lent = exchange.lend_heads((q, k, v), "zigzag").tensors
-            exchange.lend_rows([lent[0]], "zigzag")
-        for _ in range(2):
-            exchange.lend_heads((q,), "zigzag")
-            assert [x.shape for x in exchange.take_rows(exchange.offer(lent, "zigzag"))] == [
-                x.shape for x in (q, k, v)
-            ]
-        extra.append(made[-1].meetings - before - 8)
-    assert [memory.nbytes for memory in made] == [LEAST_BYTES, mib << 20]
-    # Between the gradients of Q, K and V and the Q, K and V of the next step.
-    assert extra == [0, 1]

@@ -26,9 +26,6 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.reference.tiles import Span
 from hopper_attention.scores import Scores
 
-OF_HEADS = 3
-"""Of the arguments: q, k and v."""
-
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def whole_mask(problem: Problem) -> MaskSpec:
@@ -44,7 +41,11 @@ def exchanged(out: Tensor, lse: Tensor, wants_lse: bool) -> list[Tensor]:
 
 class AttentionOverPeers(torch.autograd.Function):
     """out (batch, rows, heads, head_dim_v), from q, k and v of the rows of this rank; with ``wants_lse`` also the LSE,
-    (batch, rows, heads, 1)."""
+    (batch, rows, heads, 1).
+
+    ``is_kept`` says that there may be a backward pass: within, tensors that need gradients do also where none are
+    recorded.
+    """
 
     @staticmethod
     def forward(
@@ -56,11 +57,12 @@ class AttentionOverPeers(torch.autograd.Function):
         problem: Problem,
         call: Call,
         wants_lse: bool,
+        is_kept: bool,
     ) -> tuple[Tensor, ...]:
         lent = exchange.lend_heads((q, k, v), problem.layout)
         memory = exchange.memory
         # Beside the kernel, which reads the same.
-        kept = [memory.copy_aside(lent.room)] if any(ctx.needs_input_grad[:OF_HEADS]) else []
+        kept = [memory.copy_aside(lent.room)] if is_kept else []
         try:
             out, lse = _attend(lent.tensors, whole_mask(problem), call)
         finally:
@@ -87,7 +89,7 @@ class AttentionOverPeers(torch.autograd.Function):
         tensors = ForGradients(dout, q, k, v, out, lse)
         offered = exchange.offer((q, k, v), problem.layout)
         _differentiate(tensors, dlse, whole_mask(problem), call, offered.tensors)
-        return *exchange.take_rows(offered), *[None] * 4
+        return *exchange.take_rows(offered), *[None] * 5
 
 
 def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange
 from hopper_attention.fp8 import flash_attn_fp8_func
+from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantized import Fp8Quantization
 
 
@@ -134,7 +135,7 @@ class Heads:
         if not isinstance(self.exchange, PushedExchange):
             return None
         given = *self._as_many_keys(*tensors), self.exchange, problem, call, wants_lse
-        return _with_lse(AttentionOverPeers.apply(*given))
+        return _with_lse(AttentionOverPeers.apply(*given, needs_gradient(*tensors)))
 
     def attend_in_fp8(
         self,
