@@ -175,6 +175,7 @@ class PushedExchange(HeadExchange):
         self.memory = memory
         self.make = make
         self.last = NOTHING
+        self.outgrown: list[PeerMemory] = []
         self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
         self.offers: dict[tuple[Any, ...], Offered] = {}
 
@@ -211,6 +212,7 @@ class PushedExchange(HeadExchange):
         """``to_rows`` of what was written to the room."""
         self.memory.meet()
         self.last = offered.region
+        self.outgrown.clear()
         return offered.take()
 
     def _offer(self, like: Sequence[Tensor], total: int, layout: str) -> Offered:
@@ -245,6 +247,7 @@ class PushedExchange(HeadExchange):
         sending.write(tensors)
         self.memory.meet()
         self.last = sending.region
+        self.outgrown.clear()
         return sending.brought
 
     def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
@@ -276,6 +279,8 @@ class PushedExchange(HeadExchange):
     def _make_room(self, total: int, to_heads: bool, more: int) -> None:
         """A larger buffer for an exchange that does not fit, with so many bytes more."""
         if not self._has_room(total, to_heads):
+            # What the exchange before brought lies there, and its tensors do not hold it.
+            self.outgrown.append(self.memory)
             self.memory = self.make(bytes_for(total + more + (0 if to_heads else self.last.size)))
             self.last = NOTHING
             self.sendings.cache_clear()
