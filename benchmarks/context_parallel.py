@@ -41,7 +41,7 @@ from hopper_attention.distributed import (
     ulysses,
     unshard_sequence,
 )
-from hopper_attention.distributed.auto import ULYSSES
+from hopper_attention.distributed.auto import RING, ULYSSES
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory, share_memory
@@ -61,7 +61,8 @@ from hopper_attention.reference import attention_naive
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
 BY_MESSAGES, WRITTEN = "ulysses by messages", "ulysses, gradients written"
-SHORT_METHODS = ("auto", "ring", "ulysses", BY_MESSAGES, WRITTEN)
+LEAST_MEMORY = "ring, least memory"
+SHORT_METHODS = ("auto", "ring", LEAST_MEMORY, "ulysses", BY_MESSAGES, WRITTEN)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -228,6 +229,8 @@ VARIANTS = {BY_MESSAGES: messages_only, WRITTEN: gradients_written}
 
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
     name, carried = (ULYSSES, VARIANTS[method]) if method in VARIANTS else (method, nullcontext)
+    if method == LEAST_MEMORY:
+        name, options = RING, options | {"memory": "least"}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with carried():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,12 +37,12 @@ from hopper_attention.distributed import (
 from hopper_attention.distributed import peers as peers_module
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
-from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.launch import copies
 from hopper_attention.launch.copies import CopiesLauncher
 from hopper_attention.quantized import Fp8Quantization
+from tests.python.file_memory import FileMemory
 
 WORLD = 8
 SIZES = (2, 3, 4, 8)
@@ -143,42 +141,10 @@ def attend_with_kernels(case: Case, schedule: Schedule | None = None) -> tuple[d
 def attend_by(case: Case, schedule: Schedule) -> dict[str, np.ndarray]:
     """``attend`` with a schedule of the ring for both passes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "fp8_parts", lambda problem, sizes: schedule.parts)
-        patch.setattr(ring, "forward_schedule", lambda problem, sizes: schedule)
-        patch.setattr(ring_backward, "backward_schedule", lambda problem, sizes: schedule)
+        patch.setattr(wire, "fp8_parts", lambda *sizes: schedule.parts)
+        patch.setattr(ring, "forward_schedule", lambda *sizes: schedule)
+        patch.setattr(ring_backward, "backward_schedule", lambda *sizes: schedule)
         return attend(case)
-
-
-class FileMemory(PeerMemory):
-    """Files that all ranks map, in place of memory of GPUs. Ranks are late at random, once they have met."""
-
-    def __init__(self, ranks: Ranks, folder: str, nbytes: int) -> None:
-        self.ranks = ranks
-        self.nbytes = nbytes
-        name = "-".join(map(str, [*dist.get_process_group_ranks(ranks.group), nbytes]))
-        paths = [Path(folder) / f"{name}-of-{rank}" for rank in range(ranks.size)]
-        paths[ranks.rank].write_bytes(bytes(nbytes))
-        dist.barrier(ranks.group)
-        self.buffers = [
-            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths
-        ]
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        room = self.buffers[rank][offset : offset + math.prod(shape) * dtype.itemsize]
-        return room.view(dtype).view(shape)
-
-    def begin(self) -> None:
-        pass
-
-    def meet(self) -> None:
-        dist.barrier(self.ranks.group)
-        time.sleep(random.uniform(0, 2e-3))
-
-    def copy_aside(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def wait(self) -> None:
-        pass
 
 
 def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PushedExchange:
@@ -539,6 +505,10 @@ def refuse(what: str) -> str:
             x, x, x, mesh, quantization=Fp8Quantization(smooth_k=True)
         ),
         "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
+        "memory": lambda: context_parallel_attention(x, x, x, mesh, memory="little"),
+        "memory of heads": lambda: context_parallel_attention(
+            x, x, x, mesh, method="ulysses", memory="least"
+        ),
     }
     return error_of(calls[what])
 

@@ -109,6 +109,7 @@ RING = [
     Case(3, "ring", {"cu_seqlens": ODD, "window_size": (4, 2), "softcap": 3.0}, batch=1),
     Case(2, "ring", CAUSAL, seqlen=16),
     Case(8, "ring", CAUSAL, batch=1),
+    Case(4, "auto", CAUSAL | {"memory": "least"}, has_sinks=True),
 ]
 GATHER = [
     Case(2, "all_gather"),
@@ -330,6 +331,8 @@ REFUSALS = {
     "and not with a gradient",
     "fp8 mean": "NotImplementedError: quantization has smooth_k",
     "timeout": "ValueError: timeout is -1.0, allowed: seconds",
+    "memory": "ValueError: memory is 'little', allowed: 'auto', 'least'",
+    "memory of heads": "ValueError: memory is 'least' and method 'ulysses', with a mesh of 1 dimensions, allowed: ",
 }
 
 

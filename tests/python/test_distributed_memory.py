@@ -38,6 +38,7 @@ from tests.python.live_bytes import LiveBytes
 
 HEAD_DIM = 128
 CALL = Call(HEAD_DIM**-0.5)
+LEAST = CALL._replace(is_least=True)
 
 
 def nothing(*arguments: Any) -> None:
@@ -103,15 +104,15 @@ def tensors_of(world: int, seqlen: int, heads: tuple[int, int]) -> list[Tensor]:
     return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
 
 
-def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int], call: Call = CALL) -> Peaks:
     problem = problem_of(world, seqlen)
     q, k, v, out, dout = tensors_of(world, seqlen, heads)
     lse = torch.empty(1, heads[0], q.shape[1], device="meta")
     ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
     found = []
     for run in (
-        lambda: ring.ring_forward(ranks, problem, CALL, (q, k, v), None),
-        lambda: ring_backward.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
+        lambda: ring.ring_forward(ranks, problem, call, (q, k, v), None),
+        lambda: ring_backward.ring_backward(ranks, problem, call, Saved(q, out, lse, dout, None), (k, v)),
     ):
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
@@ -121,16 +122,17 @@ def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
 
 
 @lru_cache(maxsize=8)
-def worst(world: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+def worst(world: int, seqlen: int, heads: tuple[int, int], call: Call = CALL) -> Peaks:
     """Of the ranks that hold the most in either pass."""
-    found = [peaks(world, rank, seqlen, heads) for rank in range(world)]
+    found = [peaks(world, rank, seqlen, heads, call) for rank in range(world)]
     return Peaks(found[0].sizes, max(x.forward for x in found), max(x.backward for x in found))
 
 
-def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
+def row_of(world: int, tokens: int, heads: tuple[int, int], call: Call = CALL) -> str:
     """Of the page, in GiB."""
-    found, problem = worst(world, tokens, heads), problem_of(world, tokens)
-    ways = forward_schedule(problem, found.sizes), backward_schedule(problem, found.sizes)
+    found, problem = worst(world, tokens, heads, call), problem_of(world, tokens)
+    least = call.is_least
+    ways = forward_schedule(problem, found.sizes, least), backward_schedule(problem, found.sizes, least)
     shards = ", ".join("all" if way.at_once else "one" for way in ways)
     sizes = found.aim, found.forward, found.both, found.gradients
     return (
@@ -166,6 +168,21 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (backward_bytes, backward_schedule, found.both - found.sizes.out),
     ):
         assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_ring_that_is_to_hold_the_least_keeps_to_that_at_any_length(
+    bare_ring: None, world: int, heads: tuple[int, int]
+) -> None:
+    for seqlen in (1 << 15, 1 << 12):
+        found = worst(world, seqlen, heads, LEAST)
+        assert found.forward <= found.aim and found.both <= found.aim, seqlen
+
+
+def test_what_a_ring_holds_at_least_is_as_the_page_says(bare_ring: None) -> None:
+    rows = [row_of(*shape, LEAST) for shape in SHAPES if shape[1] == 1 << 15]
+    assert table_of_the_page("least memory") == rows
 
 
 @pytest.mark.parametrize(

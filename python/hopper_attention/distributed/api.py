@@ -72,6 +72,7 @@ class ContextOptions(TypedDict, total=False):
     backend: str | None
     timeout: float
     check: str
+    memory: str
 
 
 def context_parallel_attention(
@@ -95,6 +96,7 @@ def context_parallel_attention(
     backend: str | None = None,
     timeout: float = 0.0,
     check: str = "first",
+    memory: str = AUTO,
 ) -> Result:
     """Attention over a sequence of which each rank of a group holds a part, differentiable.
 
@@ -134,6 +136,9 @@ def context_parallel_attention(
             the host then waits for each transfer. 0: the group's own time-out, without such waits.
         check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
             where they differ. "never": they do not, for calls known to be right, on a group that was in use before.
+        memory: "auto": short shards are exchanged in the fastest way. "least": a ring that holds no more on a rank than
+            two shards of K and V and the output, and dQ, dK and dV, at any length, some heads after the other; where
+            there are too few heads for that, as little as it can. Not with other methods than "ring" and "auto".
 
     Returns:
         out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,
@@ -161,6 +166,7 @@ def context_parallel_attention(
         timeout,
         check,
         return_lse,
+        memory,
     )
     key = again.key_of(q, k, mesh, sinks, given) if cu_seqlens is None else None
     like = None if key is None else again.find(key, q, k, v)
@@ -273,6 +279,8 @@ def _method_of(request: Request, o: Options, device: torch.device) -> str:
         return MESH
     if o.method != AUTO:
         return o.method
+    if request.call.is_least:
+        return RING
     return plan(request.problem, request.sizes, _machine_of(request, device)).method
 
 

@@ -92,7 +92,7 @@ def ring_forward(
     ranks: Ranks, problem: Problem, call: Call, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype and lse, of the local rows; ``tensors`` are q, k and v, the last two contiguous."""
-    schedule = forward_schedule(problem, RowBytes.of(*tensors))
+    schedule = forward_schedule(problem, RowBytes.of(*tensors), call.is_least)
     return scheduled_forward(ranks, problem, call, tensors, sinks, schedule=schedule)
 
 

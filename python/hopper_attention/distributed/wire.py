@@ -121,7 +121,7 @@ def ring_forward_fp8(
     """out of q's dtype and lse, of the local rows; their keys come by as e4m3, some heads after the other."""
     # A scale of a whole tensor is one of all heads.
     is_whole = quantization.granularity == "tensor"
-    parts = 1 if is_whole else fp8_parts(problem, RowBytes.of(*tensors))
+    parts = 1 if is_whole else fp8_parts(problem, RowBytes.of(*tensors), call.is_least)
     return scheduled_fp8(ranks, problem, call, tensors, sinks, quantization, parts=parts)
 
 
