@@ -369,7 +369,7 @@ def peers_of(s: Setting, shape: Shape, without_torch: bool) -> list[Peer]:
         # FlashAttention-2 took half as long again in every shape.
         backends = backends[:1]
     if s.is_short and shape.seqlen >= LONG:
-        # Of each the one that was faster at 32k.
+        # They take long: of each the one that should be the fastest.
         rotations, rings = rotations[:1], rings[:1]
     return rings if without_torch else rings + torchs_own(backends, rotations)
 
