@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from cute_kernels.copies.config import CopiesConfig
 from hopper_attention.distributed import (
     api,
     attention_interface,
@@ -40,9 +39,8 @@ from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.launch import copies
-from hopper_attention.launch.copies import CopiesLauncher
 from hopper_attention.quantized import Fp8Quantization
-from tests.python.file_memory import FileMemory
+from tests.python.file_memory import FileMemory, copies_by_torch
 
 WORLD = 8
 SIZES = (2, 3, 4, 8)
@@ -168,24 +166,6 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
         return attend(case), len(turns)
 
 
-def copies_by_torch(
-    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
-) -> CopiesLauncher:
-    """Stands for ``launch.copies.find``."""
-
-    def kernel(*given: Any) -> None:
-        xs, targets = given[:sources], given[sources:][: sources * pieces]
-        places = given[sources + len(targets) : -1]
-        for i, target in enumerate(targets):
-            x, (first, step) = xs[i // pieces], places[2 * i : 2 * i + 2]
-            strides = x.stride(0), step, x.stride(1), 1
-            piece = torch.as_strided(x, target.shape, strides, x.storage_offset() + first)
-            piece.copy_(target) if gathers else target.copy_(piece)
-
-    name = str(dtype).removeprefix("torch.")
-    return CopiesLauncher(0, CopiesConfig("sm_90a", name, sources, pieces, gathers), kernel)
-
-
 def rows_like(kind: str) -> list[Tensor]:
     """q, k and v of some rows, of two ranks, and a gradient of the output, of new values."""
     dtype = torch.bfloat16 if kind == "dtype" else DTYPE
@@ -245,6 +225,39 @@ def call_again(kind: str, folder: str) -> list[tuple[int, int, int]]:
         # By messages.
         assert all(map(torch.equal, results, call(kind_now, tensors)))
     return found[-2:]
+
+
+def layers_by_peer_memory(folder: str) -> bool:
+    """Whether layers whose forward passes come before their backward passes, of two groups in turns and with a pass
+    without gradients between them, have the bits of messages."""
+    exchanges: dict[str, PushedExchange] = {}
+    groups_of_layers = groups()[2], dist.new_group([0, 1], use_local_synchronization=True)
+    Path(folder).mkdir(exist_ok=True)
+
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        of_group = Path(folder, str(len(exchanges)))
+        of_group.mkdir(exist_ok=True)
+        return exchanges.setdefault(group.group_name, writes_to_files(ranks, str(of_group), 1 << 13))
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        *leaves, dout = tensors
+        x, outs = leaves[0], []
+        for number in range(4):
+            of_layer = groups_of_layers[number % 2]
+            outs.append(context_parallel_attention(x, *leaves[1:], of_layer, method="ulysses", causal=True))
+            x = x + outs[-1]
+            with torch.no_grad():
+                outs.append(context_parallel_attention(x, x, x, of_layer, method="ulysses"))
+        return [*outs, *torch.autograd.grad(x, leaves, dout, retain_graph=True)]
+
+    is_right = []
+    for kind in ("like", "shape", "like"):
+        tensors = rows_like(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "_pushes_between", find)
+            found = run(tensors)
+        is_right += map(torch.equal, found, run(tensors))
+    return all(is_right)
 
 
 def there_and_back(exchange: HeadExchange, rows: list[Tensor], layout: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Memory that ranks share without GPUs: files that all of them map."""
+"""Memory that ranks share without GPUs: files that all of them map; and what writes there in place of a kernel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_kernels.copies.config import CopiesConfig
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.peers import PeerMemory
+from hopper_attention.launch.copies import CopiesLauncher
 
 
 class FileMemory(PeerMemory):
@@ -45,3 +48,21 @@ class FileMemory(PeerMemory):
 
     def wait(self) -> None:
         pass
+
+
+def copies_by_torch(
+    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+) -> CopiesLauncher:
+    """Stands for ``launch.copies.find``."""
+
+    def kernel(*given: Any) -> None:
+        xs, targets = given[:sources], given[sources:][: sources * pieces]
+        places = given[sources + len(targets) : -1]
+        for i, target in enumerate(targets):
+            x, (first, step) = xs[i // pieces], places[2 * i : 2 * i + 2]
+            strides = x.stride(0), step, x.stride(1), 1
+            piece = torch.as_strided(x, target.shape, strides, x.storage_offset() + first)
+            piece.copy_(target) if gathers else target.copy_(piece)
+
+    name = str(dtype).removeprefix("torch.")
+    return CopiesLauncher(0, CopiesConfig("sm_90a", name, sources, pieces, gathers), kernel)

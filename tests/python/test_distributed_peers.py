@@ -105,6 +105,10 @@ def test_only_a_call_like_earlier_ones_is_not_found_anew(pool: Pool, tmp_path: P
             assert (other[2] > OF_A_COPY) == (exchanges > 0), kind
 
 
+def test_layers_of_two_groups_share_rooms_with_their_own_group_alone(pool: Pool, tmp_path: Path) -> None:
+    assert pool(2, "layers_by_peer_memory", str(tmp_path / "layers")) == [True, True]
+
+
 def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
     assert (
         pool(2, "share_memory", "cpu")
