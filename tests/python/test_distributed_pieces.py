@@ -242,6 +242,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 REPORTS = {2: "context_parallel_nvidia_h200.json", 4: "context_parallel_4_nvidia_h200.json"}
 SCHEDULES = "context_schedules_4_nvidia_h200.json"
 SHORT = "context_short_4_nvidia_h200.json"
+SHORTS = {2: "context_short_2_nvidia_h200.json", 4: SHORT}
 SHORT_SHAPES = [(n, h, hk) for n, h, hk in SHAPES if n == 1 << 15]
 
 Cells = dict[tuple[int, int, int], dict[str, dict[str, Any]]]
@@ -252,7 +253,7 @@ def measured(gpus: int = 2) -> Cells:
     return cells_of(REPORTS[gpus])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def cells_of(report: str) -> Cells:
     cells = json.loads((RESULTS / report).read_text())["cells"]
     return {
@@ -404,6 +405,46 @@ def rows_of_short_others() -> list[str]:
     return rows
 
 
+def fastest(cells: dict[str, dict[str, Any]], begin: str) -> str:
+    """How much faster ours is than the fastest of those ways, in turns."""
+    found = [c for way, c in cells.items() if way.startswith(begin) and "unavailable" not in c]
+    return f"{min(found, key=lambda c: c['seconds'])['ours_over_it']:.2f}"
+
+
+def rows_of_targets() -> list[str]:
+    """Of what `auto` takes: efficiency, against others, FP8 over 16 bits, and GiB: the aim, the forward pass, both
+    without dQ, dK and dV, and what a group keeps."""
+    rows = []
+    for gpus, shape in product(SHORTS, SHAPES):
+        report = json.loads((RESULTS / SHORTS[gpus]).read_text())
+        cells, name = cells_of(SHORTS[gpus])[shape], "s{}-h{}-hk{}-d128-causal".format(*shape)
+        taken = report["auto"][name].partition(":")[0]
+        # Memory of the method by its name: that of `auto` was counted while its calls were still new.
+        both, forward = (cells[f"{taken}, {kind}"] for kind in (BOTH, "forward"))
+        found = [f"{cells.get(f'auto, {BOTH}', both)['efficiency']:.3f}"]
+        found += [fastest(cells, "torch"), fastest(cells, "ring-flash-attn")]
+        found.append(f"{cells[f'{taken} FP8, forward']['over_16_bits']:.2f}")
+        gradients = both["result_bytes"] - both["out_bytes"]
+        room = report[f"room_bytes_after_{name}"] if taken == "ulysses" else 0
+        sizes = 2 * both["kv_shard_bytes"] + both["out_bytes"], forward["extra_bytes"]
+        found += [f"{x / 2**30:.2f}" for x in (*sizes, both["extra_bytes"] - gradients, room)]
+        rows.append(f"| {gpus} | {name_of(shape)} | {taken} | " + " | ".join(found) + " |")
+    return rows
+
+
+def test_targets_that_are_met_and_those_that_are_not() -> None:
+    for gpus, shape in product(SHORTS, SHAPES):
+        cells, is_long = cells_of(SHORTS[gpus])[shape], shape[0] == 1 << 17
+        taken = cells["ring, " + BOTH] if is_long else cells["auto, " + BOTH]
+        aim = (0.93 if gpus == 2 else 0.90) if is_long else 0.85
+        assert taken["efficiency"] > aim, (gpus, shape)
+        assert float(fastest(cells, "torch")) >= 1.15
+        beside_ring = float(fastest(cells, "ring-flash-attn"))
+        assert (beside_ring >= 1.15) == ((gpus, is_long) != (2, True)), (gpus, shape)
+    fp8 = {key: cells_of(SHORTS[key[0]])[key[1]]["ring FP8, forward"] for key in product(SHORTS, SHAPES[:2])}
+    assert [cell["over_16_bits"] >= 1.5 for cell in fp8.values()] == [True, True, False, False]
+
+
 BY_MESSAGES = Machine(host_gpus=1)
 """As ulysses exchanged heads in these reports."""
 
@@ -434,6 +475,7 @@ def rows_of_model_and_measurement() -> list[str]:
         ("schedules", rows_of_schedules),
         ("short", rows_of_short),
         ("short others", rows_of_short_others),
+        ("targets", rows_of_targets),
         ("model and measurement", rows_of_model_and_measurement),
     ],
 )
@@ -468,8 +510,8 @@ def test_auto_takes_peer_memory_where_it_was_fastest(shape: tuple[int, int, int]
         ways = [f"{way} {kind}" if fp8 else f"{way}, {kind}" for way in ("ring", "ulysses")]
         ring, pushed = (cells[way]["seconds"] for way in ways)
         assert pushed < ring
-        # And the model knows how long it takes; less well in FP8, where the host is not done sooner.
-        assert pushed / plan.seconds["ulysses"] == pytest.approx(1.0, abs=0.25 if fp8 else 0.05)
+        # And the model knows how long it takes, of a GPU that does 600 TFLOP/s; less well in FP8.
+        assert pushed / plan.seconds["ulysses"] == pytest.approx(1.0, abs=0.25 if fp8 else 0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
