@@ -104,6 +104,11 @@ class Setting:
     rounds: int
     margins: tuple[int, ...] = ()
     is_short: bool = False
+    only: tuple[str, ...] = ()
+
+    def wants(self, *ways: str) -> bool:
+        """Whether one of these ways is to be measured."""
+        return not self.only or any(way in self.only for way in ways)
 
     def methods(self, shape: Shape) -> tuple[str, ...]:
         """What runs a shape."""
@@ -269,7 +274,10 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
         for method in methods_of_fp8:
             of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
             found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
-    return found
+    wanted = [way for way in found if s.wants(way)]
+    # One GPU is what efficiency is over.
+    beside = {f"one GPU{' FP8' * (' FP8' in way)}, {found[way].kind}" for way in wanted}
+    return {way: cell for way, cell in found.items() if way in wanted or way in beside}
 
 
 def largest(s: Setting, value: float) -> float:
@@ -372,9 +380,10 @@ def peers_of(s: Setting, shape: Shape, without_torch: bool) -> list[Peer]:
         # FlashAttention-2 took half as long again in every shape.
         backends = backends[:1]
     if s.is_short and shape.seqlen >= LONG:
-        # They take long: of each the one that should be the fastest.
-        rotations, rings = rotations[:1], rings[:1]
-    return rings if without_torch else rings + torchs_own(backends, rotations)
+        # They take long: of each the one that should be the fastest, and ring-flash-attn as it is published.
+        rotations, rings = rotations[:1], list(dict.fromkeys((*rings[:1], *rings[-1:])))
+    found = rings if without_torch else rings + torchs_own(backends, rotations)
+    return [peer for peer in found if s.wants(peer.name)]
 
 
 def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSampler) -> dict[str, Any]:
@@ -409,16 +418,17 @@ def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     local = [shard_sequence(x, s.mesh) for x in whole]
     ways = {"one GPU": both(one_gpu, whole)()}
     for method in s.methods(shape):
-        parts = both(ours(s, method), local)()
-        ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
-    for peer in [] if why_no_ring_flash_attn() else ring_flash_attns():
+        if s.wants(f"{method}, {FORWARD}", f"{method}, {BOTH}"):
+            ways[method] = [unshard_sequence(x, s.mesh) for x in both(ours(s, method), local)()]
+    for peer in peers_of(s, shape, without_torch=True):
         with suppress(RuntimeError), peer.prepare(s.mesh, whole, local) as run:
             ways[peer.name] = [unshard_sequence(x, s.mesh) for x in run()]
     with torch.no_grad():
         ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
         for method in s.methods_of_fp8(shape):
-            fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
-            ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+            if s.wants(f"{method} FP8, forward"):
+                fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+                ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
     return differences(shape, ways, exact)
 
 
@@ -470,6 +480,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 32_768], help="of the shapes")
     parser.add_argument("--without-torch", action="store_true", help="leave torch's context_parallel out")
+    parser.add_argument("--heads", nargs="+", default=["16,16", "32,8"], help="of Q and of K and V")
+    parser.add_argument("--only", nargs="+", default=[], help="ways of these names, and one GPU beside them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--margins", default="8", help="numbers of SMs to leave to transfers, to try beside 0"
@@ -481,11 +493,12 @@ def main(arguments: list[str]) -> int:
     rounds = 3 if options.quick else options.rounds
     margins = tuple(int(n) for n in options.margins.split(",") if n) if on_gpu else ()
     margins = () if options.short else margins
-    s = Setting(device, torch.bfloat16, mesh, rounds, margins, options.short)
-    shapes = [Shape(n, h, hk) for n in options.tokens for h, hk in ((16, 16), (32, 8))]
+    s = Setting(device, torch.bfloat16, mesh, rounds, margins, options.short, tuple(options.only))
+    heads = [tuple(map(int, pair.split(","))) for pair in options.heads]
+    shapes = [Shape(n, *pair) for n in options.tokens for pair in heads]
     shapes = [Shape(32_768, 16, 16)] if options.quick else shapes
     if options.short:
-        shapes = [Shape(n, h, hk) for n in sorted(options.tokens) for h, hk in ((16, 16), (32, 8))]
+        shapes.sort(key=lambda shape: shape.seqlen)
     shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
     gauge = find_gauge(str(device))
@@ -498,7 +511,7 @@ def main(arguments: list[str]) -> int:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
             # Rooms grow with what is exchanged; short shapes come first.
             about[f"room_bytes_after_{shape.name}"] = room_bytes(carried)
-            if s.is_short and shape.seqlen < LONG:
+            if s.is_short and shape.seqlen < LONG and not s.only:
                 found_errors += beside_one_gpu(s, shape)
             save(options, s, rows, found_errors, about)
             rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)

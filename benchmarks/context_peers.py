@@ -2,8 +2,9 @@
 
 ring-flash-attn (github.com/zhuzilin/ring-flash-attention) is measured as its release is, messages, merges and all. The
 attention of its steps is that of the package ``flash-attn``, FlashAttention-2, which few machines have built. In its
-place stands a module with the same two functions over other kernels. That is the strongest setting of this peer: on
-Hopper FlashAttention-3's forward and cuDNN's backward are about twice as fast as what it was written for.
+place stands a module with the same two functions over other kernels. As published it runs FlashAttention-2 both ways,
+here that of PyTorch. The strongest setting of this peer has FlashAttention-3's forward and cuDNN's backward, which on
+Hopper are about twice as fast. FlashAttention-4's backward is not used.
 """
 
 from __future__ import annotations
@@ -157,19 +158,19 @@ def _plain_backward(step: Step, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+AS_PUBLISHED = Kernels("as published: FlashAttention-2 both ways", _fa2_forward, _fa2_backward)
 PLAIN = Kernels("plain PyTorch", _plain_forward, _plain_backward)
 
 
 def kernels_there() -> tuple[Kernels, ...]:
-    """What a step of ring-flash-attn can be made of on this machine, the fastest first."""
+    """What a step of ring-flash-attn can be made of on this machine, the fastest first, as it is published last."""
     if not torch.cuda.is_available():
         return (PLAIN,)
     fa3 = not why_no_fa3(Setting("cuda", os.environ.get("FA3_LIBRARY", "")))
     forward, name = (_fa3_forward, "FlashAttention-3") if fa3 else (_fa2_forward, "FlashAttention-2")
-    return (
-        Kernels(f"{name}, cuDNN backward", forward, _cudnn_backward),
-        Kernels(f"{name}, FlashAttention-2 backward", forward, _fa2_backward),
-    )
+    by_cudnn = Kernels(f"{name}, cuDNN backward", forward, _cudnn_backward)
+    mixed = (Kernels(f"{name}, FlashAttention-2 backward", forward, _fa2_backward),) if fa3 else ()
+    return by_cudnn, *mixed, AS_PUBLISHED
 
 
 def flash_attn_of(kernels: Kernels) -> ModuleType:

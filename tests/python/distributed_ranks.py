@@ -517,6 +517,9 @@ def refuse(what: str) -> str:
         "fp8 mean": lambda: context_parallel_attention(
             x, x, x, mesh, quantization=Fp8Quantization(smooth_k=True)
         ),
+        "fp8 lengths": lambda: context_parallel_attention(
+            x, x.repeat(1, 3, 1, 1), x.repeat(1, 3, 1, 1), mesh, quantization=fp8, causal=True
+        ),
         "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
         "memory": lambda: context_parallel_attention(x, x, x, mesh, memory="little"),
         "memory of heads": lambda: context_parallel_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,14 @@ from hopper_attention.distributed.pieces import (
 )
 from hopper_attention.distributed.schedule import Schedule, backward_schedule, forward_schedule
 from hopper_attention.distributed.steps import Share, distances_of, steps_of
-from hopper_attention.distributed.wire import packed, quantize_chunks, travelling, unpacked
+from hopper_attention.distributed.wire import (
+    packed,
+    pieces_of,
+    quantize_chunks,
+    travelling,
+    unpacked,
+    visible_chunks,
+)
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.reference.tiles import Mask, Span
@@ -553,12 +561,33 @@ def test_by_the_model_slower_links_cost_efficiency() -> None:
 
 
 @pytest.mark.parametrize("smooth_v", [False, True])
-def test_a_chunk_of_e4m3_travels_in_one_message(smooth_v: bool) -> None:
+def test_keys_of_e4m3_travel_in_one_message(smooth_v: bool) -> None:
     quantization = Fp8Quantization(smooth_v=smooth_v)
-    tensors = tuple(torch.randn(2, 40, heads, 64).bfloat16() for heads in (4, 2, 2))
-    first, second = map(travelling, quantize_chunks(tensors, "zigzag", quantization, "reference"))
-    buffer = packed(first)
-    assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
-    for got, sent in zip(unpacked(buffer, second), first, strict=True):
-        assert got.dtype == sent.dtype and torch.equal(got.float(), sent.float())
-        assert not got.numel() or not (got.data_ptr() - buffer.data_ptr()) % 256
+    tensors = tuple(torch.randn(2, 80, heads, 64).bfloat16() for heads in (4, 2, 2))
+    first, second = quantize_chunks(tensors, 2, quantization, "reference")
+    (whole,) = quantize_chunks(tensors, 1, quantization, "reference")
+    for chunk, like, keys in ((first, second, 40), (whole, whole, 80), (whole, whole, 64)):
+        sent = travelling(chunk, keys)
+        buffer = packed(sent)
+        assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
+        for got, x in zip(unpacked(buffer, travelling(like, keys)), sent, strict=True):
+            assert got.dtype == x.dtype and torch.equal(got.float(), x.float())
+            assert not got.numel() or not (got.data_ptr() - buffer.data_ptr()) % 256
+
+
+def test_a_step_in_e4m3_is_one_call_as_in_16_bits() -> None:
+    p = Problem(4, 256, 256, "zigzag", right=0)
+    assert pieces_of(p, Fp8Quantization()) == 1
+    for rank, other in product(range(4), range(4)):
+        ((_, _, piece),) = visible_chunks(p, rank, other, 1)
+        (group,) = groups_between(p, rank, other)
+        assert (piece,) == group.pieces and piece.keys.start == 0
+        # Of a rank before the first half of the keys, of one after all for the second half of the rows.
+        assert piece.keys.stop == (32 if other < rank else 64)
+        assert piece.rows.start == (32 if other > rank else 0)
+    # Blocks of rows would be cut, or keys that change places, or a scale is one of all rows.
+    assert pieces_of(p, Fp8Quantization(block_q=64)) == 2
+    assert pieces_of(replace(p, seqlen_q=240, seqlen_k=240), Fp8Quantization()) == 2
+    assert pieces_of(p, Fp8Quantization(granularity="head")) == 2
+    assert pieces_of(replace(p, layout="contiguous"), Fp8Quantization(granularity="head")) == 1
+    assert len(visible_chunks(p, 1, 1, 2)) == 3

@@ -180,6 +180,9 @@ def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
         f"method {o.method!r}": o.method not in (RING, ULYSSES, MESH, AUTO),
         "a window": problem.left != UNLIMITED or problem.right > 0,
         "cu_seqlens": bool(problem.documents),
+        "another length of q than of k under a causal mask in a ring": o.method != ULYSSES
+        and problem.right == 0
+        and problem.seqlen_q != problem.seqlen_k,
         "softcap": o.softcap != 0.0,
         "a gradient": wants_gradient,
     }

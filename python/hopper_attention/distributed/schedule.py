@@ -33,6 +33,9 @@ LARGE_BYTES = 1 << 29
 """Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
 calls on all heads have shorter tails beside their work."""
 
+FEW_MERGES = 8
+"""Ranks up to which a forward pass in e4m3 keeps sums in 16 bits, one rounding more for each."""
+
 SHARDS_AT_A_TIME = 2
 """Of K and V in a ring: the one at work and the one on its way."""
 
@@ -117,13 +120,13 @@ def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
 
-def fp8_bytes(sizes: RowBytes, parts: int) -> int:
+def fp8_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     """What a forward pass in e4m3 holds at most beside the output, but for scales.
 
-    The sum in float32, a partial result of half of the rows and Q; K and V of this rank, these as they are sent, and
-    two shards.
+    The sum, a partial result of all rows and Q; K and V of this rank, these as they are sent, and two shards.
     """
-    return (3 * sizes.out + 4 * sizes.shard // 2) // parts
+    sums = sizes.out if problem.world <= FEW_MERGES else 2 * sizes.out
+    return (sums + sizes.out + sizes.out // 2 + 4 * sizes.shard // 2) // parts
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -142,7 +145,7 @@ def backward_schedule(problem: Problem, sizes: RowBytes, is_least: bool = False)
 @lru_cache(maxsize=REMEMBERED)
 def fp8_parts(problem: Problem, sizes: RowBytes, is_least: bool = False) -> int:
     """Of the heads, in a forward pass in e4m3; ``sizes`` are of 16 bits."""
-    return _fewest(problem, sizes, lambda parts: fp8_bytes(sizes, parts), is_least)
+    return _fewest(problem, sizes, lambda parts: fp8_bytes(problem, sizes, parts), is_least)
 
 
 def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
